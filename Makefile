@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train pipeline test test-all mutations test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
+.PHONY: help env train pipeline test test-all mutations test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs docs-site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -88,9 +88,10 @@ gpu: $(ENV)  ## one GPU, 9 minutes: speed and correctness, what is unknown first
 gpu-rehearsal: $(ENV)  ## the plan of make gpu on a CPU, at tiny size
 	@$(RUN) benchmarks/gpu.py --rehearse --minutes 20 $(ARGS)
 
-lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to date
+lint: $(ENV)  ## ruff, mypy, plain words, and whether the generated documentation is up to date
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(RUN) tools/lint/wording.py
 	$(RUN) tools/docs/config_reference.py --check
 	$(RUN) tools/docs/unread_keys.py --check
 	$(RUN) tools/docs/package_map.py --check
@@ -112,6 +113,10 @@ docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/family_table.py
 	$(RUN) tools/docs/other_stacks.py
 	$(RUN) tools/docs/gpu_results.py
+
+docs-site: $(ENV)  ## the documentation as a site, .cache/site/index.html; a link without a target fails
+	$(RUN) -m sphinx --quiet -W --keep-going -b html -d .cache/site/.doctrees docs .cache/site
+	@echo "the site: .cache/site/index.html"
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay
 	rm -rf .venv .venv-torch* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage

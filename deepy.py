@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """What `--hf-model` says."""
+    """Returns the configuration keys of the model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 
 
 def build_tokenizer(args: "NeoXArgs") -> object:
-    """The tokenizer of a configuration, which `doctor` tries to make."""
+    """Builds the tokenizer of a configuration; `doctor` checks that it can."""
     from megatron.tokenizer import build_tokenizer
 
     return build_tokenizer(args)
 
 
 def report_of_failed(args: "NeoXArgs") -> None:
-    """The page of `report: true` of a run whose rank 0 may have been ended before it could write it."""
+    """Writes the page of `report: true` for a run whose rank 0 may have ended before writing it."""
     from megatron.launch.run import log_dir_of
     from megatron.operations.report import report_at_end
     from megatron.process.metrics_file import METRICS_FILE
@@ -71,9 +71,9 @@ def main() -> int:
             import train
 
             return train.main(command.args)
-        said = set_arch_list(os.environ)
-        if said:
-            print(said, file=sys.stderr)
+        message = set_arch_list(os.environ)
+        if message:
+            print(message, file=sys.stderr)
         code = launch(command.user_script, command.args, (), command.node_rank, command.hosts)
         if code and command.args.report and Path(command.user_script).name == "train.py":
             report_of_failed(command.args)

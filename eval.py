@@ -52,7 +52,7 @@ def main(
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """What `--hf-model` says."""
+    """Returns the configuration keys of the model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)

@@ -42,22 +42,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def raw_files(folder: Path, name: str, options: argparse.Namespace) -> list[Path]:
-    """The raw text of a corpus: what was put into `folder` in whatever form, or else the published files,
-    fetched."""
+    """Returns the raw files of a corpus: those already in `folder`, else the published ones, downloaded."""
     addresses = {folder / address.rsplit("/", 1)[1]: address for address in parts(SOURCES[name])}
-    known = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
-    there = sorted(path for path in folder.glob("*") if path.name.endswith(known) or path.name == name)
-    if there and not options.force_redownload and addresses.keys().isdisjoint(there):
-        return there
+    suffixes = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
+    present = sorted(path for path in folder.glob("*") if path.name.endswith(suffixes) or path.name == name)
+    if present and not options.force_redownload and addresses.keys().isdisjoint(present):
+        return present
     for path, address in addresses.items():
         if options.force_redownload or not path.exists():
             fetch(address, path, options.mirror, print)
     return list(addresses)
 
 
-def gpt2_file(given: str | None, name: str, address: str, options: argparse.Namespace) -> str:
-    path = Path(given or options.data_dir / name)
-    if not path.exists() and not given:
+def gpt2_file(option: str | None, name: str, address: str, options: argparse.Namespace) -> str:
+    path = Path(option or options.data_dir / name)
+    if not path.exists() and not option:
         fetch(address, path, options.mirror, print)
     return str(path)
 

@@ -25,7 +25,7 @@ from megatron.data.conversations import row_conversation, template_settings
 from megatron.data.files import sync, temporary
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.inputs import InputFile, listed, resolve
+from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
 from megatron.process import run_command
@@ -82,7 +82,7 @@ class Texts:
     columns: tuple[str, ...]
     joined: bool
     chat: bool
-    plain: bool  # contents without roles
+    contents_only: bool  # contents without roles
     verbatim: bool  # as Python writes them
     hf_tokenizer: str | None
     count: bool
@@ -102,27 +102,27 @@ class Texts:
             value = {self.columns[0]: value}
         missing = [name for name in self.columns if not isinstance(value, dict) or name not in value]
         if missing:
-            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f"{row.where()}: no column {', '.join(missing)} (found: {found})")
+            found_columns = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise DataError(f"{row.location()}: no column {', '.join(missing)} (found: {found_columns})")
         if self.joined:
             return "\n\n".join(str(value[name]) for name in self.columns if value[name])
         content = value[self.columns[0]]
         if not self.chat:
             if not isinstance(content, str):
-                raise DataError(f'{row.where()}: "{self.columns[0]}" is {type(content).__name__}, not text')
+                raise DataError(f'{row.location()}: "{self.columns[0]}" is {type(content).__name__}, not text')
             return content
         if self.verbatim:
             return str(content)
         try:
             messages = row_conversation(value, self.columns[0])
-            if self.plain:
+            if self.contents_only:
                 return "\n\n".join(message["content"] for message in messages if message.get("content"))
             settings = template_settings(value)
             text = self.tokenizer.render(messages, *settings)
             self.tokenizer.check_rendered(text, messages, *settings)
             return text
         except DataError as problem:
-            raise DataError(f"{row.where()}: {problem}") from None
+            raise DataError(f"{row.location()}: {problem}") from None
 
     def lines(self, shard: Shard) -> tuple[bytes, int, int]:
         """The rows of a shard as JSONL, how many, and how many tokens (0 where these are not counted)."""
@@ -145,7 +145,7 @@ def first_columns(files: Sequence[InputFile]) -> list[str]:
     raise DataError("no rows in the dataset")
 
 
-def choose_columns(options: argparse.Namespace, found: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+def choose_columns(options: argparse.Namespace, available: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """(columns to read, whether they hold conversations)."""
     if options.join_columns:
         columns = tuple(name.strip() for name in options.join_columns.split(","))
@@ -154,11 +154,11 @@ def choose_columns(options: argparse.Namespace, found: Sequence[str]) -> tuple[t
     elif options.midtrain_chat_messages:
         columns = ("messages",)
     else:
-        columns = tuple(name for name in ("text", "messages") if name in found)[:1]
-    missing = [name for name in columns if name not in found]
+        columns = tuple(name for name in ("text", "messages") if name in available)[:1]
+    missing = [name for name in columns if name not in available]
     if missing or not columns:
         raise DataError(
-            f"no column {', '.join(missing) or 'text or messages'} (found: {', '.join(found)}); "
+            f"no column {', '.join(missing) or 'text or messages'} (found: {', '.join(available)}); "
             "name the right one with --text-column"
         )
     return columns, columns == ("messages",)
@@ -172,9 +172,9 @@ def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path 
     unfinished = temporary(target) if target else Path(os.devnull)
     try:
         with open(unfinished, "wb") as file:
-            for lines, count, counted in in_order(texts.lines, tasks, workers):
+            for lines, count, num_tokens in in_order(texts.lines, tasks, workers):
                 file.write(lines)
-                rows, tokens = rows + count, tokens + counted
+                rows, tokens = rows + count, tokens + num_tokens
         if target:
             sync(unfinished)
             os.replace(unfinished, target)
@@ -190,18 +190,18 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     """All steps; returns what `pipeline_results.json` holds. Raises DataError."""
     start = time.monotonic()
     split = options.split or "train"
-    named = [Path(options.dataset).name, options.subset, re.sub(r"[^\w.+-]+", "_", split).strip("_")]
-    folder = options.output_dir or options.output_base / "_".join(part for part in named if part)
+    name_parts = [Path(options.dataset).name, options.subset, re.sub(r"[^\w.+-]+", "_", split).strip("_")]
+    folder = options.output_dir or options.output_base / "_".join(part for part in name_parts if part)
     if not (options.count_only or options.skip_tokenize or options.vocab_file):
         raise DataError("--vocab-file: the tokenizer.json to tokenise with is wanted (or --skip-tokenize)")
     hub = {"data_dir": options.data_dir} if options.data_dir else {}
     hub["num_proc"] = options.download_workers or options.num_proc
     if options.data_files:
-        files = resolve(listed(options.data_files), options.split)
+        files = resolve(split_names(options.data_files), options.split)
     else:
         # A file that is named by itself is wanted, whatever its name says
-        wanted = options.split if Path(options.dataset).is_file() else split
-        files = resolve([options.dataset], wanted, options.subset, **hub)
+        requested_split = options.split if Path(options.dataset).is_file() else split
+        files = resolve([options.dataset], requested_split, options.subset, **hub)
     columns, chat = choose_columns(options, first_columns(files))
     texts = Texts(
         columns,
@@ -213,7 +213,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
         options.count_only or not options.skip_count,
         options.batch_size,
     )
-    if texts.count or chat and not (texts.plain or texts.verbatim):
+    if texts.count or chat and not (texts.contents_only or texts.verbatim):
         _ = texts.tokenizer  # before any work, and so that every process has it
     jsonl = None if options.count_only else folder / "dataset.jsonl"
     if jsonl:

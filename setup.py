@@ -1,7 +1,7 @@
-"""Beside the package a wheel holds `neox/`: what a clone has around it (`megatron.launch.install_root`).
+"""Builds a wheel that also holds the scripts and presets of a clone, in `neox/`.
 
-A folder of its own, so that no `tools`, `configs` or `train` lies in site-packages. An editable install needs
-none.
+`megatron.launch.install_root` finds them. They have a folder of their own, so that no `tools`, `configs`
+or `train` lies in site-packages. An editable install needs no such folder.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-AROUND = (
+BUNDLED_PATTERNS = (
     "*.py",
     "tools/*.py",
     "tools/ckpts/*.py",
@@ -24,7 +24,7 @@ LEFT_OUT = ("setup.py", "retired.py")  # the latter reads a page of the docs, an
 
 
 class BuildWithScripts(build_py):
-    """build_py, and then the scripts and presets."""
+    """Runs build_py, then copies the scripts and presets."""
 
     def run(self) -> None:
         super().run()
@@ -32,7 +32,7 @@ class BuildWithScripts(build_py):
             return
         folder = Path(self.build_lib, "neox")
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
-        for path in sorted(path for pattern in AROUND for path in Path().glob(pattern)):
+        for path in sorted(path for pattern in BUNDLED_PATTERNS for path in Path().glob(pattern)):
             if (
                 path.is_file()
                 and not path.is_symlink()

@@ -35,7 +35,7 @@ while (($#)); do
       ;;
     --flash-attn | --transformer-engine) extras+=("${1#--}") ;;
     -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 0 ;;
-    *) die "$1 is no option; known are --cpu, --cuda, --torch, --flash-attn, --transformer-engine" ;;
+    *) die "$1 is not an option; known are --cpu, --cuda, --torch, --flash-attn, --transformer-engine" ;;
   esac
   shift
 done

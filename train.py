@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_initial_weights(args: "NeoXArgs") -> int:
-    """`--init-only`: one process makes the weights of all ranks, on CPU."""
+    """Writes the initial weights of all ranks from one process, on CPU, for `--init-only`."""
     from megatron.checkpointing.initial_weights import write_initial_weights
     from megatron.launch import process_info
     from megatron.tokenizer import build_tokenizer, with_vocabulary
@@ -37,8 +37,10 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
-    made."""
+    """Trains on this rank and returns the exit code.
+
+    A program may pass words of a command line, or a configuration.
+    """
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -57,9 +59,9 @@ def main(
 
             demo_questions(args)  # a reference may be scored for hours before they are asked
         process = enter(args)
-        said = set_arch_list(os.environ)
-        if said and process.rank == 0:
-            print(said, file=sys.stderr)
+        message = set_arch_list(os.environ)
+        if message and process.rank == 0:
+            print(message, file=sys.stderr)
         import torch
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
@@ -77,22 +79,9 @@ def main(
             evaluations.append(InTraining(training))
         if args.demo_prompts is not None:
             evaluations.append(Demos(training))
-        answer = None
-        if args.distillation is not None:
-            from megatron.generation.on_policy import answers_of
-
-            answer = answers_of(training)
-        rollouts = None
         try:
-            if args.rollout is not None and training.iteration < training.args.train_iters:
-                from megatron.rollouts.rollouts import Rollouts
-
-                rollouts = Rollouts(training, log_directory(training.args), training.checkpointer.run_id)
-                evaluations.append(rollouts.record)
-            train(training, evaluations, answer, operations, rollouts)
+            train(training, [*evaluations, *operations])
         finally:
-            if rollouts is not None:
-                rollouts.close()
             if process.rank == 0:
                 report_at_end(training.args, log_directory(training.args), training.logger)
         training.close()
@@ -100,7 +89,7 @@ def main(
         sys.stderr.write(problem.error_lines("train.py"))
         return 1
     except StopRequested as stop:
-        from megatron.training.callbacks.status import write_stopped_start
+        from megatron.training.builtin_callbacks.status import write_stopped_start
 
         write_stopped_start(args, process.rank, str(stop))
         if process.rank == 0:

@@ -28,8 +28,10 @@ DATA_RANKS = 8
 
 
 class Counts(NamedTuple):
-    """Elements of a tensor rank's parameters, those of the largest block (trained and frozen), and bytes of
-    packed weights."""
+    """Sizes of the parameters on one tensor rank.
+
+    trained, frozen: numbers of elements. block: elements of the largest block, trained and frozen. packed:
+    bytes of quantised weights, with their scales; no other field counts these weights."""
 
     trained: int
     frozen: int
@@ -38,7 +40,10 @@ class Counts(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """As the module says."""
+    """The memory of one rank, in bytes.
+
+    held: weights between steps, without master weights. gathered: full copies of sharded weights that a step
+    computes with. gradients: fp32. optimizer: Adam's moments and fp32 master weights."""
 
     held: float
     gathered: float
@@ -47,9 +52,9 @@ class Bytes(NamedTuple):
 
 
 def counts(args: NeoXArgs, tensor: int) -> Counts:
-    """Of the first of so many tensor ranks; `args.padded_vocab_size` must be known."""
-    alone = ParallelGroups.single()
-    stage = build_stage(args, replace(alone, sizes={**alone.sizes, "tensor": tensor}))
+    """Counts the parameters of rank 0 of `tensor` tensor ranks. `args.padded_vocab_size` must be set."""
+    single_rank = ParallelGroups.single()
+    stage = build_stage(args, replace(single_rank, sizes={**single_rank.sizes, "tensor": tensor}))
     freeze(stage_parameters(stage), args)
     packed = [m.weight for s in stage.blocks for m in stage.layers[str(s.index)].modules() if isinstance(m, Linear)]
     packed = packed if args.quantized else []
@@ -66,18 +71,18 @@ def counts(args: NeoXArgs, tensor: int) -> Counts:
     )
 
 
-def bytes_of(found: Counts, zero_stage: int, data: int) -> Bytes:
-    """Of a rank with so many data ranks. Packed weights are whole on each."""
-    every = found.trained + found.frozen
+def bytes_of(params: Counts, zero_stage: int, data: int) -> Bytes:
+    """Returns the memory of one of `data` data ranks at a ZeRO stage. Packed weights are not sharded."""
+    num_params = params.trained + params.frozen
     if zero_stage == 0:
-        return Bytes(2 * every + found.packed, 0, 4 * found.trained, 12 * found.trained)
-    gathered = 2 * every if zero_stage < 3 else 4 * found.block  # of stage 3 a block and the next one
-    gradients = 4 * found.trained / (1 if zero_stage == 1 else data)
-    return Bytes(2 * found.frozen / data + found.packed, gathered, gradients, 12 * found.trained / data)
+        return Bytes(2 * num_params + params.packed, 0, 4 * params.trained, 12 * params.trained)
+    gathered = 2 * num_params if zero_stage < 3 else 4 * params.block  # of stage 3 a block and the next one
+    gradients = 4 * params.trained / (1 if zero_stage == 1 else data)
+    return Bytes(2 * params.frozen / data + params.packed, gathered, gradients, 12 * params.trained / data)
 
 
 def table() -> str:
-    """GB of a rank, as Markdown."""
+    """Returns a Markdown table of one rank's GB, with a row per model, trained adapter and ZeRO stage."""
     lines = [
         "| model, tensor ranks | trained | ZeRO | held | gathered | gradients | optimizer | sum |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -86,18 +91,18 @@ def table() -> str:
         for method, lora in METHODS.items():
             args = load([str(ROOT / "configs" / "llama2" / file)])
             args = args.replace(lora=None, padded_vocab_size=32000)
-            found = counts(args if lora is None else with_lora(args, lora), tensor)
+            params = counts(args if lora is None else with_lora(args, lora), tensor)
             for stage in range(4):
-                each = bytes_of(found, stage, DATA_RANKS)
-                numbers = " | ".join(f"{value / 1e9:.2f}" for value in (*each, sum(each)))
+                rank_bytes = bytes_of(params, stage, DATA_RANKS)
+                numbers = " | ".join(f"{value / 1e9:.2f}" for value in (*rank_bytes, sum(rank_bytes)))
                 lines.append(f"| {shape}, {tensor} | {method} | {stage} | {numbers} |")
     return "\n".join(lines)
 
 
 def with_lora(args: NeoXArgs, lora: dict[str, Any]) -> NeoXArgs:
-    """The same model with adapters."""
-    given = NeoXArgs.from_dict({**args.user_values, "lora": lora})
-    return given.replace(padded_vocab_size=args.padded_vocab_size)
+    """Returns the configuration with its key `lora` set to `lora`."""
+    lora_args = NeoXArgs.from_dict({**args.user_values, "lora": lora})
+    return lora_args.replace(padded_vocab_size=args.padded_vocab_size)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,4 @@
-"""Where the time of a training step goes: every kernel by kind, beside the time that its FLOPs and bytes take
-at the rates of this device; the largest gaps first.
+"""Shows how a training step spends its time: every kernel by kind, with its floor; the largest gaps first.
 
 Steps run one behind the other under torch's profiler, on one device. The kinds must add up to the step, which
 other clocks time; where they are off by more than 2 %, that is an error. With --fake it counts what a step
@@ -19,37 +18,37 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.step_work import WorkRow, by_kind
+from benchmarks.step_work import WorkRow, totals_by_kind
 from megatron.process import run_command
 from megatron.process.command_parser import CommandParser
 
 
-def table(rows: Sequence[WorkRow], most: int = 40) -> str:
-    """The kinds, and the longest rows, as Markdown."""
-    whole = sum(row.seconds for row in rows)
+def table(rows: Sequence[WorkRow], max_rows: int = 40) -> str:
+    """Returns a Markdown table: the sum of each kind of work, then the `max_rows` first rows."""
+    total_s = sum(row.seconds for row in rows)
 
     def line(row: WorkRow, name: str) -> str:
         floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
-        above = "-" if row.floor is None else f"{row.above_floor * 1e3:.2f}"
-        share = row.seconds / (whole or 1)
+        excess = "-" if row.floor is None else f"{row.above_floor * 1e3:.2f}"
+        share = row.seconds / (total_s or 1)
         return (
-            f"| {name} | {row.calls:.0f} | {row.seconds * 1e3:.2f} | {share:.1%} | {floor} | {above} | "
+            f"| {name} | {row.calls:.0f} | {row.seconds * 1e3:.2f} | {share:.1%} | {floor} | {excess} | "
             f"{row.flops / 1e12:.2f} | {row.bytes / 1e9:.2f} |"
         )
 
     head = ["| | calls | ms | of the step | floor, ms | above it, ms | TFLOP | GB |", "|---|" + "---:|" * 7]
-    kinds = [line(row, f"**{row.kind}**") for row in by_kind(rows)]
-    return "\n".join([*head, *kinds, *(line(row, f"{row.kind}: `{row.name}`") for row in rows[:most])])
+    kinds = [line(row, f"**{row.kind}**") for row in totals_by_kind(rows)]
+    return "\n".join([*head, *kinds, *(line(row, f"{row.kind}: `{row.name}`") for row in rows[:max_rows])])
 
 
 def plot(rows: Sequence[WorkRow], title: str, path: Path) -> None:
-    """Write bars of each kind's time, with its floor within."""
+    """Draws a bar of time per step for each kind of work, with its floor as a part, into the file `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = by_kind(rows)[::-1]
+    kinds = totals_by_kind(rows)[::-1]
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     names = [row.kind for row in kinds]
     axes.barh(names, [row.seconds * 1e3 for row in kinds], color="tab:orange", label="above the floor")
@@ -75,29 +74,29 @@ def main(argv: list[str] | None = None) -> int:
         "--rates", nargs=2, type=float, default=(800.0, 4.2), metavar=("TFLOP/s", "TB/s"),
         help="of that GPU: products and copies (800 4.2, an H200's)",
     )  # fmt: skip
-    options, rest = parser.parse_known_args(argv)
+    options, step_argv = parser.parse_known_args(argv)
     if options.fake and options.only != "native":
-        parser.error("--fake counts the native engine alone")
+        parser.error("--fake works only with --only native")
     if options.fake:
         from tests.fake.shim import build, lacking, preload
 
         if (reason := lacking()) is not None:
             raise SystemExit(f"anatomy.py: {reason}")
         preload(build())
-    from benchmarks.step_profile import SumError, counted, measured  # torch comes after the fake device
+    from benchmarks.step_profile import SumError, count_fake_step, measured  # torch comes after the fake device
 
     try:
-        report = counted(options, rest) if options.fake else measured(options, rest)
+        report = count_fake_step(options, step_argv) if options.fake else measured(options, step_argv)
     except SumError as problem:
         sys.stderr.write(f"anatomy.py: {problem}\n")
         return 1
     rows = [WorkRow(**{key: row[key] for key in WorkRow.__dataclass_fields__}) for row in report["work"]]
-    about = f"{report['device']}, {report['name']}, attention {report['attention']}"
+    title = f"{report['device']}, {report['name']}, attention {report['attention']}"
     if options.fake:
-        print(f"{about}: counted, not timed; each operation at its floor, {report['sum_seconds'] * 1e3:.1f} ms a step")
+        print(f"{title}: counted, not timed; each operation at its floor, {report['sum_seconds'] * 1e3:.1f} ms a step")
     else:
-        plain = f"{report['plain_seconds'] * 1e3:.1f} without a profiler"
-        print(f"{about}: {report['step_seconds'] * 1e3:.1f} ms a step, {plain}", report["gaps"], sep="\n\n")
+        unprofiled = f"{report['plain_seconds'] * 1e3:.1f} without a profiler"
+        print(f"{title}: {report['step_seconds'] * 1e3:.1f} ms a step, {unprofiled}", report["gaps"], sep="\n\n")
     print(f"\n{table(rows)}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

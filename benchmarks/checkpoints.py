@@ -40,7 +40,7 @@ print(base, peak())
 
 
 def begin(folder: Path, options: argparse.Namespace) -> Any:
-    """Set the run up to its first step."""
+    """Returns a small training run that is ready for its first step; it saves into `folder`."""
     from megatron.launch import process_info
     from megatron.neox_arguments import load
     from megatron.training import start
@@ -60,12 +60,14 @@ def begin(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], float]:
-    """Measure the seconds in which all that a save writes is copied to the host; and its GB."""
+    """Measures copying the checkpoint tensors to the host.
+
+    Returns the seconds of each turn by kind of memory, and the GB of one copy."""
     from megatron.checkpointing.tensor_files import named_tensors
     from megatron.training.checkpoint.host_copies import HostCopies, PageLocking
 
     checkpointer, device = training.checkpointer, training.groups.device
-    reused = of_the_run = checkpointer._copies
+    reused = original_copies = checkpointer._copies
     if device.type == "cpu":
         reused = HostCopies(device, PageLocking(lambda address, size: None, lambda address: None, lambda: None))
     kinds = {"copy, ordinary memory": HostCopies(device, None), "copy, memory used again": reused}
@@ -74,63 +76,67 @@ def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], f
     for turn in range(turns + 1):
         for name, copies in kinds.items():
             checkpointer._copies = copies
-            copied, begun = 0, time.monotonic()
+            copied, start = 0, time.monotonic()
             for _, state in checkpointer._states(training.progress, False):
                 copied += sum(tensor.nbytes for _, tensor in named_tensors(state))
             if turn > 0:  # the first makes the memory
-                seconds[name].append(time.monotonic() - begun)
-    checkpointer._copies = of_the_run
+                seconds[name].append(time.monotonic() - start)
+    checkpointer._copies = original_copies
     return seconds, copied / 1e9
 
 
 def measure(training: Any, saves: int) -> dict[str, list[float]]:
-    """Measure the seconds of saves of both kinds, of their writing, and of steps beside it and alone."""
-    from megatron.training.loop import batches_of
+    """Measures blocking and background saves, and steps with and without a background save.
 
-    found: dict[str, list[float]] = {
+    Returns lists of seconds by name."""
+    from megatron.training.loop import steps_of
+    from megatron.training.method import StepData
+
+    seconds_by_kind: dict[str, list[float]] = {
         name: []
         for name in (
             "save, waited for", "save, beside", "until whole, beside", "step, alone", "step, beside",
             "first save, beside",
         )
     }  # fmt: skip
-    batches, checkpointer, progress = batches_of(training), training.checkpointer, training.progress
+    batches = map(StepData.take, steps_of(training))
+    checkpointer, progress = training.checkpointer, training.progress
 
     def step(name: str) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
         float(result.loss)
         progress.iteration += 1
-        found[name].append(time.monotonic() - begun)
+        seconds_by_kind[name].append(time.monotonic() - start)
 
     step("step, alone")
-    found["step, alone"].clear()  # the first one warms up
+    seconds_by_kind["step, alone"].clear()  # the first one warms up
     for number in range(2 * saves + 2):
         step("step, alone")
-        beside = number % 2 == 1
-        begun = time.monotonic()
-        checkpointer.save(progress, beside=beside)
+        in_background = number % 2 == 1
+        start = time.monotonic()
+        checkpointer.save(progress, in_background=in_background)
         if number > 1:
-            found["save, beside" if beside else "save, waited for"].append(time.monotonic() - begun)
-        elif beside:  # on a GPU it also locks the memory that later ones use
-            found["first save, beside"].append(time.monotonic() - begun)
-        if beside:
+            seconds_by_kind["save, beside" if in_background else "save, waited for"].append(time.monotonic() - start)
+        elif in_background:  # on a GPU it also locks the memory that later ones use
+            seconds_by_kind["first save, beside"].append(time.monotonic() - start)
+        if in_background:
             while checkpointer.writing:
                 step("step, beside")
             checkpointer.wait()
-            found["until whole, beside"].append(time.monotonic() - begun)
-    return found
+            seconds_by_kind["until whole, beside"].append(time.monotonic() - start)
+    return seconds_by_kind
 
 
 def reshard(source: Path, target: Path, tensor_size: int) -> tuple[float, float]:
-    """Reshard; returns seconds and GB of memory beyond what the program itself takes."""
-    begun = time.monotonic()
+    """Runs reshard.py in a process of its own. Returns its seconds, and its peak GB above start-up memory."""
+    start = time.monotonic()
     command = [sys.executable, "-c", RESHARD, "--input_dir", str(source), "--output_dir", str(target)]
     done = subprocess.run([*command, "--tp", str(tensor_size)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[-2000:])
-    before, peak = map(int, done.stdout.splitlines()[-1].split())
-    return time.monotonic() - begun, (peak - before) * 1024 / 1e9
+    base, peak = map(int, done.stdout.splitlines()[-1].split())
+    return time.monotonic() - start, (peak - base) * 1024 / 1e9
 
 
 def main() -> int:
@@ -143,10 +149,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args()
     subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary_dir:
+        folder = Path(temporary_dir)
         training = begin(folder, options)
-        found = measure(training, options.saves)
+        seconds_by_kind = measure(training, options.saves)
         copies, copied = measure_copies(training, options.saves)
         training.close()
         checkpoints = sorted((folder / "run").glob("global_step*"), key=lambda path: path.stat().st_mtime)
@@ -157,23 +163,27 @@ def main() -> int:
             sys.stderr.write(f"checkpoints.py: error: {problem}\n")
             return 1
     print(f"checkpoint of {size:.2f} GB, median of {options.saves} saves of each kind, in turns")
-    numbers = {name: statistics.median(values) for name, values in {**found, **copies}.items() if values}
-    for what, value in numbers.items():
-        rate = f", {copied:.2f} GB, {copied / value:.2f} GB/s" if what in copies else ""
-        print(f"{what:23} {value:8.3f} s{rate}")
-    ratios = [one / other for one, other in zip(*copies.values(), strict=True)]
+    numbers = {
+        temporary_dir: statistics.median(values)
+        for temporary_dir, values in {**seconds_by_kind, **copies}.items()
+        if values
+    }
+    for label, value in numbers.items():
+        rate = f", {copied:.2f} GB, {copied / value:.2f} GB/s" if label in copies else ""
+        print(f"{label:23} {value:8.3f} s{rate}")
+    ratios = [ordinary / reused for ordinary, reused in zip(*copies.values(), strict=True)]
     print(f"{'ordinary / used again':23} {statistics.median(ratios):8.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     print(f"{'reshard to tensor ' + str(options.tp):23} {seconds:8.3f} s, {memory:.2f} GB of memory")
     if options.json:
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        more = {
+        peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        other_numbers = {
             "checkpoint GB": size,
             "reshard": seconds,
             "reshard GB": memory,
-            "peak GB of the run": own,
+            "peak GB of the run": peak_gb,
             "copied GB": copied,
         }
-        options.json.write_text(json.dumps({**numbers, **more}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**numbers, **other_numbers}, indent=1) + "\n")
     return 0
 
 

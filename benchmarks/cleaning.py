@@ -1,5 +1,7 @@
-"""Speed and memory of cleaning beside the libraries that people use: near-duplicates beside rensa, datasketch
-and datatrove, rules beside datatrove, and a whole job's documents a second and resident memory.
+"""Measures speed and memory of cleaning, compared with common libraries.
+
+Near-duplicates are compared with rensa, datasketch and datatrove, rules with datatrove. A full job shows
+documents a second and resident memory.
 
     python benchmarks/cleaning.py                          # texts of 500 and 3,000 characters, one core
     python benchmarks/cleaning.py --documents 10000000    # a whole job on so many documents of 500 characters
@@ -32,7 +34,7 @@ _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
 def vocabulary(size: int = 60_000) -> tuple[list[str], list[float]]:
-    """Words and how often each is drawn, added up."""
+    """Returns `size` random words and their cumulative weights by Zipf's law, for `random.choices`."""
     draw = random.Random(0)
     words = [
         "".join(draw.choices(_LETTERS, range(26, 0, -1), k=draw.choice((2, 3, 4, 5, 6, 7, 9)))) for _ in range(size)
@@ -46,7 +48,7 @@ def vocabulary(size: int = 60_000) -> tuple[list[str], list[float]]:
 
 
 def texts(count: int, chars: int, seed: int = 0) -> Iterator[str]:
-    """Texts of about so many characters."""
+    """Yields `count` texts of about `chars` characters; one in ten is a near copy of an earlier text."""
     words, weights = vocabulary()
     draw = random.Random(seed)
     earlier = ""
@@ -54,14 +56,14 @@ def texts(count: int, chars: int, seed: int = 0) -> Iterator[str]:
         if earlier and draw.random() < 0.1:
             yield earlier + " again"
             continue
-        made = draw.choices(words, cum_weights=weights, k=chars // 5)
-        for at in range(11, len(made), 12):
-            made[at] = f"{made[at]}.{chr(10) if at % 36 == 35 else ' '}The"
-        earlier = f"{' '.join(made)[: chars - 1]}."
+        words_of_text = draw.choices(words, cum_weights=weights, k=chars // 5)
+        for position in range(11, len(words_of_text), 12):
+            words_of_text[position] = f"{words_of_text[position]}.{chr(10) if position % 36 == 35 else ' '}The"
+        earlier = f"{' '.join(words_of_text)[: chars - 1]}."
         yield earlier
 
 
-def ours(documents: list[str]) -> Callable[[], int]:
+def clean_py_minhash(documents: list[str]) -> Callable[[], int]:
     import numpy as np
 
     from megatron.data.cleaning.minhash import MinHash, band_keys, clusters, hashed_shingles, pairs_of, signatures
@@ -110,17 +112,19 @@ def datasketch_bulk(documents: list[str]) -> Callable[[], int]:
     def work() -> int:
         index, duplicates = MinHashLSH(num_perm=_FUNCTIONS, params=(_BANDS, _FUNCTIONS // _BANDS)), 0
         encoded = ([run.encode() for run in _runs(text)] for text in documents)
-        for number, one in enumerate(MinHash.generator(encoded, num_perm=_FUNCTIONS)):
-            duplicates += bool(index.query(one))
-            index.insert(number, one)
+        for number, signature in enumerate(MinHash.generator(encoded, num_perm=_FUNCTIONS)):
+            duplicates += bool(index.query(signature))
+            index.insert(number, signature)
         return duplicates
 
     return work
 
 
 def datatrove_signatures(documents: list[str]) -> Callable[[], int]:
-    """Its first stage without its files; what follows it is not counted. Its default hash does not work with
-    xxhash 4."""
+    """Returns a function that computes datatrove's signatures, its first stage, without writing files.
+
+    Later stages are not measured. SHA-1 is used, because its default hash does not work with xxhash 4.
+    """
     from datatrove.pipeline.dedup import MinhashDedupSignature
     from datatrove.pipeline.dedup.minhash import MinhashConfig
     from datatrove.utils.hashing import HashConfig
@@ -137,7 +141,7 @@ def datatrove_signatures(documents: list[str]) -> Callable[[], int]:
     return work
 
 
-def our_rules(documents: list[str]) -> Callable[[], int]:
+def clean_py_rules(documents: list[str]) -> Callable[[], int]:
     from megatron.data.cleaning.recipe import Cleaner, Edits, Recipe, rules_of
 
     def work() -> int:
@@ -168,39 +172,46 @@ def datatrove_rules(documents: list[str]) -> Callable[[], int]:
 
 MEASURES: dict[str, dict[str, Callable[[list[str]], Callable[[], int]]]] = {
     "near-duplicates": {
-        "clean.py": ours, "rensa": rensa_bulk, "datasketch": datasketch_bulk,
+        "clean.py": clean_py_minhash, "rensa": rensa_bulk, "datasketch": datasketch_bulk,
         "datatrove (signatures alone)": datatrove_signatures,
     },
-    "rules gopher, c4, fineweb": {"clean.py": our_rules, "datatrove": datatrove_rules},
+    "rules gopher, c4, fineweb": {"clean.py": clean_py_rules, "datatrove": datatrove_rules},
 }  # fmt: skip
 
 
-def measure(what: str, tool: str, count: int, chars: int) -> None:
-    """One measure, in a process of its own; prints documents a second and how many were found."""
+def measure(measure_name: str, tool: str, count: int, chars: int) -> None:
+    """Runs one measure of one tool, and prints JSON: documents per second, and duplicates it found."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     documents = list(texts(count, chars))
-    work = MEASURES[what][tool](documents)
-    began = time.process_time()
+    work = MEASURES[measure_name][tool](documents)
+    start = time.process_time()
     duplicates = work()
-    print(json.dumps({"rate": count / (time.process_time() - began), "duplicates": duplicates}))
+    print(json.dumps({"rate": count / (time.process_time() - start), "duplicates": duplicates}))
 
 
 def table(rounds: int, counts: dict[int, int]) -> None:
-    """Print all measures as a table for docs/benchmarks.md."""
-    for what, tools in MEASURES.items():
-        print(f"\n| {what}, documents/s of a core | " + " | ".join(f"{chars:,} characters" for chars in counts) + " |")
+    """Prints a Markdown table for each measure.
+
+    Each tool runs `rounds` times for each text length in `counts`; the fastest counts. counts: number of
+    documents by their length in characters."""
+    for measure_name, tools in MEASURES.items():
+        print(
+            f"\n| {measure_name}, documents/s of a core | "
+            + " | ".join(f"{chars:,} characters" for chars in counts)
+            + " |"
+        )
         print("|---|" + "---|" * len(counts))
         best: dict[str, dict[int, tuple[float, int]]] = {tool: {} for tool in tools}
         for _ in range(rounds):
             for chars, count in counts.items():
                 for tool in tools:
-                    slow = what.startswith("rules") or tool.startswith("datatrove")
+                    slow = measure_name.startswith("rules") or tool.startswith("datatrove")
                     words = [
                         sys.executable,
                         __file__,
                         "--one",
-                        what,
+                        measure_name,
                         tool,
                         str(count // 5 if slow else count),
                         str(chars),
@@ -216,8 +227,8 @@ def table(rounds: int, counts: dict[int, int]) -> None:
             print(f"| {tool} | " + " | ".join(cells) + " |")
 
 
-def whole_job(documents: int, folder: Path, workers: int, flags: list[str]) -> None:
-    """Make so many documents and clean them; the time, and the most memory that all processes had at once."""
+def run_job(documents: int, folder: Path, workers: int, flags: list[str]) -> None:
+    """Cleans `documents` texts with clean.py, and prints time, speed and peak memory of all processes."""
     source = folder / "raw.jsonl"
     if not source.exists():
         with open(source.with_suffix(".part"), "w") as file:
@@ -226,12 +237,12 @@ def whole_job(documents: int, folder: Path, workers: int, flags: list[str]) -> N
         source.with_suffix(".part").rename(source)
     tool = Path(__file__).resolve().parents[1] / "tools" / "datasets" / "clean.py"
     words = [sys.executable, str(tool), str(source), str(folder / "out"), "--workers", str(workers), *flags]
-    began, peak = time.monotonic(), 0
+    start, peak = time.monotonic(), 0
     process = subprocess.Popen(words)
     while process.poll() is None:
         peak = max(peak, resident(process.pid))
         time.sleep(0.5)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     print(
         f"{documents:,} documents, {workers} workers, {' '.join(flags)}: {seconds:,.0f} s, "
         f"{documents / seconds / workers:,.0f} documents/s of a worker, at most {peak / 2**30:.2f} GiB resident"
@@ -239,7 +250,7 @@ def whole_job(documents: int, folder: Path, workers: int, flags: list[str]) -> N
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process and its children; pages that they share count once in each."""
+    """Returns the resident bytes of a process and its children. Pages that they share count several times."""
     total = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -261,12 +272,12 @@ def main() -> None:
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        what, tool, count, chars = options.one
-        return measure(what, tool, int(count), int(chars))
+        measure_name, tool, count, chars = options.one
+        return measure(measure_name, tool, int(count), int(chars))
     if options.documents is None:
         return table(options.rounds, {500: 20_000, 3000: 5_000})
     with tempfile.TemporaryDirectory() as temporary:
-        whole_job(options.documents, options.folder or Path(temporary), options.workers, options.flags)
+        run_job(options.documents, options.folder or Path(temporary), options.workers, options.flags)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ WAYS = {"there": "convert_hf_to_neox", "back": "convert_neox_to_hf"}
 
 
 def model(hidden: int, layers: int, experts: int) -> dict[str, Any]:
-    """The config.json of a LLaMA with grouped queries; experts: more than one share out its MLP."""
+    """Returns the config.json of a random LLaMA with grouped queries; of a Mixtral if `experts` exceeds 1."""
     mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts,
                "intermediate_size": hidden * 3 // experts}  # fmt: skip
     return {
@@ -74,11 +74,11 @@ def model(hidden: int, layers: int, experts: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: dict[str, Any], precision: str, shard_bytes: int) -> tuple[int, int]:
-    """Write the model to `folder`; returns the bytes of all of it and of its largest layer."""
+    """Writes a model with random weights to `folder`. Returns its bytes, and those of its largest layer."""
     import torch
 
     from megatron.checkpointing.families import from_hf, hf_shapes
-    from megatron.checkpointing.huggingface.folder import weight_bytes, write_weights
+    from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
     from megatron.model.weight_map import layer_params
     from megatron.neox_arguments import NeoXArgs
 
@@ -103,8 +103,11 @@ def write_model(folder: Path, config: dict[str, Any], precision: str, shard_byte
 
 
 def prepare(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, and have memory for reading and writing them at hand:
-    just before, since a host takes free pages back in seconds."""
+    """Drops a folder's files from the page cache, and touches memory of 2.5 times their size.
+
+    So files are read from disk, and a virtual machine has enough pages from its host. Call it just before a
+    measurement, because a host takes free pages back in seconds.
+    """
     size = 0
     for file in (file for file in folder.rglob("*") if file.is_file()):
         handle = os.open(file, os.O_RDONLY)
@@ -113,53 +116,56 @@ def prepare(folder: Path) -> None:
         os.close(handle)
         size += file.stat().st_size
     with mmap.mmap(-1, int(2.5 * size)) as memory:
-        for at in range(0, len(memory), mmap.PAGESIZE):
-            memory[at] = 1
+        for offset in range(0, len(memory), mmap.PAGESIZE):
+            memory[offset] = 1
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds of copying the weights of a folder and syncing them to disk."""
+    """Returns the seconds it takes to copy the safetensors files of `source` and to sync the copy to disk."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     prepare(source)
-    begun = time.monotonic()
+    start = time.monotonic()
     subprocess.run(["cp", *map(str, sorted(source.glob("*.safetensors"))), str(target)], check=True)
     for file in target.iterdir():
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     shutil.rmtree(target)
     return seconds
 
 
 def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
-    """Seconds, and peaks of memory in bytes beyond the libraries', of the phases `convert`, `check` and
-    `publish`. The command's own words go to stderr."""
+    """Runs a conversion script. Returns the numbers of its phases `convert`, `check` and `publish`.
+
+    They are `seconds`, and peak bytes above the start of the conversion: `needed` for allocated memory,
+    `resident` also for mapped files. The script's output goes to stderr."""
     words = [sys.executable, "-c", MEASURED.format(command=command), str(source), *argv]
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=sys.stderr, stderr=told)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(words, cwd=ROOT, stdout=sys.stderr, stderr=errors)
         samples: list[tuple[float, int, int, int]] = []
         while process.poll() is None:
             samples.append((time.monotonic(), *_memory(process.pid)))
             time.sleep(0.005)
-        told.seek(0)
-        lines = told.read().splitlines()
+        errors.seek(0)
+        lines = errors.read().splitlines()
     if process.returncode:
         sys.exit("\n".join(lines))
     marks = [(line.split()[1], float(line.split()[2])) for line in lines if line.startswith("phase ")]
     base = [sample for sample in samples if sample[0] <= marks[0][1]][-1]
     phases: dict[str, dict[str, float]] = {}
     for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
-        within = [sample for sample in samples if begin <= sample[0] <= end] or [base]
-        needed, resident = (max(sample[at] for sample in within) for at in (1, 2))
-        phases[name] = {"seconds": end - begin, "needed": needed - base[1], "resident": resident - base[3]}
+        phase_samples = [sample for sample in samples if begin <= sample[0] <= end] or [base]
+        allocated, resident = (max(sample[column] for sample in phase_samples) for column in (1, 2))
+        phases[name] = {"seconds": end - begin, "needed": allocated - base[1], "resident": resident - base[3]}
     return phases
 
 
 def _memory(pid: int) -> tuple[int, int, int]:
-    """Bytes of anonymous and shared memory that a process has, its peak of resident memory, and what is
-    resident now."""
+    """Returns bytes of a process: anonymous and shared memory, peak resident memory, current resident memory.
+
+    All are 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -173,10 +179,12 @@ def _memory(pid: int) -> tuple[int, int, int]:
 
 
 def measure(folder: Path, tp: int) -> dict[str, Any]:
-    """One round: seconds of the copy, and what `run` finds of each way."""
+    """Runs one round: copies the model, converts it to a checkpoint, and converts that back.
+
+    Returns the seconds of `copy`, and the result of `run` for `there` and for `back`."""
     hf, neox, back = (folder / name for name in ("hf", "neox", "back"))
-    for made in (neox, back):
-        shutil.rmtree(made, ignore_errors=True)
+    for output_dir in (neox, back):
+        shutil.rmtree(output_dir, ignore_errors=True)
     measured: dict[str, Any] = {"copy": copy(hf, folder / "copy")}
     measured["there"] = run(WAYS["there"], hf, "--hf-model", str(hf), "--output-dir", str(neox), "--tp", str(tp))
     measured["back"] = run(WAYS["back"], neox, "--input_dir", str(neox), "--output_dir", str(back))
@@ -205,47 +213,50 @@ def main() -> None:
         files = sorted((folder / "hf").glob("*.safetensors"))
         rounds = [measure(folder, options.tp) for _ in range(options.repeats)]
         written = sorted((folder / "back").glob("*.safetensors"))
-        same = _content(files) == _content(written)
+        is_same = _content(files) == _content(written)
         shard = max(file.stat().st_size for file in files)
     finally:
         shutil.rmtree(folder)
-    summary = {"bytes": size, "largest_layer": largest, "largest_shard": shard, "same": same, "rounds": rounds}
+    summary = {"bytes": size, "largest_layer": largest, "largest_shard": shard, "same": is_same, "rounds": rounds}
     if options.json:
         print(json.dumps(summary))
         return
     print(f"{size / 1e9:.2f} GB ({options.precision}, {layers} layers, the largest {largest / 1e6:.0f} MB), "
           f"{len(files)} shards, the largest {shard / 1e6:.0f} MB")  # fmt: skip
-    copies = [one["copy"] for one in rounds]
+    copies = [round_result["copy"] for round_result in rounds]
     print(f"copy, synced       {median(copies):6.1f} s  ({min(copies):.1f} to {max(copies):.1f})")
     for way, name in (("there", "HF -> checkpoint"), ("back", "checkpoint -> HF")):
         for phase in ("convert", "check"):
-            rows = [one[way][phase] for one in rounds]
+            rows = [round_result[way][phase] for round_result in rounds]
             seconds = [row["seconds"] for row in rows]
             if phase == "convert":  # to publish is a part of it, but what the check leaves in memory is not
-                seconds = [took + one[way]["publish"]["seconds"] for took, one in zip(seconds, rounds, strict=True)]
-            needed, resident = (max(row[key] for row in rows) for key in ("needed", "resident"))
-            ratios = [took / base for took, base in zip(seconds, copies, strict=True)]
+                seconds = [
+                    phase_s + round_result[way]["publish"]["seconds"]
+                    for phase_s, round_result in zip(seconds, rounds, strict=True)
+                ]
+            allocated, resident = (max(row[key] for row in rows) for key in ("needed", "resident"))
+            ratios = [phase_s / base for phase_s, base in zip(seconds, copies, strict=True)]
             title = name if phase == "convert" else "  its check"
             print(
                 f"{title:18s} {median(seconds):6.1f} s  {median(ratios):4.2f} x "
-                f"({min(ratios):.2f} to {max(ratios):.2f})  needed {needed / 1e6:5.0f} MB = {needed / shard:.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f})  needed {allocated / 1e6:5.0f} MB = {allocated / shard:.2f} "
                 f"shards  resident {resident / 1e6:5.0f} MB = {resident / shard:.2f}"
             )
-    print(f"weights after both: {'the same bytes' if same else 'OTHER BYTES'}")
+    print(f"weights after both: {'the same bytes' if is_same else 'OTHER BYTES'}")
 
 
 def _content(files: list[Path]) -> str:
-    """A digest of the tensors of safetensors files by their names, however they are laid out over files."""
+    """Returns a SHA-256 of all tensors in safetensors files; it does not depend on which file holds which."""
     import torch
 
     from megatron.checkpointing.huggingface.folder import SafetensorsFile
 
     opened = {name: file for path in files for file in [SafetensorsFile(path)] for name in file.shapes}
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(opened):
-        whole.update(name.encode())
-        whole.update(opened[name].get(name).contiguous().view(-1).view(torch.uint8).numpy().data)
-    return whole.hexdigest()
+        digest.update(name.encode())
+        digest.update(opened[name].get(name).contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

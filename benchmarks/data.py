@@ -36,7 +36,7 @@ def texts(source: Path) -> Iterator[str]:
 
 
 def bare(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
-    """encode_batch_fast and nothing else; on several cores with its own threads."""
+    """Returns a function that only calls `encode_batch_fast`, with its own threads if `cores` > 1."""
     import tokenizers
 
     model = tokenizers.Tokenizer.from_file(tokenizer)
@@ -49,8 +49,8 @@ def bare(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[],
     return work
 
 
-def plain(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
-    """What a script does: line by line, into one array, written at the end."""
+def line_by_line(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
+    """Returns a function that tokenizes as a simple script does: line by line, into one array."""
     import tokenizers
 
     model = tokenizers.Tokenizer.from_file(tokenizer)
@@ -65,7 +65,7 @@ def plain(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[]
     return work
 
 
-def ours(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
+def this_project(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
     from megatron.data.preprocessing import EncodeJob, preprocess
     from megatron.tokenizer import make_tokenizer
 
@@ -75,7 +75,7 @@ def ours(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[],
 
 
 def datatrove(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
-    """Its tokens are not shuffled, as ours are not; a task reads whole files, so each core has one."""
+    """Returns a function that tokenizes with datatrove, unshuffled; each core reads a file of its own."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -97,28 +97,30 @@ def datatrove(source: Path, tokenizer: str, folder: Path, cores: int) -> Callabl
 
 
 def void(value: object) -> None:
-    """Forget a result."""
+    """Does nothing: it drops the result of an expression in a lambda."""
 
 
-METHODS = {"bare": bare, "plain": plain, "ours": ours, "datatrove": datatrove}
+METHODS = {"bare": bare, "plain": line_by_line, "ours": this_project, "datatrove": datatrove}
 
 
 def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in used)
+    usages = [resource.getrusage(process) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def measure(method: str, source: Path, tokenizer: str, cores: int) -> None:
-    """In a child: print seconds, CPU seconds and peak memory [MB] of the largest process as JSON."""
+    """Runs one method in this process, held to `cores` cores, and prints its numbers as JSON.
+
+    They are seconds, CPU seconds, and the peak MB of the largest process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if method == "bare" and cores > 1 else "false"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     with tempfile.TemporaryDirectory() as folder:
         work = METHODS[method](source, tokenizer, Path(folder), cores)
-        begun, used = time.perf_counter(), cpu_seconds()
+        start, cpu_s = time.perf_counter(), cpu_seconds()
         work()
-        seconds, used = time.perf_counter() - begun, cpu_seconds() - used
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps([seconds, used, peak / 1e3]))
+        seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - cpu_s
+    peak = max(resource.getrusage(process).ru_maxrss for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(json.dumps([seconds, cpu_s, peak / 1e3]))
 
 
 def run(method: str, source: Path, tokenizer: str, cores: int, python: str) -> list[float] | None:
@@ -128,13 +130,13 @@ def run(method: str, source: Path, tokenizer: str, cores: int, python: str) -> l
 
 
 def repeated(source: Path, target: Path, megabytes: float) -> float:
-    """Copy `source` over and over into `target`; returns the MB of text."""
+    """Writes copies of `source` to `target` until it has `megabytes` MB of text. Returns its MB of text."""
     content, size = source.read_bytes(), 0.0
-    once = sum(len(text.encode()) for text in texts(source)) / 1e6
+    source_mb = sum(len(text.encode()) for text in texts(source)) / 1e6
     with open(target, "wb") as file:
         while size < megabytes:
             file.write(content)
-            size += once
+            size += source_mb
     return size
 
 
@@ -153,29 +155,31 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         source, longer = Path(folder) / "corpus.jsonl", Path(folder) / "longer.jsonl"
-        size, much = repeated(options.input, source, options.megabytes), 4 * options.megabytes
-        repeated(options.input, longer, much)
-        wanted = [("bare", 1), ("plain", 1), ("datatrove", 1), ("ours", 1), ("bare", 2), ("datatrove", 2), ("ours", 2)]
+        size, longer_mb = repeated(options.input, source, options.megabytes), 4 * options.megabytes
+        repeated(options.input, longer, longer_mb)
+        runs = [("bare", 1), ("plain", 1), ("datatrove", 1), ("ours", 1), ("bare", 2), ("datatrove", 2), ("ours", 2)]
         best: dict[tuple[str, int], list[float]] = {}
         for _ in range(options.rounds):
-            for method, cores in wanted:
+            for method, cores in runs:
                 python = options.datatrove_python if method == "datatrove" else sys.executable
-                if found := run(method, source, options.tokenizer, cores, python):
-                    best[method, cores] = list(map(min, found, best.get((method, cores), found)))
+                if numbers := run(method, source, options.tokenizer, cores, python):
+                    best[method, cores] = list(map(min, numbers, best.get((method, cores), numbers)))
         print(f"{size:.0f} MB of text, best of {options.rounds}")
-        for (method, cores), (seconds, used, peak) in best.items():
+        for (method, cores), (seconds, cpu_s, peak) in best.items():
             rates = (
-                f"{size / seconds:7.2f} MB/s {size / seconds / cores:7.2f} per core {size / used:7.2f} per CPU second"
+                f"{size / seconds:7.2f} MB/s {size / seconds / cores:7.2f} per core {size / cpu_s:7.2f} per CPU second"
             )
             print(f"  {method:10} {cores} cores {rates}   {peak:6.0f} MB of memory")
-        for missing in sorted({method for method, _ in wanted} - {method for method, _ in best}):
+        for missing in sorted({method for method, _ in runs} - {method for method, _ in best}):
             print(f"  {missing}: cannot be run here")
         for cores in (1, 2):
-            wall, used = (best["bare", cores][i] / best["ours", cores][i] for i in (0, 1))
-            print(f"  ours / bare, {cores} cores: {wall:.3f} by the clock, {used:.3f} by CPU time")
+            wall, cpu_s = (best["bare", cores][i] / best["ours", cores][i] for i in (0, 1))
+            print(f"  ours / bare, {cores} cores: {wall:.3f} by the clock, {cpu_s:.3f} by CPU time")
         print(f"  ours, one core to two: {best['ours', 1][0] / best['ours', 2][0]:.2f} times")
         if grown := run("ours", longer, options.tokenizer, 2, sys.executable):
-            print(f"  ours, memory for {size:.0f} and {much:.0f} MB: {best['ours', 2][2]:.0f} and {grown[2]:.0f} MB")
+            print(
+                f"  ours, memory for {size:.0f} and {longer_mb:.0f} MB: {best['ours', 2][2]:.0f} and {grown[2]:.0f} MB"
+            )
 
 
 if __name__ == "__main__":

@@ -34,16 +34,18 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.training import start
-from megatron.training.loop import batches_of
+from megatron.training.loop import steps_of
+from megatron.training.method import StepData
 
 BLOCK = 1 << 20
 
 
 @contextmanager
-def measured(what: str) -> Iterator[None]:
-    """Print the seconds spent inside, and how much memory of the process's own (no mapped files) was added at
-    most."""
-    before, peak, done = _own_memory(), [0], threading.Event()
+def measured(label: str) -> Iterator[None]:
+    """Prints the seconds spent in the context, and by how much its memory peak exceeded the start.
+
+    Only memory of the process itself counts, not mapped files."""
+    base_bytes, peak, done = _own_memory(), [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
@@ -51,14 +53,14 @@ def measured(what: str) -> Iterator[None]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         yield
     finally:
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         done.set()
         thread.join()
-    print(f"  {what:58} {seconds:8.2f} s  {max(0, peak[0] - before) / 1e6:8.0f} MB", flush=True)
+    print(f"  {label:58} {seconds:8.2f} s  {max(0, peak[0] - base_bytes) / 1e6:8.0f} MB", flush=True)
 
 
 def _own_memory() -> int:
@@ -67,7 +69,9 @@ def _own_memory() -> int:
 
 
 def index_maps(documents: int, seq_length: int = 2048) -> None:
-    """One epoch of `documents` of about 500 tokens each; the `.bin` has no blocks on disk."""
+    """Measures building, writing and opening the index maps of one epoch.
+
+    documents: number of documents, of about 500 tokens each. The `.bin` is a sparse file."""
     print(f"index maps of {documents:,} documents, seq_length {seq_length}")
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokens = Path(folder) / "x", 0
@@ -110,7 +114,7 @@ def blend(sets: int, samples: int) -> None:
 
 
 def sets(count: int) -> None:
-    """A blend of `count` sets of 100 documents: what one rank does at its first and at a later start."""
+    """Measures a first and a later start of one rank with a blend of `count` data sets of 100 documents."""
     print(f"start with a blend of {count:,} sets")
     with tempfile.TemporaryDirectory() as folder:
         random = np.random.default_rng(0)
@@ -125,15 +129,15 @@ def sets(count: int) -> None:
             "eval_iters": 0, "train_data_paths": paths, "tokenizer_type": "CharLevelTokenizer",
             "index_cache_dir": f"{folder}/cache",
         })  # fmt: skip
-        for what in ("first", "later", "later"):
+        for start_kind in ("first", "later", "later"):
             maps = _memory_maps()
-            with measured(f"{what} start: sets, their maps and fingerprints"):
-                found = build_datasets(args, train_batch_size=8, once=lambda work: work())
+            with measured(f"{start_kind} start: sets, their maps and fingerprints"):
+                datasets = build_datasets(args, train_batch_size=8, on_one_rank=lambda work: work())
                 data_fingerprint(args)
-            assert found.train is not None
+            assert datasets.train is not None
             files = len(list(Path(args.index_cache_dir or "").iterdir()))
             print(f"  {_memory_maps() - maps:,} memory maps, {files:,} cache entries")
-            del found
+            del datasets
 
 
 def _memory_maps() -> int:
@@ -141,8 +145,10 @@ def _memory_maps() -> int:
 
 
 def loader(pairs: int, steps: int, workers: int) -> None:
-    """Blocks of steps on batches of the loader and on one batch that is there already, in turn: the machine's
-    own drift is in both."""
+    """Measures how much the data loader slows training steps.
+
+    Blocks of `steps` steps take batches from the loader and reuse one batch, in turn, `pairs` times each. So
+    changes in the machine's speed affect both."""
     print(f"step of a small model on this machine, {workers} loader workers")
     with tempfile.TemporaryDirectory() as folder:
         prefix, random = Path(folder) / "x", np.random.default_rng(0)
@@ -159,27 +165,27 @@ def loader(pairs: int, steps: int, workers: int) -> None:
         })  # fmt: skip
         training = start(args, process_info())
         training.watchdog.close()
-        batches = batches_of(training)
+        batches = map(StepData.take, steps_of(training))
         ready = next(batches)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         waited = 0.0
         for block in range(2 * pairs):
             loads, times = bool(block % 2), []
             for step in range(warm_up + steps):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 batch = next(batches) if loads else ready
                 if loads and step >= warm_up:
-                    waited += time.perf_counter() - begun
+                    waited += time.perf_counter() - started
                 training.engine.train_step(batch, 1e-4)
                 if step >= warm_up:
-                    times.append(time.perf_counter() - begun)
+                    times.append(time.perf_counter() - started)
             seconds[loads].append(statistics.median(times))
         del batches
         training.close()
     change = statistics.median(on / off for on, off in zip(seconds[True], seconds[False], strict=True)) - 1
-    alone, loaded = (statistics.median(seconds[loads]) for loads in (False, True))
+    unloaded, loaded = (statistics.median(seconds[loads]) for loads in (False, True))
     share = waited / (steps * sum(seconds[True]))
-    print(f"  without the loader {alone * 1e3:.2f} ms, with it {loaded * 1e3:.2f} ms; {100 * change:+.2f} % by pair")
+    print(f"  without the loader {unloaded * 1e3:.2f} ms, with it {loaded * 1e3:.2f} ms; {100 * change:+.2f} % by pair")
     print(f"  {100 * share:.2f} % of the step is waiting for its batch")
 
 

@@ -40,7 +40,7 @@ QUIET = logging.getLogger("benchmarks.quiet")
 
 
 def make_folder(size: str, folder: Path) -> str:
-    """A random Llama with a vocabulary of bytes and common pairs, as HuggingFace stores one."""
+    """Saves a random Llama and a BPE tokenizer of 2048 tokens in HuggingFace's format; returns the folder."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -64,7 +64,7 @@ def make_folder(size: str, folder: Path) -> str:
 
 
 def requests_of(kind: str, count: int) -> list[Any]:
-    """lm-eval's instances over this repository's pages: five-shot questions with four answers, and so on."""
+    """Returns about `count` lm-eval requests with texts from this repository's pages. kind: one of KINDS."""
     from lm_eval.api.instance import Instance
 
     text = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
@@ -93,18 +93,18 @@ def requests_of(kind: str, count: int) -> list[Any]:
     return [instance("loglikelihood", i, *pair) for i, pair in enumerate(pairs)]
 
 
-def ours(folder: str, batch: str) -> Any:
+def neox_lm(folder: str, batch: str) -> Any:
     from megatron.evaluation.language_model import NeoXLM
 
     process = process_info()
     size = batch if batch == "auto" else int(batch)
     args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
     model = load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
-    known = ModelOperations(model).by_name()
-    return NeoXLM(model, lambda name, *arguments: known[name](*arguments), EvaluationProgress(QUIET))
+    operations = ModelOperations(model).operations()
+    return NeoXLM(model, lambda name, *arguments: operations[name](*arguments), EvaluationProgress(QUIET))
 
 
-def theirs(folder: str, batch: str, model: Any) -> Any:
+def hf_lm(folder: str, batch: str, model: Any) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(
@@ -114,15 +114,17 @@ def theirs(folder: str, batch: str, model: Any) -> Any:
 
 
 def seconds_of(clock: Callable[[], float], work: Callable[[], Any]) -> tuple[float, Any]:
-    begun = clock()
-    found = work()
-    return clock() - begun, found
+    start = clock()
+    result = work()
+    return clock() - start, result
 
 
-def furthest(one: list[Any], other: list[Any]) -> str:
-    if isinstance(one[0], str):
-        return f"{sum(a == b for a, b in zip(one, other, strict=True))} of {len(one)} texts equal"
-    values = [[said[0] if isinstance(said, tuple) else said for said in side] for side in (one, other)]
+def furthest(answers_a: list[Any], answers_b: list[Any]) -> str:
+    if isinstance(answers_a[0], str):
+        return f"{sum(a == b for a, b in zip(answers_a, answers_b, strict=True))} of {len(answers_a)} texts equal"
+    values = [
+        [answer[0] if isinstance(answer, tuple) else answer for answer in side] for side in (answers_a, answers_b)
+    ]
     return f"{max(abs(a - b) for a, b in zip(*values, strict=True)):.1e} apart"
 
 
@@ -142,8 +144,8 @@ def main() -> int:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as place:
         folder = options.model or make_folder(options.size, Path(place))
-        models = {"ours": ours(folder, options.ours)}
-        models |= {batch: theirs(folder, batch, models["ours"].model) for batch in options.batch}
+        models = {"ours": neox_lm(folder, options.ours)}
+        models |= {batch: hf_lm(folder, batch, models["ours"].model) for batch in options.batch}
         device = models["ours"].model.groups.device
         print(f"{options.model or options.size} on {device}, {options.requests} requests a kind")
         print(f"{'kind':<14} {'ours/s':>9} {'hf/s':>9} {'batch':>6} {'ratio':>6}   answers; hf/s by batch")
@@ -151,20 +153,22 @@ def main() -> int:
             requests = requests_of(kind, options.requests)
             method = requests[0].request_type
             times: dict[str, list[float]] = {name: [] for name in models}
-            said: dict[str, list[Any]] = {}
+            answers: dict[str, list[Any]] = {}
             for turn in range(options.repeats + 1):
                 for name, model in models.items():
                     work = partial(getattr(model, method), requests, disable_tqdm=True)
-                    seconds, said[name] = seconds_of(clock, work)
+                    seconds, answers[name] = seconds_of(clock, work)
                     if turn:  # the first one warms up
                         times[name].append(seconds)
-            rates = {name: len(requests) / statistics.median(found) for name, found in times.items()}
-            own = rates.pop("ours")
+            rates = {
+                name: len(requests) / statistics.median(seconds_of_name) for name, seconds_of_name in times.items()
+            }
+            neox_rate = rates.pop("ours")
             best = max(rates, key=rates.__getitem__)
-            rest = ", ".join(f"{rate:.1f} in {batch}" for batch, rate in rates.items())
+            other_rates = ", ".join(f"{rate:.1f} in {batch}" for batch, rate in rates.items())
             print(
-                f"{kind:<14} {own:>9.1f} {rates[best]:>9.1f} {best:>6} {own / rates[best]:>6.2f}   "
-                f"{furthest(said['ours'], said[best])}; {rest}",
+                f"{kind:<14} {neox_rate:>9.1f} {rates[best]:>9.1f} {best:>6} {neox_rate / rates[best]:>6.2f}   "
+                f"{furthest(answers['ours'], answers[best])}; {other_rates}",
                 flush=True,
             )
     return 0

@@ -28,7 +28,7 @@ from megatron.process.command_parser import CommandParser
 
 
 class Shape(NamedTuple):
-    """Sizes of one block: width is an expert's."""
+    """The sizes of one block of experts. width: intermediate size of each expert."""
 
     hidden: int
     experts: int
@@ -47,8 +47,10 @@ SHAPES = {
 
 
 class Row(NamedTuple):
-    """One way to run a block of `experts`: medians over rounds of its seconds, and of its speed as a multiple
-    of ours in the same round."""
+    """The time of one way to run a block of experts: medians over rounds.
+
+    beside_ours: speed divided by that of this project's block in the same round.
+    """
 
     experts: str
     name: str
@@ -60,8 +62,8 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")  # batched_mm copies weights for every
 Run = Callable[[Tensor], Tensor]
 
 
-def ours(shape: Shape, device: torch.device, dtype: torch.dtype) -> MoE:
-    """Our block, its weights random."""
+def neox_experts(shape: Shape, device: torch.device, dtype: torch.dtype) -> MoE:
+    """Returns this project's block of experts, with random weights."""
     args = NeoXArgs.from_dict({
         "num_layers": 1, "hidden_size": shape.hidden, "num_attention_heads": 8, "seq_length": 64,
         "max_position_embeddings": 64, "activation": "swiglu", "intermediate_size": shape.width,
@@ -77,8 +79,8 @@ def ours(shape: Shape, device: torch.device, dtype: torch.dtype) -> MoE:
     return module.to(dtype)
 
 
-def theirs(shape: Shape, of: MoE, implementation: str) -> nn.Module:
-    """transformers' block with the weights of ours."""
+def transformers_experts(shape: Shape, source: MoE, implementation: str) -> nn.Module:
+    """Returns transformers' block of experts, with the weights of `source`."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -86,22 +88,22 @@ def theirs(shape: Shape, of: MoE, implementation: str) -> nn.Module:
         hidden_size=shape.hidden, intermediate_size=shape.width, num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k, router_jitter_noise=0.0, experts_implementation=implementation,
     )  # fmt: skip
-    module, experts = MixtralSparseMoeBlock(config), of.experts.mlp
+    module, experts = MixtralSparseMoeBlock(config), source.experts.mlp
     module.to(experts.w1.device, experts.w1.dtype)
     assert experts.w3 is not None
     w1, w2, w3 = (
         w.detach().view(shape.experts, shape.width, shape.hidden) for w in (experts.w1, experts.w2, experts.w3)
     )
     with torch.no_grad():
-        module.gate.weight.copy_(of.router.layer.weight)
+        module.gate.weight.copy_(source.router.layer.weight)
         module.experts.gate_up_proj.copy_(torch.cat([w1, w3], 1))
         module.experts.down_proj.copy_(w2.transpose(1, 2))
     return module
 
 
-def floor(shape: Shape, of: MoE) -> Run:
-    """Dense products of as many rows: up, gate and down of one expert for all choices."""
-    rows, experts = shape.tokens * shape.top_k, of.experts.mlp
+def floor(shape: Shape, source: MoE) -> Run:
+    """Returns a function with the minimal work: every row goes through the same single expert, densely."""
+    rows, experts = shape.tokens * shape.top_k, source.experts.mlp
     assert experts.w3 is not None
     w1, w2, w3 = (w.detach()[: shape.width].clone().requires_grad_() for w in (experts.w1, experts.w2, experts.w3))
 
@@ -113,45 +115,54 @@ def floor(shape: Shape, of: MoE) -> Run:
 
 
 def timed(run: Run, x: Tensor, params: list[nn.Parameter], steps: int) -> float:
-    """Seconds of a forward and backward pass."""
-    begun = time.process_time() if x.device.type == "cpu" else time.perf_counter()
+    """Returns the mean seconds of a forward and backward pass: CPU time on a CPU, wall time on a GPU.
+
+    params: parameters whose gradients are dropped after each pass."""
+    start = time.process_time() if x.device.type == "cpu" else time.perf_counter()
     for _ in range(steps):
         leaf = x.detach().requires_grad_()
         run(leaf).sum().backward()
         for param in params:
             param.grad = None
     if x.device.type == "cpu":
-        return (time.process_time() - begun) / steps
+        return (time.process_time() - start) / steps
     torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / steps
+    return (time.perf_counter() - start) / steps
 
 
 def in_turns(
     runs: Mapping[str, tuple[Run, list[nn.Parameter]]], x: Tensor, rounds: int, steps: int
 ) -> list[tuple[str, float, float]]:
-    """The name of each run, its seconds and its speed as a multiple of that of "ours" in the same round,
-    medians over rounds, each in another order; runs come with the parameters that get gradients."""
+    """Times all runs in each round. Returns (name, seconds, speed divided by that of "ours") of each run.
+
+    Numbers are medians over rounds; speeds are compared within a round. runs: by name, (function from x to an
+    output, parameters that get gradients).
+    """
     seconds: dict[str, list[float]] = {key: [] for key in runs}
     for turn in range(rounds + 1):
         for key in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
-            took = timed(runs[key][0], x, runs[key][1], steps)
+            turn_s = timed(runs[key][0], x, runs[key][1], steps)
             if turn:  # the first warms up
-                seconds[key].append(took)
+                seconds[key].append(turn_s)
     return [
-        (key, median(each), median(mine / it for mine, it in zip(seconds["ours"], each, strict=True)))
-        for key, each in seconds.items()
+        (
+            key,
+            median(run_seconds),
+            median(base_s / run_s for base_s, run_s in zip(seconds["ours"], run_seconds, strict=True)),
+        )
+        for key, run_seconds in seconds.items()
     ]
 
 
 def print_rows(rows: Iterable[Any]) -> None:
-    """The table of rows that have a name, seconds and beside_ours."""
+    """Prints a Markdown table of rows, which have `name`, `seconds` and `beside_ours`."""
     print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
     for row in rows:
         print(f"| {row.name} | {1e3 * row.seconds:.1f} | {row.beside_ours:.2f} |", flush=True)
 
 
 def main() -> None:
-    """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
+    """Measures the chosen shapes, and prints a table for each: times, and speeds relative to ours."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="default: mixtral and fine, on a GPU 30b too")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, where there is one")
@@ -168,10 +179,10 @@ def main() -> None:
 
 
 def measured(name: str, device: torch.device, rounds: int, steps: int) -> list[Row]:
-    """Measure one shape and print its table."""
+    """Checks on one shape that transformers' output equals ours, measures all ways, and prints a table."""
     shape, dtype = SHAPES[name], torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    moe = ours(shape, device, dtype)
+    moe = neox_experts(shape, device, dtype)
     x = torch.randn(shape.tokens // 8, 8, shape.hidden, device=device, dtype=dtype)
     runs: dict[str, tuple[Run, list[nn.Parameter]]] = {"ours": (lambda x: moe.core(x)[0], list(moe.parameters()))}
     with torch.no_grad():
@@ -179,7 +190,7 @@ def measured(name: str, device: torch.device, rounds: int, steps: int) -> list[R
     # In bf16 their router's logits are rounded: a token between two experts may go to the other.
     tolerance, allowed = (5e-2, 5e-2) if dtype == torch.bfloat16 else (1e-5, 0.0)
     for implementation in IMPLEMENTATIONS:
-        block = theirs(shape, moe, implementation)
+        block = transformers_experts(shape, moe, implementation)
         try:
             with torch.no_grad():
                 out = block(x)

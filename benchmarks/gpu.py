@@ -1,4 +1,4 @@
-"""What `make gpu` runs on one GPU: first what has never passed, then what changed since, then the rest.
+"""Runs `make gpu` on one GPU: first the parts that never passed, then the changed ones, then all others.
 
 The tables in benchmarks/results/ remember which parts have passed, on which card and with which files. A
 part whose files are the same is not repeated on the same kind of card. The plan is printed before anything
@@ -42,7 +42,7 @@ WORK, TABLES = ROOT / ".cache" / "gpu", ROOT / "benchmarks" / "results"
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:
-    """The options, and all parts of such a run."""
+    """Parses the command line. Returns the options, and all parts that such a run has."""
     parser = CommandParser(prog="make gpu", description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=9, help="time for everything (9); what does not fit is left out"
@@ -60,27 +60,27 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:
     parser.add_argument("--list", action="store_true", help="name the parts, and end")
     options = parser.parse_args(argv)
     if options.card and not options.plan:
-        parser.error("--card goes with --plan; a run asks its GPU")
+        parser.error("--card needs --plan; a run reads the card from its GPU")
     if options.anatomy is not None:
-        options.only, options.again = [f"anatomy, {options.anatomy}"], True
-    every = ablations() if options.ablate else parts()
-    names = [part.name for part in every]
+        vars(options).update(only=[f"anatomy, {options.anatomy}"], again=True)
+    all_parts = ablations() if options.ablate else parts()
+    names = [part.name for part in all_parts]
     if unknown := sorted(set(options.only or ()) - set(names)):
         parser.error(f"--only: no part {', '.join(unknown)}; there are: {', '.join(names)}")
-    return options, every
+    return options, all_parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given, every = parse(argv)
-    if given.list:
-        for part in every:
-            print(f"{part.name:<30} about {part.typical_s:.0f} s, at most {part.limit_s:.0f}: {part.about}")
+    flags, all_parts = parse(argv)
+    if flags.list:
+        for part in all_parts:
+            print(f"{part.name:<30} about {part.typical_s:.0f} s, at most {part.limit_s:.0f}: {part.description}")
         return 0
-    kind = "rehearsal" if given.rehearse else "ablation" if given.ablate else "gpu"
-    options = Options(kind, given.minutes, given.only, given.again, given.output, WORK, TABLES)
+    kind = "rehearsal" if flags.rehearse else "ablation" if flags.ablate else "gpu"
+    options = Options(kind, flags.minutes, flags.only, flags.again, flags.output, WORK, TABLES)
     try:
-        if given.plan:
-            print_plan(every, options, given.card)
+        if flags.plan:
+            print_plan(all_parts, options, flags.card)
             return 0
         stop = Stop()
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, end)
-        return Run(every, options, stop).all()
+        return Run(all_parts, options, stop).all()
     except ValueError as problem:
         sys.stderr.write(f"make gpu: {problem}\n")
         return 1

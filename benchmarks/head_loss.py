@@ -34,8 +34,11 @@ SHAPES = {"1.4B": (16384, 2048, 50304), "rehearsal": (64, 32, 512)}
 
 
 class Row(NamedTuple):
-    """One way: kernels, bytes read and written, most bytes held beside the inputs, products over the floor's;
-    on a GPU milliseconds, and times the floor's."""
+    """The costs of one way to compute the head and its loss, forward and backward.
+
+    kernels: number of operations. moved: bytes read and written. peak: most bytes allocated besides the
+    inputs. products: FLOPs of matrix products, divided by the floor's. milliseconds, over_floor: time, and
+    time divided by the floor's; None without a GPU."""
 
     name: str
     kernels: int
@@ -47,18 +50,18 @@ class Row(NamedTuple):
 
 
 def inputs(options: argparse.Namespace, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, labels, weights of tokens."""
+    """Returns random hidden states, head weight and labels, and token weights of one."""
     import torch
 
-    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    hidden = torch.randn(options.tokens, 1, options.hidden, **made)
-    weight = torch.randn(options.vocab, options.hidden, **made)
+    tensor_options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    hidden = torch.randn(options.tokens, 1, options.hidden, **tensor_options)
+    weight = torch.randn(options.vocab, options.hidden, **tensor_options)
     labels = torch.randint(0, options.vocab, (options.tokens, 1), device=device)
     return hidden, weight, labels, torch.ones_like(labels)
 
 
 def passes(options: argparse.Namespace, device: str) -> tuple[dict[str, Pass], list[Tensor]]:
-    """Forward and backward of each way, by name; and what they are given."""
+    """Returns a function for each way, by name, which runs forward and backward; and their common inputs."""
     import torch.nn.functional as F
 
     from megatron.mpu import (
@@ -92,19 +95,19 @@ def passes(options: argparse.Namespace, device: str) -> tuple[dict[str, Pass], l
     def run_logprobs(chunks: HeadInput) -> None:
         backward(-token_logprobs(chunks, labels, None).sum())
 
-    found: dict[str, Pass] = {"all logits at once": lambda: backward(at_once())}
+    pass_by_name: dict[str, Pass] = {"all logits at once": lambda: backward(at_once())}
     forms = {"": plain_kernels()} | (
         {", compiled": compiled_kernels()} if device == "cuda" and not options.fake else {}
     )
     for form, kernels in forms.items():
         chunks = head(kernels)
-        found[f"loss in chunks{form}"] = partial(run_loss, chunks)
-        found[f"log-probabilities in chunks{form}"] = partial(run_logprobs, chunks)
-    return found, [hidden, weight, labels, weights]
+        pass_by_name[f"loss in chunks{form}"] = partial(run_loss, chunks)
+        pass_by_name[f"log-probabilities in chunks{form}"] = partial(run_logprobs, chunks)
+    return pass_by_name, [hidden, weight, labels, weights]
 
 
-def counted(name: str, run: Pass, options: argparse.Namespace, given: list[Tensor]) -> Row:
-    """A row of what is seen at dispatch."""
+def count_pass(name: str, run: Pass, options: argparse.Namespace, input_tensors: list[Tensor]) -> Row:
+    """Runs a way once, and counts its operations, bytes and FLOPs as torch dispatches them."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from benchmarks.step_bytes import moved_bytes
@@ -112,7 +115,7 @@ def counted(name: str, run: Pass, options: argparse.Namespace, given: list[Tenso
 
     kernels, moved, flops = Counter[str](), Counter[str](), Counter[str]()
 
-    class Seen(TorchDispatchMode):
+    class OperationCounter(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             label, kwargs = str(func), kwargs or {}
             # On a fake GPU it returns another tensor than `out`.
@@ -130,22 +133,22 @@ def counted(name: str, run: Pass, options: argparse.Namespace, given: list[Tenso
             return output
 
     with LiveBytes() as live:
-        for tensor in given:
+        for tensor in input_tensors:
             tensor.detach()  # seen, and not to be counted
-        before = live.now
-        with Seen():
+        base_bytes = live.now
+        with OperationCounter():
             run()
     floor = 3 * 2 * options.tokens * options.vocab * options.hidden
-    return Row(name, kernels.total(), moved.total(), live.peak - before, flops.total() / floor)
+    return Row(name, kernels.total(), moved.total(), live.peak - base_bytes, flops.total() / floor)
 
 
 def timed(run: Pass, rounds: int) -> tuple[float, int]:
-    """Milliseconds of the fastest of some rounds, and the most bytes it held beside its inputs."""
+    """Returns the milliseconds of the fastest round, and the peak bytes allocated besides the inputs."""
     import torch
 
     run()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    base_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(rounds):
@@ -155,11 +158,11 @@ def timed(run: Pass, rounds: int) -> tuple[float, int]:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    return min(times), torch.cuda.max_memory_allocated() - before
+    return min(times), torch.cuda.max_memory_allocated() - base_bytes
 
 
 def floor_of(options: argparse.Namespace) -> Pass:
-    """The three products alone."""
+    """Returns a function that runs only the three matrix products of the head, forward and backward."""
     hidden, weight, _, _ = inputs(options, "cuda")
     x, w = hidden.detach()[:, 0], weight.detach()
 
@@ -179,26 +182,26 @@ def rows(options: argparse.Namespace) -> list[Row]:
         from tests.fake.runs import fake_cuda
 
         with fake_cuda(), FakeTensorMode():
-            ways, given = passes(options, "cuda")
-            return [counted(name, run, options, given) for name, run in ways.items()]
+            ways, input_tensors = passes(options, "cuda")
+            return [count_pass(name, run, options, input_tensors) for name, run in ways.items()]
     if options.device == "cpu":
-        ways, given = passes(options, "cpu")
-        return [counted(name, run, options, given) for name, run in ways.items()]
+        ways, input_tensors = passes(options, "cpu")
+        return [count_pass(name, run, options, input_tensors) for name, run in ways.items()]
     if not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU: --device cpu or --fake counts without one")
-    found, (floor, _) = [], timed(floor_of(options), options.rounds)
-    ways, given = passes(options, "cuda")
+        raise SystemExit("torch finds no GPU; add --device cpu or --fake")
+    measured_rows, (floor, _) = [], timed(floor_of(options), options.rounds)
+    ways, input_tensors = passes(options, "cuda")
     for name, run in ways.items():
         milliseconds, peak = timed(run, options.rounds)
-        row = counted(name, run, options, given)
-        found.append(row._replace(peak=peak, milliseconds=milliseconds, over_floor=milliseconds / floor))
-    return found
+        row = count_pass(name, run, options, input_tensors)
+        measured_rows.append(row._replace(peak=peak, milliseconds=milliseconds, over_floor=milliseconds / floor))
+    return measured_rows
 
 
-def table(found: list[Row]) -> str:
-    """The rows as Markdown."""
+def table(rows: list[Row]) -> str:
+    """Returns the rows as a Markdown table."""
     lines = ["| | kernels | traffic, GB | peak, GB | products / floor | ms | ms / floor |", "|---|" + "---:|" * 6]
-    for row in found:
+    for row in rows:
         times = ["-" if value is None else f"{value:.2f}" for value in (row.milliseconds, row.over_floor)]
         sizes = f"{row.kernels} | {row.moved / 1e9:.1f} | {row.peak / 1e9:.2f} | {row.products:.2f}"
         lines.append(f"| {row.name} | {sizes} | {times[0]} | {times[1]} |")
@@ -232,11 +235,11 @@ def main(argv: list[str] | None = None) -> None:
         if (reason := lacking()) is not None:
             raise SystemExit(f"--fake: {reason}")
         preload(build())
-    found = rows(options)
-    print(table(found))
+    measured_rows = rows(options)
+    print(table(measured_rows))
     if options.json:
         sizes = {name: getattr(options, name) for name in ("tokens", "hidden", "vocab")}
-        options.json.write_text(json.dumps({**sizes, "rows": [row._asdict() for row in found]}, indent=1))
+        options.json.write_text(json.dumps({**sizes, "rows": [row._asdict() for row in measured_rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def tokens_per_second(ranks: int, settings: tuple[str, ...], steps: int, folder: Path) -> float:
-    """Median over the steps after the first five. Raises RuntimeError with the run's last lines."""
+    """Trains for `steps` steps. Returns the median tokens per second of all steps after the first five.
+
+    settings: `key=value` overrides. Raises RuntimeError with the end of the output if the run fails."""
     command = [
         sys.executable, "deepy.py", "--num_gpus", str(ranks), "train.py", *CONFIG, "--set", "save=null", "load=null",
         "checkpoint_factor=null", "tensorboard_dir=null", f"log_dir={folder}", f"train_iters={steps}",

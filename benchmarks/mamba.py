@@ -27,7 +27,7 @@ from megatron.process.command_parser import CommandParser
 
 
 class Shape(NamedTuple):
-    """Sizes of one mixer: kind is its name in `attention_config`."""
+    """The sizes of one mixer. kind: its name in `attention_config`. seq: tokens of a row."""
 
     kind: str
     hidden: int
@@ -39,15 +39,17 @@ SHAPES = {
     "mamba 130M": Shape("mamba", 768, 256, 1),
     "mamba2 130M": Shape("mamba2", 768, 1024, 1),
     "mamba 2.8B": Shape("mamba", 2560, 2048, 4),
-    "mamba2 2.7B": Shape("mamba2", 2560, 4096, 2),
+    "mamba2 2.7B": Shape("mamba2", 2560, 2048, 1),  # transformers' own formula takes 80 GB at four times as much
     "rehearsal": Shape("mamba2", 64, 64, 1),
 }
 """Widths of the published models, and a rehearsal's."""
 
 
 class Row(NamedTuple):
-    """One way to run a mixer: medians over rounds of its seconds, and of its speed as a multiple of ours in
-    the same round."""
+    """The time of one way to run a mixer: medians over rounds.
+
+    beside_ours: speed divided by that of this project's mixer in the same round.
+    """
 
     mixer: str
     name: str
@@ -55,8 +57,8 @@ class Row(NamedTuple):
     beside_ours: float
 
 
-def ours(shape: Shape, device: torch.device, backend: str) -> Mamba | Mamba2:
-    """Our mixer, its weights as they begin but for the projections, which are random."""
+def neox_mixer(shape: Shape, device: torch.device, backend: str) -> Mamba | Mamba2:
+    """Returns this project's mixer, with random projections. backend: value of `mamba_backend`."""
     args = NeoXArgs.from_dict({
         "num_layers": 1, "hidden_size": shape.hidden, "num_attention_heads": 8, "seq_length": shape.seq,
         "max_position_embeddings": shape.seq, "norm": "rmsnorm", "rms_norm_epsilon": 1e-5,
@@ -78,8 +80,8 @@ def ours(shape: Shape, device: torch.device, backend: str) -> Mamba | Mamba2:
     return mixer
 
 
-def theirs(shape: Shape, mixer: Mamba | Mamba2) -> nn.Module:
-    """transformers' mixer with the weights of ours."""
+def transformers_mixer(shape: Shape, mixer: Mamba | Mamba2) -> nn.Module:
+    """Returns transformers' mixer, with the weights of `mixer`."""
     from transformers import Mamba2Config, MambaConfig
     from transformers.models.mamba.modeling_mamba import MambaMixer
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -91,12 +93,12 @@ def theirs(shape: Shape, mixer: Mamba | Mamba2) -> nn.Module:
         config = Mamba2Config(hidden_size=shape.hidden, num_heads=heads, n_groups=1, num_hidden_layers=1)
         module = Mamba2Mixer(config, 0)
     module.load_state_dict(mixer.state_dict())
-    like = mixer.in_proj.weight
-    return module.to(like.device, like.dtype)
+    weight_of_input = mixer.in_proj.weight
+    return module.to(weight_of_input.device, weight_of_input.dtype)
 
 
 def floor(mixer: Mamba | Mamba2) -> Run:
-    """The first and the last product."""
+    """Returns a function with the minimal work: only the input and the output projection."""
     rows = mixer.out_proj.weight.shape[1]
 
     def run(x: Tensor) -> Tensor:
@@ -106,21 +108,21 @@ def floor(mixer: Mamba | Mamba2) -> Run:
 
 
 def measured(name: str, device: torch.device, rounds: int, steps: int, compiled: bool) -> list[Row]:
-    """Measure one shape and print its table."""
+    """Checks on one shape that all outputs are equal, measures all ways, and prints a table."""
     shape, dtype = SHAPES[name], torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def of(mixer: Mamba | Mamba2) -> Run:
+    def as_run(mixer: Mamba | Mamba2) -> Run:
         return lambda x: mixer.output(mixer.core(x, StateInputs()))
 
-    mixer = ours(shape, device, "torch").to(dtype)
+    mixer = neox_mixer(shape, device, "torch").to(dtype)
     x = torch.randn(shape.seq, shape.rows, shape.hidden, device=device, dtype=dtype)
-    other = theirs(shape, mixer)
-    runs: dict[str, tuple[Run, list[nn.Parameter]]] = {"ours": (of(mixer), list(mixer.parameters()))}
+    hf_mixer = transformers_mixer(shape, mixer)
+    runs: dict[str, tuple[Run, list[nn.Parameter]]] = {"ours": (as_run(mixer), list(mixer.parameters()))}
     if compiled:
-        runs["ours, compiled"] = torch.compile(of(mixer), fullgraph=True), list(mixer.parameters())
-    if device.type == "cuda" and (packaged := ours(shape, device, "auto").to(dtype)).kernels.package != "torch":
-        runs[f"ours on {packaged.kernels.package}"] = of(packaged), list(packaged.parameters())
-    runs["transformers"] = lambda x: other(x.transpose(0, 1)).transpose(0, 1), list(other.parameters())
+        runs["ours, compiled"] = torch.compile(as_run(mixer), fullgraph=True), list(mixer.parameters())
+    if device.type == "cuda" and (packaged := neox_mixer(shape, device, "auto").to(dtype)).kernels.package != "torch":
+        runs[f"ours on {packaged.kernels.package}"] = as_run(packaged), list(packaged.parameters())
+    runs["transformers"] = lambda x: hf_mixer(x.transpose(0, 1)).transpose(0, 1), list(hf_mixer.parameters())
     with torch.no_grad():
         outputs = {key: run(x).float() for key, (run, _) in runs.items()}
     for key, out in outputs.items():
@@ -135,7 +137,7 @@ def measured(name: str, device: torch.device, rounds: int, steps: int, compiled:
 
 
 def main() -> None:
-    """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
+    """Measures the chosen shapes, and prints a table for each: times, and speeds relative to ours."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="default: those of 130M, on a GPU larger ones")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, where there is one")

@@ -17,12 +17,14 @@ from megatron.process.command_parser import CommandParser
 
 
 def scratch_bytes(tokens: int, documents: int, heads: int, head_dim: int) -> int:
-    """fp32 scratch of one backward call, (tokens + 128 x documents) x heads x (head_dim + 1)."""
+    """Returns the bytes of fp32 scratch memory that one backward call of packed attention allocates."""
     return (tokens + 128 * documents) * heads * (head_dim + 1) * 4
 
 
 def main() -> None:
-    """Print a table, for documents drawn at random: starts padded row by row, and as `Batch` has them."""
+    """Prints the scratch memory for random documents, by mean document length.
+
+    One column pads `cu_seqlens` to a fixed size, the other has `cu_seqlens` of `Documents`."""
     parser = CommandParser(description=__doc__)
     for name, value in (("rows", 8), ("seq", 2048), ("heads", 16), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -31,15 +33,15 @@ def main() -> None:
     print(
         f"{options.rows} x {options.seq}, {options.heads} heads of {options.head_dim}: GB asked by one backward call\n"
     )
-    print("| mean document | documents | starts padded to seq + 1 a row | `Batch.cu_seqlens` |")
+    print("| mean document | documents | `cu_seqlens` of fixed size: seq + 1 starts a row | `Documents.cu_seqlens` |")
     print("|---:|---:|---:|---:|")
     for mean in (2048, 512, 128, 32):
         begins = random.random((options.rows, options.seq)) < 1 / mean
-        starts, _ = document_starts(begins)
+        starts = document_starts(begins).cu_seqlens
         sizes = options.rows * (options.seq + 1) - 1, len(starts) - 1
-        before, after = (scratch_bytes(tokens, n, options.heads, options.head_dim) / 1e9 for n in sizes)
+        padded_gb, batch_gb = (scratch_bytes(tokens, n, options.heads, options.head_dim) / 1e9 for n in sizes)
         begins[:, 0] = True
-        print(f"| {mean} | {begins.sum()} | {before:.2f} | {after:.2f} |")
+        print(f"| {mean} | {begins.sum()} | {padded_gb:.2f} | {batch_gb:.2f} |")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "scale": 64},
     "400M": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 2816, "vocab": 50304, "scale": 1},
 }
-MEDIAN, P95, CUT = 2138, 15433, 8192  # tokens of a prompt with an answer
+MEDIAN, P95, MAX_LENGTH = 2138, 15433, 8192  # tokens of a prompt with an answer
 PROMPT = 200  # median
-OURS, TWICE = "ours", "ours, prefix_sharing: false"
+NATIVE, NATIVE_UNSHARED = "ours", "ours, prefix_sharing: false"
 # DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves
 # out.
 TRL: dict[str, dict[str, Any]] = {
@@ -58,9 +58,13 @@ Pair = tuple[list[int], list[int], list[int]]  # prompt, chosen, rejected
 
 
 class Turn(NamedTuple):
-    """One pass. reference: seconds before the first step; tokens: of all pairs, prompts counted twice;
-    places: of rows; padding: share of them; first, last: losses; score: mean log-probability of an answer
-    under the reference, NaN where it was not made before; peak: bytes of the GPU's memory, 0 on a CPU."""
+    """The measurements of one pass of DPO over the pairs.
+
+    reference: seconds of the reference model's pass before the first step. tokens: of all pairs, with each
+    prompt counted twice. places: token positions in all rows, including padding. padding: its share of them.
+    score: mean log-probability of an answer under the reference model; NaN if not computed before training.
+    peak: peak bytes of GPU memory; 0 on a CPU.
+    """
 
     seconds: float
     reference: float
@@ -69,28 +73,28 @@ class Turn(NamedTuple):
     tokens: int
     places: int
     padding: float
-    first: float
-    last: float
+    first_loss: float
+    last_loss: float
     score: float
     peak: int = 0
 
 
 def law(count: int, median: float, sigma: float, z: np.ndarray) -> np.ndarray:
-    """Lengths `[count]` that are the quantiles of a log-normal distribution, in the order of z."""
+    """Returns lengths `[count]`: quantiles of a log-normal distribution, sorted like the numbers `z`."""
     normal = statistics.NormalDist()
     values = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
     return np.maximum(1, np.round(median * np.exp(sigma * values[z.argsort().argsort()])))
 
 
 def pairs_of(count: int, scale: int, vocab: int) -> list[Pair]:
-    """Pairs of random ids, whose two answers have lengths with a correlation of 0.8."""
+    """Returns random pairs with lengths divided by `scale`; the two answers' lengths correlate by 0.8."""
     random = np.random.default_rng(0)
     sigma = float(np.log(P95 / MEDIAN)) / statistics.NormalDist().inv_cdf(0.95)
     z = random.standard_normal((3, count))
-    cut = CUT // scale
-    prompts = np.minimum(law(count, PROMPT / scale, 1.0, z[2]), cut // 2)
-    whole = (np.minimum(law(count, MEDIAN / scale, sigma, x), cut) for x in (z[0], 0.8 * z[0] + 0.6 * z[1]))
-    answers = [np.maximum(2, length - prompts) for length in whole]
+    max_length = MAX_LENGTH // scale
+    prompts = np.minimum(law(count, PROMPT / scale, 1.0, z[2]), max_length // 2)
+    lengths = (np.minimum(law(count, MEDIAN / scale, sigma, x), max_length) for x in (z[0], 0.8 * z[0] + 0.6 * z[1]))
+    answers = [np.maximum(2, length - prompts) for length in lengths]
     return [
         tuple(random.integers(4, vocab, int(size)).tolist() for size in sizes)
         for sizes in zip(prompts, *answers, strict=True)
@@ -104,14 +108,14 @@ def llama(shape: dict[str, int]) -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["ffn"],
-            num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], max_position_embeddings=CUT,
+            num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], max_position_embeddings=MAX_LENGTH,
             tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.05,
         )
     )  # fmt: skip
 
 
 def products(shape: dict[str, int]) -> tuple[int, int]:
-    """Weights that a token is multiplied with: in blocks, in the head."""
+    """Returns the number of weights that multiply each token: (in all blocks, in the head)."""
     hidden = shape["hidden"]
     return shape["layers"] * (4 * hidden**2 + 3 * hidden * shape["ffn"]), hidden * shape["vocab"]
 
@@ -120,29 +124,29 @@ def products(shape: dict[str, int]) -> tuple[int, int]:
 
 
 def write_pairs(pairs: list[Pair], folder: Path) -> dict[str, list[str]]:
-    """Files as preprocess_data_with_chat_template.py makes them; the keys that name them."""
+    """Writes the pairs as indexed datasets into `folder`. Returns the keys that name the files."""
     from megatron.data import IndexedDatasetWriter
 
     keys = {}
-    for side, which in (("pos", 1), ("neg", 2)):
+    for side, answer_index in (("pos", 1), ("neg", 2)):
         for kind in ("", "_label"):
             name = str(folder / f"{side}{kind}")
             with IndexedDatasetWriter(name, np.int32) as writer:
                 for pair in pairs:
                     prompt = [-100] * len(pair[0]) if kind else pair[0]
-                    writer.add_document(np.array(prompt + pair[which], np.int32))
+                    writer.add_document(np.array(prompt + pair[answer_index], np.int32))
             keys[f"{side}_train{kind}_data_paths"] = [name]
     return keys
 
 
 def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: dict[str, list[str]]) -> dict[str, Any]:
-    """A run's keys. Rows a step hold as many pairs as a batch of TRL's, on average."""
+    """Returns the keys of a DPO run with on average as many pairs per step as TRL. data: keys of files."""
     from megatron.checkpointing.families import from_hf
 
     config = json.loads((model / "config.json").read_text())
     keys, _ = from_hf(config, lambda name: torch.empty(0), padded_vocab_size=config["vocab_size"])
-    cut = CUT // options.scale
-    length = 2 * cut  # a pair of the longest answers
+    max_length = MAX_LENGTH // options.scale
+    length = 2 * max_length  # a pair of the longest answers
     tokens = sum(len(prompt) + 1 + len(chosen) + len(rejected) for prompt, chosen, rejected in pairs)
     rows = max(1, round(options.batch * tokens / len(pairs) / length))
     return {
@@ -151,7 +155,7 @@ def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: 
         "train_impl": "dpo",
         "dataset_impl": "pairwise",
         "pack_impl": "best_fit",
-        "max_length": cut,
+        "max_length": max_length,
         "seq_length": length,
         "max_position_embeddings": length,
         "tokenizer_type": "CharLevelTokenizer",
@@ -173,26 +177,26 @@ def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: 
     }
 
 
-def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) -> Turn:
-    """Train as train.py does."""
+def run_native(options: argparse.Namespace, keys: dict[str, Any], folder: Path) -> Turn:
+    """Trains with this project's engine, as train.py does, and returns the measurements."""
     from megatron.data.preferences.reference_scores import responses_of
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
-    from megatron.training.preference.reference_cache import read_scores
+    from megatron.training.reference.cache import read_scores
 
-    clock, taken, losses = CLOCKS[options.clock], [0.0], []
+    clock, reference_s, losses = CLOCKS[options.clock], [0.0], []
     prepare = setup.resume_with_reference
 
-    def timed(*given: Any) -> Any:
-        begun = clock()
-        found = prepare(*given)
+    def timed(*arguments: Any) -> Any:
+        start = clock()
+        result = prepare(*arguments)
         wait(options.device)
-        taken[0] = clock() - begun
-        return found
+        reference_s[0] = clock() - start
+        return result
 
-    def noted(*given: Any) -> Any:
-        losses.append(step(*given))
+    def noted(*arguments: Any) -> Any:
+        losses.append(step(*arguments))
         return losses[-1]
 
     args = NeoXArgs.from_dict({**keys, "reference_cache_dir": str(folder / "references")})
@@ -202,10 +206,10 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
         engine = type(training.engine)
         step = engine.train_step
         with mock.patch.object(engine, "train_step", noted):
-            begun = clock()
+            start_s = clock()
             train(training)
             wait(options.device)
-            seconds = clock() - begun
+            seconds = clock() - start_s
         training.close()
     assert training.datasets.train is not None
     samples: list[Any] = [training.datasets.train[i] for i in range(training.progress.consumed_samples)]
@@ -215,7 +219,7 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     pairs = sum(len(sample.preference_labels) for sample in samples) // 2
     scores = read_scores(next((folder / "references").iterdir()))["sum"]
     return Turn(
-        seconds, taken[0], pairs, len(losses), tokens, places, 1 - filled / places,
+        seconds, reference_s[0], pairs, len(losses), tokens, places, 1 - filled / places,
         float(losses[0].loss), float(losses[-1].loss), float(scores.mean()),
     )  # fmt: skip
 
@@ -223,32 +227,34 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
 # -- TRL -----------------------------------------------------------------------------------------------------
 
 
-def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair], model: Path, folder: Path) -> Turn:
+def run_trl(
+    options: argparse.Namespace, trl_options: dict[str, Any], pairs: list[Pair], model: Path, folder: Path
+) -> Turn:
     from datasets import Dataset, load_from_disk
     from tokenizers import Tokenizer, models
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
-    clock, taken, places, losses = CLOCKS[options.clock], [0.0], [0, 0], []
+    clock, reference_s, places, losses = CLOCKS[options.clock], [0.0], [0, 0], []
 
     class Trainer(DPOTrainer):
-        """Given ids; notes what is asked here."""
+        """A DPOTrainer that takes token ids, and notes token positions, losses and the reference's time."""
 
-        def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
+        def _prepare_dataset(self, dataset: Any, *arguments: Any) -> Any:
             return dataset
 
-        def _precompute_ref_logps(self, *given: Any) -> Any:
-            begun = clock()
-            found = super()._precompute_ref_logps(*given)
+        def _precompute_ref_logps(self, *arguments: Any) -> Any:
+            start = clock()
+            result = super()._precompute_ref_logps(*arguments)
             wait(options.device)
-            taken[0] = clock() - begun
-            return found
+            reference_s[0] = clock() - start
+            return result
 
-        def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
             mask = inputs["attention_mask"]
             places[0] += mask.numel()
             places[1] += int(mask.sum())
-            loss = super().training_step(model, inputs, *given, **named)
+            loss = super().training_step(model, inputs, *arguments, **keywords)
             losses.append(loss)
             return loss
 
@@ -259,27 +265,27 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
         pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
     )  # fmt: skip
-    at_once = {"per_device_train_batch_size": options.batch // options.accumulation, **more}
+    at_once = {"per_device_train_batch_size": options.batch // options.accumulation, **trl_options}
     k = options.batch // at_once["per_device_train_batch_size"]
     config = DPOConfig(
         output_dir=str(folder / "out"), gradient_accumulation_steps=k, num_train_epochs=1,
-        max_length=CUT // options.scale, use_cpu=options.device == "cpu", bf16=options.precision == "bf16",
+        max_length=MAX_LENGTH // options.scale, use_cpu=options.device == "cpu", bf16=options.precision == "bf16",
         report_to="none", save_strategy="no", disable_tqdm=True, **at_once,
     )  # fmt: skip
     trainer = Trainer(
         model=LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), args=config,
         train_dataset=load_from_disk(str(folder / "pairs")), processing_class=tokenizer,
     )  # fmt: skip
-    begun = clock()
+    start = clock()
     trainer.train()
     wait(options.device)
-    seconds = clock() - begun
+    seconds = clock() - start
     dataset: Any = trainer.train_dataset
     columns = [np.array(dataset[name]) for name in ("ref_chosen_logps", "ref_rejected_logps")
                if name in dataset.column_names]  # fmt: skip
     score = float(np.concatenate(columns).mean()) if columns else float("nan")
     return Turn(
-        seconds, taken[0], len(pairs), trainer.state.global_step, places[1], places[0], 1 - places[1] / places[0],
+        seconds, reference_s[0], len(pairs), trainer.state.global_step, places[1], places[0], 1 - places[1] / places[0],
         float(sum(losses[:k])), float(sum(losses[-k:])), score,
     )  # fmt: skip
 
@@ -288,13 +294,13 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
 
 
 def wait(device: str) -> None:
-    """Wait until the device has finished its work."""
+    """Waits until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def reset_peak(device: str) -> None:
-    """Let go of what is left of the run before, so that the next one's peak is its own."""
+    """Frees the memory of the previous run and resets the GPU's peak memory counter."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -307,55 +313,60 @@ def peak_bytes(device: str) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             yield
     except BaseException:
-        sys.stderr.write(said.getvalue()[-4000:])
+        sys.stderr.write(output.getvalue()[-4000:])
         raise
     finally:
         logging.getLogger("megatron").handlers = []
 
 
 def measure(options: argparse.Namespace, pairs: list[Pair], folder: Path) -> dict[str, list[Turn]]:
-    """Turns of all by name, each round in another order; the first, with a few pairs, is not counted."""
+    """Trains with each contestant once per round, and returns their measurements by name.
+
+    The order changes with each round. A warm-up round with few pairs is not counted."""
     model = folder / "model"
     llama(vars(options)).save_pretrained(model)
-    names = [OURS, *([TWICE] if options.twice else []), *list(TRL)[: RIVALS[options.trl]]]
-    found: dict[str, list[Turn]] = {name: [] for name in names}
+    names = [NATIVE, *([NATIVE_UNSHARED] if options.twice else []), *list(TRL)[: RIVALS[options.trl]]]
+    turns_by_name: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in range(-1, options.rounds):
-        own = pairs if turn >= 0 else pairs[: options.batch]
-        first = max(0, turn) % len(names)
-        for name in names[first:] + names[:first]:
+        turn_pairs = pairs if turn >= 0 else pairs[: options.batch]
+        rotation = max(0, turn) % len(names)
+        for name in names[rotation:] + names[:rotation]:
             with tempfile.TemporaryDirectory(dir=folder) as place, quiet():
                 reset_peak(options.device)
-                if name in (OURS, TWICE):
-                    keys = settings(options, own, model, write_pairs(own, Path(place)))
-                    keys["prefix_sharing"] = "auto" if name == OURS else False
-                    result = run_ours(options, keys, Path(place))
+                if name in (NATIVE, NATIVE_UNSHARED):
+                    keys = settings(options, turn_pairs, model, write_pairs(turn_pairs, Path(place)))
+                    keys["prefix_sharing"] = "auto" if name == NATIVE else False
+                    result = run_native(options, keys, Path(place))
                 else:
-                    result = run_trl(options, TRL[name], own, model, Path(place))
+                    result = run_trl(options, TRL[name], turn_pairs, model, Path(place))
             if turn >= 0:
-                found[name].append(result._replace(peak=peak_bytes(options.device)))
-    return found
+                turns_by_name[name].append(result._replace(peak=peak_bytes(options.device)))
+    return turns_by_name
 
 
-def check(found: dict[str, list[Turn]], precision: str) -> None:
-    """Raise RuntimeError where they do not do the same: ln 2 at first, and the reference's scores."""
-    within = {"fp32": 1e-4, "bf16": 2e-2}[precision]
-    score = found[OURS][0].score
-    for name, turns in found.items():
+def check(turns_by_name: dict[str, list[Turn]], precision: str) -> None:
+    """Checks that contestants compute the same: first losses of ln 2, and equal reference scores.
+
+    Raises RuntimeError otherwise."""
+    tolerance = {"fp32": 1e-4, "bf16": 2e-2}[precision]
+    score = turns_by_name[NATIVE][0].score
+    for name, turns in turns_by_name.items():
         for turn in turns:
-            if abs(turn.first - np.log(2)) > within:
-                raise RuntimeError(f"{name}: the first loss is {turn.first}, not ln 2")
-            if not np.isnan(turn.score) and abs(turn.score / score - 1) > within:
-                raise RuntimeError(f"{name}: the reference gives {turn.score} an answer, ours {score}")
+            if abs(turn.first_loss - np.log(2)) > tolerance:
+                raise RuntimeError(f"{name}: the first loss is {turn.first_loss}; DPO starts at ln 2")
+            if not np.isnan(turn.score) and abs(turn.score / score - 1) > tolerance:
+                raise RuntimeError(f"{name}: mean reference score {turn.score} must equal ours, {score}")
 
 
 def arithmetic(name: str, turn: Turn, pairs: list[Pair], shape: dict[str, int]) -> tuple[float, float]:
-    """The FLOP per pair of the products with weights: in steps, and with the reference. A backward pass
-    counts as two forward ones; the heads take trained tokens alone."""
+    """Returns the FLOPs per pair of products with weights: (training steps, steps and reference model).
+
+    A backward pass counts as two forward passes. The head is counted for trained tokens only."""
     blocks, head = products(shape)
     places = turn.places
     trained = sum(len(chosen) + len(rejected) for _, chosen, rejected in pairs)
@@ -368,18 +379,18 @@ def arithmetic(name: str, turn: Turn, pairs: list[Pair], shape: dict[str, int]) 
     return 2 * steps / turn.pairs, 2 * (steps + forward) / turn.pairs
 
 
-def report(found: dict[str, list[Turn]], pairs: list[Pair], shape: dict[str, int]) -> list[dict[str, Any]]:
-    """Medians over rounds; ratios are made within rounds first."""
+def report(turns_by_name: dict[str, list[Turn]], pairs: list[Pair], shape: dict[str, int]) -> list[dict[str, Any]]:
+    """Returns a row of medians over rounds for each contestant. Ratios to ours are taken within a round."""
     rows = []
-    ours = found[OURS]
-    ideal = arithmetic(OURS, ours[0], pairs, shape)
-    for name, turns in found.items():
-        steps = [b.seconds / b.pairs / (a.seconds / a.pairs) for a, b in zip(ours, turns, strict=True)]
+    neox_turns = turns_by_name[NATIVE]
+    ideal = arithmetic(NATIVE, neox_turns[0], pairs, shape)
+    for name, turns in turns_by_name.items():
+        steps = [b.seconds / b.pairs / (a.seconds / a.pairs) for a, b in zip(neox_turns, turns, strict=True)]
         total = [
             (b.seconds + b.reference) / b.pairs / ((a.seconds + a.reference) / a.pairs)
-            for a, b in zip(ours, turns, strict=True)
+            for a, b in zip(neox_turns, turns, strict=True)
         ]
-        own = arithmetic(name, turns[0], pairs, shape)
+        part_flops = arithmetic(name, turns[0], pairs, shape)
         rows.append({
             "name": name,
             "pairs_per_second": statistics.median(t.pairs / t.seconds for t in turns),
@@ -390,14 +401,14 @@ def report(found: dict[str, list[Turn]], pairs: list[Pair], shape: dict[str, int
             "pairs_per_step": turns[0].pairs / turns[0].steps,
             "ratio": statistics.median(steps), "ratio_range": (min(steps), max(steps)),
             "ratio_with_reference": statistics.median(total), "ratio_with_reference_range": (min(total), max(total)),
-            "arithmetic": own[0] / ideal[0], "arithmetic_with_reference": own[1] / ideal[1],
-            "last_loss": turns[0].last, "peak_bytes": max(t.peak for t in turns),
+            "arithmetic": part_flops[0] / ideal[0], "arithmetic_with_reference": part_flops[1] / ideal[1],
+            "last_loss": turns[0].last_loss, "peak_bytes": max(t.peak for t in turns),
         })  # fmt: skip
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| | pairs/s | with reference | its pass, s | useful tokens/s | padding | pairs a step "
         "| ours is faster | by arithmetic | with reference | by arithmetic |",
@@ -405,18 +416,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         low, high = row["ratio_range"]
-        least, most = row["ratio_with_reference_range"]
+        min_ref, max_ref = row["ratio_with_reference_range"]
         lines.append(
             f"| {row['name']} | {row['pairs_per_second']:.2f} | {row['pairs_per_second_with_reference']:.2f} | "
             f"{row['reference_seconds']:.1f} | {row['tokens_per_second']:,.0f} | {row['padding']:.1%} | "
             f"{row['pairs_per_step']:.1f} | {row['ratio']:.2f} ({low:.2f} to {high:.2f}) | {row['arithmetic']:.2f} | "
-            f"{row['ratio_with_reference']:.2f} ({least:.2f} to {most:.2f}) | {row['arithmetic_with_reference']:.2f} |"
+            f"{row['ratio_with_reference']:.2f} ({min_ref:.2f} to {max_ref:.2f}) | "
+            f"{row['arithmetic_with_reference']:.2f} |"
         )
     return "\n".join(lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line and fill in the shape."""
+    """Parses the command line, and sets missing options from the shape."""
     on_gpu = torch.cuda.is_available()
     parser = CommandParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
@@ -436,7 +448,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not on_gpu:
-        parser.error("--device cuda: there is no GPU")
+        parser.error("--device cuda: torch finds no GPU")
     on_gpu = options.device == "cuda"
     for key, value in SHAPES[options.shape or ("400M" if on_gpu else "tiny")].items():
         if getattr(options, key) is None:
@@ -445,7 +457,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.pairs = options.pairs or (512 if on_gpu else 48)
     options.micro_rows = options.micro_rows or (1 if on_gpu else None)
     if options.batch % options.accumulation:
-        parser.error(f"--batch {options.batch} does not divide by --accumulation {options.accumulation}")
+        parser.error(f"--batch {options.batch} must be a multiple of --accumulation {options.accumulation}")
     return options
 
 
@@ -471,14 +483,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     pairs = pairs_of(options.pairs, options.scale, options.vocab)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options, pairs, Path(folder))
-    check(found, options.precision)
-    rows = report(found, pairs, shape)
+        turns_by_name = measure(options, pairs, Path(folder))
+    check(turns_by_name, options.precision)
+    rows = report(turns_by_name, pairs, shape)
     print(f"{table(rows)}\n\nmedians of {options.rounds} rounds, least and largest ratio in them")
     if options.json is not None:
-        about = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__,
+        header = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__,
                  "trl": rival, "shape": shape, "precision": options.precision}  # fmt: skip
-        options.json.write_text(json.dumps({**about, "pairs": options.pairs, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**header, "pairs": options.pairs, "rows": rows}, indent=1) + "\n")
     return 0
 
 

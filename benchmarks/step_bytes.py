@@ -64,8 +64,10 @@ SENT = {
 
 
 class Traffic(TorchDispatchMode):
-    """While it is entered: `moved`, bytes read and written by the name of the operation, and `sent`, bytes
-    that this rank sends, by the name of the collective."""
+    """A context that counts the bytes that operations move and collectives send.
+
+    moved: bytes read and written, by operation. sent: bytes that this rank sends, by collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,21 +111,21 @@ class Traffic(TorchDispatchMode):
 
 
 def moved_bytes(schema: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Bytes that one operation reads and writes."""
+    """Returns the bytes that one operation reads and writes; 0 for a view."""
     if schema.name.startswith(ALLOCATE):
         return 0
     if schema.name == "fsdp::all_gather_copy_in":  # (parts, whole, ..): copies them to their place in it
         return 2 * sum(map(_bytes, args[0]))
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return 0  # a view
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    argument_values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     read: dict[int, int] = {}
     written = 0
     for argument in schema.arguments:
-        tensors = _tensors(given.get(argument.name))
+        tensors = _tensors(argument_values.get(argument.name))
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if schema.name.startswith("aten::_fused_") and argument.name == "grads":
-            is_written = given.get("grad_scale") is not None  # they are kept divided
+            is_written = argument_values.get("grad_scale") is not None  # they are kept divided
         if is_written:
             written += sum(map(_bytes, tensors))
         if not is_written or not (argument.name == "out" or schema.name in OVERWRITE):
@@ -141,7 +143,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements in memory: an expanded one counts once."""
+    """Returns the bytes of a tensor's elements in memory; an expanded dimension counts once."""
     return tensor.element_size() * torch.Size(
         size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ).numel()  # fmt: skip
@@ -154,10 +156,10 @@ Step = Callable[[], Any]
 
 
 class Row(NamedTuple):
-    """Bytes per parameter of the model, of one rank.
+    """The traffic of one rank, in bytes per parameter of the model.
 
-    moved, sent: in a step of one micro-batch. *_more: in each further micro-batch. most: what moves them, the
-    largest first.
+    moved: read and written by a step of one micro-batch, without forward and backward. sent: sent by its
+    collectives. *_more: added by a second micro-batch. most: bytes of the operations that move most.
     """
 
     name: str
@@ -170,7 +172,7 @@ class Row(NamedTuple):
 
 
 def settings(options: argparse.Namespace, ranks: int, stage: int) -> NeoXArgs:
-    """A small GPT-NeoX that trains in bf16."""
+    """Returns the configuration of a small GPT-NeoX that trains in bf16. stage: ZeRO stage."""
     values: dict[str, Any] = {
         "num_layers": options.layers,
         "hidden_size": options.hidden,
@@ -191,12 +193,13 @@ def settings(options: argparse.Namespace, ranks: int, stage: int) -> NeoXArgs:
 
 
 def with_micro_batches(args: NeoXArgs, ranks: int, count: int) -> NeoXArgs:
-    """The same run with so many micro-batches a step."""
+    """Returns the configuration with `count` micro-batches per step."""
     return args.replace(gradient_accumulation_steps=count, train_batch_size=count * ranks)
 
 
 def contestants(options: argparse.Namespace, groups: ParallelGroups, batch: Batch) -> Iterator[tuple[str, int, Step]]:
-    """(name, micro-batches a step, step) of each with so many data ranks, built when it is its turn.
+    """Yields (name, micro-batches per step, training step) of each contestant, built one after another.
+
     DeepSpeed's ZeRO 3 is the last, because it replaces torch's linear layer for the whole process."""
     from benchmarks.train_throughput import bare_step
     from megatron.training.deepspeed.engine import DeepSpeedEngine
@@ -207,24 +210,29 @@ def contestants(options: argparse.Namespace, groups: ParallelGroups, batch: Batc
     if ranks == 1:
         yield BARE, 1, bare_step(settings(options, 1, 0), groups, batch, torch.bfloat16)
     for name, kind in (("native", NativeEngine), ("DeepSpeed", DeepSpeedEngine)):
-        alone = kind is NativeEngine and ranks == 1
-        if alone:  # as `auto` has it on a GPU
-            args = settings(options, 1, 0).replace(fused_update=True)
-            engine = build_engine(args, groups, engine=kind)
-            yield "native, one data rank, fused_update", 1, partial(engine.train_step, [batch], args.lr)
-            engine.close()
-        for stage in (0,) if alone else (0, 1, 2, 3):
+        single_rank = kind is NativeEngine and ranks == 1
+        if single_rank:  # as `auto` has it on a GPU
+            for dtype, suffix in (("fp32", ""), ("bf16", ", optimizer_state_dtype: bf16")):
+                args = settings(options, 1, 0).replace(fused_update=True, optimizer_state_dtype=dtype)
+                engine = build_engine(args, groups, engine=kind)
+                yield f"native, one data rank, fused_update{suffix}", 1, partial(engine.train_step, [batch], args.lr)
+                engine.close()
+        for stage in (0,) if single_rank else (0, 1, 2, 3):
             for count in (1, 2):
                 args = with_micro_batches(settings(options, ranks, stage), ranks, count)
                 engine = build_engine(args, groups, engine=kind)
                 step = partial(engine.train_step, [batch] * count, args.lr)
-                yield f"{name}, one data rank" if alone else f"{name}, ZeRO {stage}", count, step
+                yield f"{name}, one data rank" if single_rank else f"{name}, ZeRO {stage}", count, step
                 engine.close()
                 gc.collect()
 
 
-def model_alone(args: NeoXArgs, groups: ParallelGroups, batch: Batch, objective: Objective) -> tuple[int, int]:
-    """Bytes of forward and backward of one micro-batch, with gradients that are new; number of parameters."""
+def forward_backward_bytes(
+    args: NeoXArgs, groups: ParallelGroups, batch: Batch, objective: Objective
+) -> tuple[int, int]:
+    """Returns (bytes moved by forward and backward of one micro-batch, number of parameters).
+
+    The backward pass allocates new gradients."""
     from megatron.model import build_stage, init_stage
 
     stage = build_stage(args, groups)
@@ -234,11 +242,11 @@ def model_alone(args: NeoXArgs, groups: ParallelGroups, batch: Batch, objective:
         stage(None, batch, lambda head: objective.loss_sum(head, batch, None)[0].sum()).backward()
         stage.zero_grad(set_to_none=True)
 
-    return counted(passes).moved.total(), sum(param.numel() for param in stage.parameters())
+    return step_traffic(passes).moved.total(), sum(param.numel() for param in stage.parameters())
 
 
-def counted(step: Callable[[], Any]) -> Traffic:
-    """The traffic of a step after others, which make optimizer states and record what comes after what."""
+def step_traffic(step: Callable[[], Any]) -> Traffic:
+    """Returns the traffic of a third step; the first two create optimizer states and warm up."""
     for _ in range(2):
         step()
     with Traffic() as traffic:
@@ -247,7 +255,9 @@ def counted(step: Callable[[], Any]) -> Traffic:
 
 
 def rows_of_rank(rank: int, ranks: int, port: int, options: argparse.Namespace) -> list[Row]:
-    """The rows with `ranks` data ranks, counted on one of them; all call it together."""
+    """Runs as one of `ranks` data ranks, and returns the traffic of this rank for each contestant.
+
+    All ranks must call it at once."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of names of torch that DeepSpeed uses
@@ -261,31 +271,31 @@ def rows_of_rank(rank: int, ranks: int, port: int, options: argparse.Namespace) 
     args = settings(options, ranks, 0)
     groups = init_model_parallel(args, process_info(), logging.getLogger("benchmark"))
     batch = random_batch(args, groups.device, None)
-    passes, params = model_alone(args, groups, batch, LANGUAGE_MODELLING)
-    seen: dict[str, dict[int, Traffic]] = {}
+    passes, params = forward_backward_bytes(args, groups, batch, LANGUAGE_MODELLING)
+    traffic_by_name: dict[str, dict[int, Traffic]] = {}
     for name, count, step in contestants(options, groups, batch):
-        seen.setdefault(name, {})[count] = counted(step)
+        traffic_by_name.setdefault(name, {})[count] = step_traffic(step)
     dist.destroy_process_group()
     rows = []
-    for name, by_count in seen.items():
-        one, two = by_count[1], by_count.get(2)
-        most = {key: value / params for key, value in one.moved.most_common(options.operations)}
+    for name, traffic_by_count in traffic_by_name.items():
+        traffic, traffic_of_two = traffic_by_count[1], traffic_by_count.get(2)
+        largest = {key: value / params for key, value in traffic.moved.most_common(options.operations)}
         rows.append(
             Row(
                 name,
                 ranks,
-                (one.moved.total() - passes) / params,
-                (two.moved.total() - one.moved.total() - passes) / params if two else None,
-                one.sent.total() / params,
-                (two.sent.total() - one.sent.total()) / params if two else None,
-                most,
+                (traffic.moved.total() - passes) / params,
+                (traffic_of_two.moved.total() - traffic.moved.total() - passes) / params if traffic_of_two else None,
+                traffic.sent.total() / params,
+                (traffic_of_two.sent.total() - traffic.sent.total()) / params if traffic_of_two else None,
+                largest,
             )
         )
     return rows
 
 
 def count_rows(ranks: int, options: argparse.Namespace) -> list[Row]:
-    """The rows with `ranks` data ranks, each a process."""
+    """Runs `ranks` data ranks, each in a process, and returns the rows of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -294,14 +304,14 @@ def count_rows(ranks: int, options: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| | data ranks | moved | each further micro-batch | sent | each further micro-batch |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        more = ["-" if value is None else f"{value:.1f}" for value in (row.moved_more, row.sent_more)]
-        lines.append(f"| {row.name} | {row.ranks} | {row.moved:.1f} | {more[0]} | {row.sent:.1f} | {more[1]} |")
+        further = ["-" if value is None else f"{value:.1f}" for value in (row.moved_more, row.sent_more)]
+        lines.append(f"| {row.name} | {row.ranks} | {row.moved:.1f} | {further[0]} | {row.sent:.1f} | {further[1]} |")
     return "\n".join(lines)
 
 

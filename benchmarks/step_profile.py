@@ -24,12 +24,12 @@ from benchmarks.step_work import (
     Operation,
     Rates,
     WorkRow,
-    by_kind,
     flops_of,
     gaps,
     kind_of,
     name_of,
     step_window,
+    totals_by_kind,
     work_rows,
 )
 
@@ -38,41 +38,43 @@ _STEPS, _WARM = 4, 4
 
 
 class SumError(Exception):
-    """A trace and a clock do not agree on how long a step is."""
+    """The times of all work in a trace do not add up to the measured time of a step."""
 
 
 class Profile(NamedTuple):
-    """A trace of steps one behind the other. window: seconds at which the first began and the last ended, by
-    the trace. seconds: of a step, by another clock at the same places. plain: of a step without a profiler,
-    right before."""
+    """A trace of consecutive steps.
+
+    window: begin of the first step and end of the last, in seconds of the trace's clock. seconds: of one
+    step, by an independent clock. unprofiled_seconds: of one step just before, without the profiler.
+    """
 
     events: Sequence[Mapping[str, Any]]
     window: tuple[float, float]
     steps: int
     seconds: float
-    plain: float
+    unprofiled_seconds: float
 
 
 def profiled(step: Callable[[], Any], device: torch.device, steps: int = _STEPS, trace: Path | None = None) -> Profile:
-    """Profile steps of a warm loop. trace: where the trace is kept."""
+    """Profiles `steps` steps after warm-up. trace: file for the trace; by default it is deleted."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
     def run(count: int) -> float:
-        """Seconds of a step. The first, before which the device waits for the host, is not among them."""
+        """Runs a step that is not timed, then `count` steps. Returns the mean seconds of these steps."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-        begun = 0.0
+        start = 0.0
         for number in range(count + 1):
             if number == 1:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 if on_gpu:
                     marks[0].record()
             with record_function(f"step {number}"):
                 step()
         if not on_gpu:
-            return (time.perf_counter() - begun) / count
+            return (time.perf_counter() - start) / count
         marks[1].record()
         marks[1].synchronize()
         return marks[0].elapsed_time(marks[1]) / 1e3 / count
@@ -82,19 +84,20 @@ def profiled(step: Callable[[], Any], device: torch.device, steps: int = _STEPS,
     with profile(activities=activities):  # the profiler's own beginnings
         step()
     train_throughput.wait(device)
-    plain = run(steps)
-    with profile(activities=activities, record_shapes=True) as found:
+    unprofiled_seconds = run(steps)
+    with profile(activities=activities, record_shapes=True) as recorded:
         seconds = run(steps)
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder, "trace.json")
-        found.export_chrome_trace(str(path))
+        recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return Profile(events, step_window(events, "step 1", f"step {steps}"), steps, seconds, plain)
+    return Profile(events, step_window(events, "step 1", f"step {steps}"), steps, seconds, unprofiled_seconds)
 
 
 def attention_flops(args: Any) -> float:
-    """FLOPs of attention's two products in a step, forward and backward: what the causal mask leaves. The
-    backward pass makes one of them again."""
+    """Returns the FLOPs of attention's products in a step, without positions that the causal mask hides.
+
+    The forward pass has two products; the backward pass has five, because it recomputes one of them."""
     heads = args.num_attention_heads * args.head_dim
     pairs = args.train_batch_size * args.seq_length * (args.seq_length + 1) / 2
     return args.num_layers * pairs * 4 * heads * (1 + 2.5)
@@ -108,12 +111,12 @@ def model_of(args: Any) -> Model:
 
 
 class Dispatched(TorchDispatchMode):
-    """While it is entered: the operations that are dispatched, by kind and name."""
+    """A context that sums calls, FLOPs and bytes of dispatched operations, by kind and name."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self._model = model
-        self._found: dict[tuple[str, str], list[float]] = {}
+        self._totals: dict[tuple[str, str], list[float]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,41 +124,44 @@ class Dispatched(TorchDispatchMode):
         size = 0 if func.namespace == "prim" else moved_bytes(func._schema, args, kwargs, output)
         if size:
             node = torch._C._current_autograd_node()
-            shapes = tuple(tuple(one.shape) if isinstance(one, torch.Tensor) else () for one in args)
+            shapes = tuple(tuple(argument.shape) if isinstance(argument, torch.Tensor) else () for argument in args)
             operation = Operation(func._schema.name, () if node is None else (node.name(),), shapes)
             kind = kind_of(operation, "", self._model)
-            row = self._found.setdefault((kind, name_of(operation, kind)), [0.0, 0.0, 0.0])
+            row = self._totals.setdefault((kind, name_of(operation, kind)), [0.0, 0.0, 0.0])
             for number, value in enumerate((1.0, flops_of(operation), float(size))):
                 row[number] += value
         return output
 
     def rows(self, rates: Rates) -> list[WorkRow]:
-        """As of `work_rows`; seconds are the floors."""
-        attention = sum(row[2] for (kind, _), row in self._found.items() if kind == ATTENTION)
-        made = []
-        for (kind, name), (calls, flops, size) in self._found.items():
+        """Returns a row for each kind and name, the longest first. Its time is the floor at these rates."""
+        attention = sum(row[2] for (kind, _), row in self._totals.items() if kind == ATTENTION)
+        work_rows_at_floor = []
+        for (kind, name), (calls, flops, size) in self._totals.items():
             if kind == ATTENTION:
                 flops = self._model.attention_flops * size / attention
             floor = max(flops / rates.products, size / rates.copies)
-            made.append(WorkRow(kind, name, calls, floor, flops, size, floor))
-        return sorted(made, key=lambda row: -row.seconds)
+            work_rows_at_floor.append(WorkRow(kind, name, calls, floor, flops, size, floor))
+        return sorted(work_rows_at_floor, key=lambda row: -row.seconds)
 
 
 def _rows(work: Sequence[WorkRow]) -> dict[str, Any]:
-    """Of a report: the kinds as rows, the largest gaps in words, and all work."""
+    """Returns parts of the report: a row per kind, the largest gaps in words, and all rows of work."""
     rows = [
         {"kind": row.kind, "seconds": row.seconds, "floor_ms": (row.floor or 0.0) * 1e3,
          "above_floor_ms": row.above_floor * 1e3}
-        for row in by_kind(work)
+        for row in totals_by_kind(work)
     ]  # fmt: skip
     return {"rows": rows, "gaps": gaps(work), "work": [asdict(row) for row in work]}
 
 
-def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What `--json` writes. Raises SumError where the kinds do not add up to the step."""
+def measured(options: argparse.Namespace, step_argv: list[str]) -> dict[str, Any]:
+    """Profiles a step and returns the report that `--json` writes.
+
+    Raises SumError if the work in the trace does not add up to the time of a step.
+    """
     from benchmarks.gpu_run.facts import copy_rate
 
-    chosen = train_throughput.parse([*rest, "--only", options.only])
+    chosen = train_throughput.parse([*step_argv, "--only", options.only])
     os.environ.setdefault("DS_ACCELERATOR", chosen.device)
     device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.precision]
@@ -168,44 +174,47 @@ def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         train_throughput.matmul_ceiling(device, dtype), copy_rate(device, 4 * 2**30 if device.type == "cuda" else 2**24)
     )
     rows = work_rows(trace.events, trace.window, trace.steps, model, rates)
-    whole = sum(row.seconds for row in rows)
-    if abs(whole - trace.seconds) > BOUND * trace.seconds:
-        raise SumError(f"the kinds add up to {whole * 1e3:.1f} ms, but a step took {trace.seconds * 1e3:.1f} ms")
+    total_s = sum(row.seconds for row in rows)
+    if abs(total_s - trace.seconds) > BOUND * trace.seconds:
+        raise SumError(f"the traced work takes {total_s * 1e3:.1f} ms, but a step took {trace.seconds * 1e3:.1f} ms")
     torch.distributed.destroy_process_group()
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "name": name, "device": kind, "attention": attention, "compile": bool(args.compile), "style": chosen.style,
         "shape": chosen.shape, "precision": chosen.precision, "step_seconds": trace.seconds,
-        "plain_seconds": trace.plain, "sum_seconds": whole, "product_rate": rates.products, "copy_rate": rates.copies,
-        **_rows(rows),
+        "plain_seconds": trace.unprofiled_seconds, "sum_seconds": total_s, "product_rate": rates.products,
+        "copy_rate": rates.copies, **_rows(rows),
     }  # fmt: skip
 
 
-def counted(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What `--json` writes of a step on a GPU that is not there: each operation a kernel at its floor."""
+def count_fake_step(options: argparse.Namespace, step_argv: list[str]) -> dict[str, Any]:
+    """Returns the report of a step on a fake GPU, where each operation takes the time of its floor."""
     import megatron.mpu
     from megatron.training.native.engine import NativeEngine
     from megatron.training.setup import build_engine
     from tests.fake.layouts import Case
     from tests.fake.runs import DEVICE, FakeTensorMode, fake_cuda, make_batch, process_group
 
-    chosen = train_throughput.parse([*rest, "--only", options.only, "--device", "cpu", "--precision", "bf16"])
+    chosen = train_throughput.parse([*step_argv, "--only", options.only, "--device", "cpu", "--precision", "bf16"])
     chosen.device, case = "cuda", Case()
     rates = Rates(options.rates[0] * 1e12, options.rates[1] * 1e12)
     with fake_cuda(case.capability), process_group(case):
         args = train_throughput.settings(chosen, 0, "native").replace(compile=False)
-        groups, seen = megatron.mpu.build_groups(pipe=1, data=1, tensor=1, device=DEVICE), Dispatched(model_of(args))
+        groups, dispatched = (
+            megatron.mpu.build_groups(pipe=1, data=1, tensor=1, device=DEVICE),
+            Dispatched(model_of(args)),
+        )
         with FakeTensorMode():
             engine = build_engine(args, groups, engine=NativeEngine)
             batch = make_batch(args, case, None)
             engine.train_step([batch], args.lr)  # makes the optimizer's state
-            with seen:
+            with dispatched:
                 engine.train_step([batch], args.lr)
-    rows = seen.rows(rates)
-    whole = sum(row.seconds for row in rows)
+    rows = dispatched.rows(rates)
+    total_s = sum(row.seconds for row in rows)
     return {
         "name": "native", "device": "a GPU that is not there", "attention": args.attention_backend, "compile": False,
-        "style": chosen.style, "shape": chosen.shape, "precision": "bf16", "step_seconds": whole,
-        "plain_seconds": whole, "sum_seconds": whole, "product_rate": rates.products, "copy_rate": rates.copies,
+        "style": chosen.style, "shape": chosen.shape, "precision": "bf16", "step_seconds": total_s,
+        "plain_seconds": total_s, "sum_seconds": total_s, "product_rate": rates.products, "copy_rate": rates.copies,
         **_rows(rows),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a training step spends its time on: the operations of a profiler's trace by kind, beside their floors.
+"""Reads from a profiler's trace how a training step spends its time, by kind of operation, with floors.
 
 A trace is that of `torch.profiler` in Chrome's format, with shapes. On a GPU a piece of work is a kernel or
 a copy, told by the operation that launched it; on a CPU it is an operation without those it calls.
@@ -41,31 +41,33 @@ _NO_OUTPUT = re.compile(r"_$|^triton_|::(copy_|sum|mean|amax|any|all|dot|embeddi
 # clipping divides in place, and state in fp32; weights in 16 bits. `fused_update` reads gradients in 16 bits.
 _FUSED_UPDATE, _IN_FP8 = "megatron::adamw", ", FP8"
 _BYTES_OF_LISTS = {"_fused_adamw_": 32, "_fused_adam_": 32, "_foreach_norm": 4, "_foreach_copy_": 6, _FUSED_UPDATE: 28}
-_BESIDE_FUSED_UPDATE = {**_BYTES_OF_LISTS, "_foreach_norm": 2}
+_BYTES_WITH_FUSED_UPDATE = {**_BYTES_OF_LISTS, "_foreach_norm": 2}
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What launched a piece of work.
+    """A torch operation, which may launch kernels.
 
-    within: names of what it was called in, the outermost first. shapes, dtypes: of its arguments, () and ""
-    where one is no tensor.
+    callers: names of the operations that called it, the outermost first. shapes, dtypes: one entry for each
+    argument; () and "" for an argument that is not a tensor.
     """
 
     name: str
-    within: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.within, self.name)
+        return (*self.callers, self.name)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a trace does not say of the model: parameters, size of the vocabulary, FLOPs of attention over
-    whole rows in a step (forward and backward)."""
+    """Facts of the model that a trace does not contain.
+
+    attention_flops: FLOPs of attention in a step, forward and backward, over rows of a single document.
+    """
 
     parameters: int
     vocabulary: int
@@ -74,7 +76,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches: FLOP/s of products, bytes/s that copies read and write."""
+    """The device's measured rates: FLOP/s of matrix products, and bytes/s that copies read and write."""
 
     products: float
     copies: float
@@ -82,8 +84,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class WorkRow:
-    """Work of one kind and name in one step. calls: of its operation. floor: the seconds it would take at the
-    device's rates, None where its FLOPs and bytes are not known."""
+    """All work of one kind and name in one step.
+
+    calls: number of calls of its operation. floor: least seconds, at the device's rates; None if neither
+    FLOPs nor bytes are known.
+    """
 
     kind: str
     name: str
@@ -99,7 +104,9 @@ class WorkRow:
 
 
 def kind_of(operation: Operation, kernel: str, model: Model) -> str:
-    """The kind of a piece of work. Updates and copies come first, as their tensors have the shapes of all."""
+    """Returns the kind of a piece of work, one of KINDS. kernel: its name, "" on a CPU.
+
+    Updates and copies are tested first, because their tensors can have the shape of any weight."""
     names = (kernel, *operation.names)
     if any(_COLLECTIVE.search(name) for name in names):
         return COLLECTIVES
@@ -119,7 +126,7 @@ def kind_of(operation: Operation, kernel: str, model: Model) -> str:
 
 
 def name_of(operation: Operation, kind: str) -> str:
-    """The name of a row: a product's sizes, else the operation, without what a compiler numbers."""
+    """Returns the name of a row: the sizes of a matrix product, else the operation without its number."""
     if operation.name in _FACTORS and kind in (PRODUCTS, HEAD):
         left, right = factors(operation)
         return " x ".join(map(str, (*left, right[-1]))) + (_IN_FP8 if "scaled" in operation.name else "")
@@ -129,13 +136,13 @@ def name_of(operation: Operation, kind: str) -> str:
 
 
 def factors(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a product's two matrices."""
+    """Returns the shapes of the two factors of a matrix product."""
     left, right = _FACTORS[operation.name]
     return operation.shapes[left], operation.shapes[right]
 
 
 def flops_of(operation: Operation) -> float:
-    """Of a product; 0 of all else."""
+    """Returns the FLOPs of a matrix product; 0 for any other operation."""
     if operation.name not in _FACTORS:
         return 0.0
     left, right = factors(operation)
@@ -143,8 +150,10 @@ def flops_of(operation: Operation) -> float:
 
 
 def bytes_of(operation: Operation) -> float:
-    """That it reads and writes, each operand once. An operation that makes a tensor is taken to make one as
-    large as its largest operand; of a product the result is known."""
+    """Returns the bytes that an operation reads and writes, each operand once.
+
+    A new tensor is assumed to be as large as the largest operand; the result of a product is computed.
+    """
     if _VIEW.search(operation.name):
         return 0.0
     sizes = [math.prod(s) * _SIZES.get(d, 0) for s, d in zip(operation.shapes, operation.dtypes, strict=False) if s]
@@ -152,8 +161,8 @@ def bytes_of(operation: Operation) -> float:
         return 0.0
     if operation.name in _FACTORS:
         left, right = factors(operation)
-        of_result = max(_SIZES.get(operation.dtypes[_FACTORS[operation.name][0]], 0), 2)  # of 8 bits it has 16
-        return sum(sizes[:3]) + math.prod(left[:-1]) * right[-1] * of_result
+        result_bytes = max(_SIZES.get(operation.dtypes[_FACTORS[operation.name][0]], 0), 2)  # of 8 bits it has 16
+        return sum(sizes[:3]) + math.prod(left[:-1]) * right[-1] * result_bytes
     return float(sum(sizes) + (0 if _NO_OUTPUT.search(operation.name) else max(sizes)))
 
 
@@ -162,7 +171,9 @@ def bytes_of(operation: Operation) -> float:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of work: what launched it, the kernel's name ("" on a CPU), seconds from `begin` to `end`."""
+    """A stretch of work in a trace.
+
+    operation: the operation that launched it. kernel: its name; "" on a CPU. begin, end: in seconds."""
 
     operation: Operation
     kernel: str
@@ -171,40 +182,42 @@ class Piece:
 
 
 def pieces(events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-    """The work of a trace: of the device where there is one, else of the CPU."""
-    calls, alone = _operations(events)
+    """Returns the pieces of work in a trace: kernels of the GPU; without kernels, CPU operations."""
+    calls, cpu_pieces = _operations(events)
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
-        return alone
+        return cpu_pieces
     unknown = Operation("")
-    made = [(calls.get(e["args"].get("External id"), unknown), e["name"], e["ts"], e["dur"]) for e in kernels]
-    return [Piece(operation, name, ts * 1e-6, (ts + dur) * 1e-6) for operation, name, ts, dur in made]
+    launches = [(calls.get(e["args"].get("External id"), unknown), e["name"], e["ts"], e["dur"]) for e in kernels]
+    return [Piece(operation, name, ts * 1e-6, (ts + dur) * 1e-6) for operation, name, ts, dur in launches]
 
 
 def _operations(events: Sequence[Mapping[str, Any]]) -> tuple[dict[Any, Operation], list[Piece]]:
-    """The operations of the host by their number; and each by itself, in pieces without those it calls."""
+    """Returns CPU operations by their External id, and the time of each without the operations it calls."""
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation") and event.get("ph") == "X":
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     calls: dict[Any, Operation] = {}
-    alone: list[Piece] = []
+    cpu_pieces: list[Piece] = []
     for thread in threads.values():
-        stack = _CallStack(alone)
+        stack = _CallStack(cpu_pieces)
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             stack.advance(event["ts"])
-            about = event.get("args", {})
-            shapes = tuple(map(_shape, about.get("Input Dims", ())))
-            operation = Operation(event["name"], stack.names, shapes, tuple(about.get("Input type", ())))
-            calls[about.get("External id")] = operation
+            arguments = event.get("args", {})
+            shapes = tuple(map(_shape, arguments.get("Input Dims", ())))
+            operation = Operation(event["name"], stack.names, shapes, tuple(arguments.get("Input type", ())))
+            calls[arguments.get("External id")] = operation
             stack.enter(operation, event["ts"] + event["dur"], event["cat"] == "cpu_op")
         stack.advance(math.inf)
-    return calls, alone
+    return calls, cpu_pieces
 
 
 class _CallStack:
-    """What runs on a thread of the host, in microseconds; the time of each operation of torch's, without
-    those it calls, goes to `pieces`."""
+    """Tracks the operations that run on a host thread, in microseconds.
+
+    It adds the time of each torch operation, without the operations it calls, to `pieces`.
+    """
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces, self._now = pieces, 0.0
@@ -217,115 +230,121 @@ class _CallStack:
     def enter(self, operation: Operation, end: float, counts: bool) -> None:
         self._calls.append((operation, end, counts))
 
-    def advance(self, until: float) -> None:
-        """Give the time until then to what runs, the innermost first."""
+    def advance(self, time: float) -> None:
+        """Attributes the time up to `time` to the running operations, the innermost first."""
         while self._calls:
             operation, end, counts = self._calls[-1]
-            upto = min(end, until)
+            upto = min(end, time)
             if counts and upto > self._now:
                 self._pieces.append(Piece(operation, "", self._now * 1e-6, upto * 1e-6))
             self._now = max(self._now, upto)
-            if end > until:
+            if end > time:
                 return
             self._calls.pop()
-        self._now = until
+        self._now = time
 
 
 def _shape(dims: Sequence[Any]) -> tuple[int, ...]:
     return tuple(dims) if all(isinstance(size, int) for size in dims) else ()  # else a list of tensors
 
 
-def shares(found: Sequence[Piece], begin: float, end: float) -> tuple[list[float], float]:
-    """Seconds of each piece between two times, and those in which none ran. An instant in which several run
-    is shared out among them, so that all add up to the time between."""
-    seconds, idle, now = [0.0] * len(found), 0.0, begin
-    running: list[tuple[float, int]] = []  # (end, number), the first to end on top
-    starts = sorted((piece.begin, number) for number, piece in enumerate(found))
+def shares(work: Sequence[Piece], begin: float, end: float) -> tuple[list[float], float]:
+    """Returns the seconds of each piece between two times, and the idle seconds.
 
-    def run(until: float) -> None:
+    Time in which several pieces run is divided equally among them, so all add up to `end - begin`."""
+    seconds, idle, now = [0.0] * len(work), 0.0, begin
+    running: list[tuple[float, int]] = []  # (end, number), the first to end on top
+    starts = sorted((piece.begin, number) for number, piece in enumerate(work))
+
+    def run(time: float) -> None:
         nonlocal now, idle
-        while now < until:
+        while now < time:
             while running and running[0][0] <= now:
                 heapq.heappop(running)
             if not running:
-                idle, now = idle + until - now, until
+                idle, now = idle + time - now, time
                 return
-            step = min(until, running[0][0])
+            step = min(time, running[0][0])
             for _, number in running:
                 seconds[number] += (step - now) / len(running)
             now = step
 
     for start, number in starts:
         run(min(max(start, begin), end))
-        if found[number].end > now:
-            heapq.heappush(running, (found[number].end, number))
+        if work[number].end > now:
+            heapq.heappush(running, (work[number].end, number))
     run(end)
     return seconds, idle
 
 
-def step_window(events: Iterable[Mapping[str, Any]], first: str, last: str) -> tuple[float, float]:
-    """Seconds at which the annotated steps begin and end, on the device where it has them."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+def step_window(events: Iterable[Mapping[str, Any]], first_step: str, last_step: str) -> tuple[float, float]:
+    """Returns when the first step began and the last ended, in seconds, by their annotations.
+
+    GPU annotations are used if the trace has any."""
+    windows: dict[str, dict[str, tuple[float, float]]] = {}
     for event in events:
-        if event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"] in (first, last):
+        if event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"] in (first_step, last_step):
             times = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
-            found.setdefault(event["cat"], {})[event["name"]] = times
-    steps = found.get("gpu_user_annotation") or found["user_annotation"]
-    return steps[first][0], steps[last][1]
+            windows.setdefault(event["cat"], {})[event["name"]] = times
+    steps = windows.get("gpu_user_annotation") or windows["user_annotation"]
+    return steps[first_step][0], steps[last_step][1]
 
 
 def work_rows(
     events: Sequence[Mapping[str, Any]], window: tuple[float, float], steps: int, model: Model, rates: Rates
 ) -> list[WorkRow]:
-    """A row for each kind and name of work between two times, of one step of several; the longest first."""
-    found = [piece for piece in pieces(events) if piece.end > window[0] and piece.begin < window[1]]
-    seconds, idle = shares(found, *window)
+    """Returns a row for each kind and name of work in a trace, the longest first.
+
+    window: begin and end in seconds. steps: number of steps in it; rows hold the mean of one step."""
+    work = [piece for piece in pieces(events) if piece.end > window[0] and piece.begin < window[1]]
+    seconds, idle = shares(work, *window)
     totals: dict[tuple[str, str], list[float]] = {}
     numbers: dict[tuple[str, str], set[int]] = {}
-    counted: set[int] = set()
-    for piece, own in zip(found, seconds, strict=True):
+    counted_calls: set[int] = set()
+    for piece, piece_s in zip(work, seconds, strict=True):
         kind = kind_of(piece.operation, piece.kernel, model)
         key = kind, name_of(piece.operation, kind) or piece.kernel
         row = totals.setdefault(key, [0.0, 0.0, 0.0])
-        row[0] += own
+        row[0] += piece_s
         # What one call asks for, however many pieces it is done in
         numbers.setdefault(key, set()).add(id(piece.operation))
-        if id(piece.operation) not in counted:
-            counted.add(id(piece.operation))
+        if id(piece.operation) not in counted_calls:
+            counted_calls.add(id(piece.operation))
             row[1] += flops_of(piece.operation)
             row[2] += bytes_of(piece.operation)
     attention = sum(row[0] for (kind, _), row in totals.items() if kind == ATTENTION)
-    of_lists = _BESIDE_FUSED_UPDATE if (OPTIMIZER, _FUSED_UPDATE) in totals else _BYTES_OF_LISTS
-    made = []
-    for (kind, name), (taken, flops, size) in totals.items():
+    list_bytes = _BYTES_WITH_FUSED_UPDATE if (OPTIMIZER, _FUSED_UPDATE) in totals else _BYTES_OF_LISTS
+    rows = []
+    for (kind, name), (kind_s, flops, size) in totals.items():
         if kind == ATTENTION:  # a trace does not say which places a mask leaves out
-            flops = steps * model.attention_flops * taken / attention
-        size = steps * model.parameters * of_lists.get(name, 0) or size
+            flops = steps * model.attention_flops * kind_s / attention
+        size = steps * model.parameters * list_bytes.get(name, 0) or size
         faster = 2 if name.endswith(_IN_FP8) else 1  # than in 16 bits, on Hopper and later
         floor = max(flops / rates.products / faster, size / rates.copies) / steps if flops or size else None
         calls = len(numbers[kind, name]) / steps
-        made.append(WorkRow(kind, name, calls, taken / steps, flops / steps, size / steps, floor))
-    made.append(WorkRow(IDLE, "nothing runs", 0, idle / steps, 0.0, 0.0, 0.0))
-    return sorted(made, key=lambda row: -row.seconds)
+        rows.append(WorkRow(kind, name, calls, kind_s / steps, flops / steps, size / steps, floor))
+    rows.append(WorkRow(IDLE, "nothing runs", 0, idle / steps, 0.0, 0.0, 0.0))
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
-def by_kind(rows: Sequence[WorkRow]) -> list[WorkRow]:
-    """The sums of each kind that there is, in the order of `KINDS`. A row without a floor counts as being at
-    its own."""
+def totals_by_kind(rows: Sequence[WorkRow]) -> list[WorkRow]:
+    """Returns the sum of the rows of each kind, in the order of `KINDS`.
+
+    A row without a floor adds its own time to the floor of its kind."""
     sums = []
     for kind in KINDS:
-        own = [row for row in rows if row.kind == kind]
-        if own:
-            floor = sum(row.seconds if row.floor is None else row.floor for row in own)
+        rows_of_kind = [row for row in rows if row.kind == kind]
+        if rows_of_kind:
+            floor = sum(row.seconds if row.floor is None else row.floor for row in rows_of_kind)
             calls, seconds, flops, size = (
-                sum(each) for each in zip(*(row[2:6] for row in map(astuple, own)), strict=True)
+                sum(column) for column in zip(*(row[2:6] for row in map(astuple, rows_of_kind)), strict=True)
             )
             sums.append(WorkRow(kind, kind, calls, seconds, flops, size, floor))
     return sums
 
 
 def gaps(rows: Sequence[WorkRow], count: int = 3) -> str:
-    """The rows that are farthest above their floors, in words."""
-    most = sorted((row for row in rows if row.floor is not None), key=lambda row: -row.above_floor)[:count]
-    words = [f"{row.kind}, {row.name}: {row.above_floor * 1e3:.1f} ms above its floor" for row in most]
+    """Describes in words the `count` rows that exceed their floors most."""
+    farthest = sorted((row for row in rows if row.floor is not None), key=lambda row: -row.above_floor)[:count]
+    words = [f"{row.kind}, {row.name}: {row.above_floor * 1e3:.1f} ms above its floor" for row in farthest]
     return "largest gaps: " + "; ".join(words)

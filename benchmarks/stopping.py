@@ -36,8 +36,10 @@ PHASES: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what status.json c
 
 
 def measure(name: str, ranks: int, folder: Path) -> tuple[float, float]:
-    """Seconds until the launcher's and the rank's lines are there, and until the run has ended."""
-    doing, keys = PHASES[name]
+    """Sends SIGUSR1 to a run during a phase of PHASES.
+
+    Returns the seconds until launcher and rank log the signal, and until the run has ended."""
+    phase, keys = PHASES[name]
     save = folder / name
     save.mkdir()
     if name == "demos":
@@ -47,17 +49,17 @@ def measure(name: str, ranks: int, folder: Path) -> tuple[float, float]:
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", str(ranks), "train.py", str(save / "run.yml")]
     with open(save / "output", "wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        while process.poll() is None and _phase(save) != doing:
+        while process.poll() is None and _phase(save) != phase:
             time.sleep(0.05)
         time.sleep(1.0)  # in the middle of it
-        began = time.monotonic()
+        start = time.monotonic()
         os.kill(process.pid, signal.SIGUSR1)
         while (save / "output").read_bytes().count(b"SIGUSR1: ") < 2 and process.poll() is None:
             time.sleep(0.01)
-        acknowledged = time.monotonic() - began
+        acknowledged = time.monotonic() - start
         if process.wait() != 0:
             sys.exit(f"{save / 'output'}: the run ended with code {process.returncode}")
-    return acknowledged, time.monotonic() - began
+    return acknowledged, time.monotonic() - start
 
 
 def _phase(save: Path) -> str | None:

@@ -88,8 +88,11 @@ Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One turn of a contestant. seconds: of a step, on a CPU of its processors' time, which other programs
-    do not lengthen; ceiling: FLOP/s of the matrix product measured just before it."""
+    """The measurements of a contestant in one round.
+
+    seconds: of one step; on a CPU it is CPU time, so other programs do not count. ceiling: FLOP/s of a large
+    matrix product, measured just before the steps.
+    """
 
     seconds: float
     ceiling: float
@@ -98,8 +101,9 @@ class Round(NamedTuple):
 class ThroughputRow(NamedTuple):
     """A contestant's medians over rounds.
 
-    *_flops: FLOP/s; of_ceiling: share of the round's ceiling; beside_bare: speed relative to the bare loop,
-    if it took part; peak_bytes: of the device's memory (on a CPU the process's), if no other model was in it.
+    tokens: per second. *_flops: FLOP/s. of_ceiling: share of the round's ceiling. beside_bare: speed divided
+    by the bare loop's; None without the bare loop. peak_bytes: peak memory of the GPU, or of this process on
+    a CPU; None if other contestants used it too.
     """
 
     name: str
@@ -113,7 +117,7 @@ class ThroughputRow(NamedTuple):
 
 
 def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
-    """The configuration keys that the command line stands for."""
+    """Returns the configuration keys for the command-line options and ZeRO stage `zero`."""
     values: dict[str, Any] = {
         **STYLES[options.style],
         "pos_emb": "rotary",
@@ -147,7 +151,7 @@ def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
 
 
 def settings(options: argparse.Namespace, zero: int, engine: str = "auto") -> NeoXArgs:
-    """The run that the command line describes; raises ConfigError."""
+    """Returns the configuration for the command-line options. Raises ConfigError."""
     values = {**keys_of(options, zero), "engine": engine}
     if engine == "deepspeed" and values["zero_optimization"]["stage"] == 3:
         values["compile"] = "auto"  # off: its hooks stand within blocks
@@ -155,8 +159,11 @@ def settings(options: argparse.Namespace, zero: int, engine: str = "auto") -> Ne
 
 
 def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) -> Batch:
-    """Tokens of the whole vocabulary, every one predicted; documents: mean length of those that rows are made
-    of, which attention then keeps apart, and whose first tokens are not predicted."""
+    """Returns a batch of random tokens, all of which are predicted.
+
+    documents: mean length of the documents in a row. Attention then separates them, and their first tokens
+    are not predicted.
+    """
     from megatron.data.batch import collate
 
     assert args.train_micro_batch_size_per_gpu is not None and args.padded_vocab_size is not None
@@ -170,7 +177,7 @@ def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) ->
 
 
 def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
-    """The training engine as train.py runs it, without data and log."""
+    """Returns a step of the training engine, as train.py runs it, on a fixed batch and without logging."""
     from megatron.training.setup import build_engine
 
     engine = build_engine(args, groups)
@@ -180,8 +187,9 @@ def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
 
 
 def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
-    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has
-    them."""
+    """Returns a training step without an engine: backward, gradient clipping and fused AdamW.
+
+    loss: runs forward and returns the loss. 16-bit weights get fp32 master copies, as in the engine."""
     params = [param for param in model.parameters() if param.requires_grad]
     masters = params if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
@@ -205,7 +213,7 @@ def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step)
 
 
 def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Step:
-    """Our model in a loop anyone would write."""
+    """Returns a training step of this project's model in a plain PyTorch loop, without an engine."""
     from megatron.model import build_stage, freeze, init_stage
     from megatron.model.init import stage_parameters
     from megatron.mpu import HeadInput
@@ -225,8 +233,9 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
 
 
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
-    """A step of the same shape and loop with transformers' model, with `lora` under peft, and its number of
-    parameters."""
+    """Returns a plain training step of transformers' model of the same shape, and its number of parameters.
+
+    With the key `lora` set, peft adds the adapters."""
     import transformers as hf
 
     shape: dict[str, Any] = {
@@ -256,8 +265,8 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
         from peft import LoraConfig, get_peft_model
 
         lora = {"r": args.lora["r"], "lora_alpha": args.lora["alpha"], "lora_dropout": args.lora["dropout"]}
-        asked = LoraConfig(**lora, use_dora=args.lora["dora"], target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, asked)
+        lora_config = LoraConfig(**lora, use_dora=args.lora["dora"], target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora_config)
     model.to(dtype).train()
     if args.compile:
         for block in blocks:
@@ -268,7 +277,7 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
 
 
 def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Step], NeoXArgs, str]:
-    """Everything to be timed, ready to go; the common settings; the attention kernels chosen."""
+    """Returns the training step of each contestant by name, the configuration, and the attention backend."""
     import math
 
     from megatron.launch import process_info
@@ -280,61 +289,62 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
     args = settings(options, options.zero[0])
     groups = init_model_parallel(args, process_info(env={}), logging.getLogger("benchmark"))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
-    batch, found = random_batch(args, device, options.documents), dict[str, Step]()
+    batch, steps = random_batch(args, device, options.documents), dict[str, Step]()
     if "bare" in options.only:
-        found[BARE] = bare_step(args, groups, batch, dtype)
+        steps[BARE] = bare_step(args, groups, batch, dtype)
     if "native" in options.only:
-        found["native"] = engine_step(settings(options, 0, "native"), groups, batch)
+        steps["native"] = engine_step(settings(options, 0, "native"), groups, batch)
     for stage in options.zero if "deepspeed" in options.only else ():
-        found[f"DeepSpeed, ZeRO {stage}"] = engine_step(settings(options, stage, "deepspeed"), groups, batch)
+        steps[f"DeepSpeed, ZeRO {stage}"] = engine_step(settings(options, stage, "deepspeed"), groups, batch)
     if "transformers" in options.only:
-        found["transformers"], count = transformers_step(args, options.style, batch, dtype)
-        ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
-        if count != ours:
-            raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
+        steps["transformers"], count = transformers_step(args, options.style, batch, dtype)
+        num_params = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
+        if count != num_params:
+            raise RuntimeError(f"our model has {num_params:,} parameters, transformers' {count:,}; their shapes differ")
     attention = attention_spec(args, 0)
     assert attention is not None
     kernels = choose_backends(args, device, [attention])
-    return found, args, kernels[args.attention_backend].name
+    return steps, args, kernels[args.attention_backend].name
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """What measures seconds: the wall on a GPU, this process's time on a CPU."""
+    """Returns the clock for a device: wall time on a GPU, this process's CPU time on a CPU."""
     return time.perf_counter if device.type == "cuda" else time.process_time
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
+    """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of one large square matrix product, the best of several, as the device is now."""
+    """Returns the present FLOP/s of one large square matrix product, the best of several tries."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 1)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best, clock = 0.0, clock_of(device)
     for _ in range(4):
         wait(device)
-        begun = clock()
+        start = clock()
         for _ in range(repeats):
             a @ b
         wait(device)
-        best = max(best, 2.0 * size**3 * repeats / (clock() - begun))
+        best = max(best, 2.0 * size**3 * repeats / (clock() - start))
     return best
 
 
 def measure(
     steps: dict[str, Step], device: torch.device, dtype: torch.dtype, rounds: int, count: int
 ) -> Iterator[dict[str, list[Round]]]:
-    """`rounds` turns of `count` steps for each contestant, after two steps that do not count; what is known
-    after each round."""
-    found: dict[str, list[Round]] = {name: [] for name in steps}
+    """Times `count` steps of each contestant in each round, after two warm-up steps.
+
+    Yields all measurements so far, by contestant, after each round."""
+    rounds_by_name: dict[str, list[Round]] = {name: [] for name in steps}
     for name, step in steps.items():
-        first, second = float(step()), float(step())
+        first_loss, second_loss = float(step()), float(step())
         # Near log(vocabulary), and lower on the second sight of the same batch.
-        if not second < first:
-            raise RuntimeError(f"{name} does not learn: its loss went from {first} to {second}")
+        if not second_loss < first_loss:
+            raise RuntimeError(f"{name} does not learn: its loss went from {first_loss} to {second_loss}")
     names, clock = list(steps), clock_of(device)
     for turn in range(rounds):
         first_up = turn % len(names)  # nobody always follows the same one
@@ -344,41 +354,43 @@ def measure(
             ceiling = matmul_ceiling(device, dtype)
             step()  # warm caches again
             wait(device)
-            begun = clock()
+            start = clock()
             for _ in range(count):
                 step()
             wait(device)
-            found[name].append(Round((clock() - begun) / count, ceiling))
-        yield found
+            rounds_by_name[name].append(Round((clock() - start) / count, ceiling))
+        yield rounds_by_name
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was taken of the device's memory, on a CPU by this process."""
+    """Returns the peak bytes allocated on the GPU, or the peak resident bytes of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def summary(found: dict[str, list[Round]], args: NeoXArgs, peak: int | None) -> list[ThroughputRow]:
-    """The medians of each contestant; comparisons are made within rounds first. peak: of the only one."""
+def summary(rounds_by_name: dict[str, list[Round]], args: NeoXArgs, peak: int | None) -> list[ThroughputRow]:
+    """Returns a row of medians for each contestant. Ratios to bare torch are taken within a round.
+
+    peak: peak bytes if there is only one contestant, else None."""
     from megatron.training.metrics.flops import model_flops, neox_flops
 
     tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
     rows = []
-    for name, rounds in found.items():
+    for name, rounds in rounds_by_name.items():
         seconds = statistics.median(turn.seconds for turn in rounds)
         share = statistics.median(flops / turn.seconds / turn.ceiling for turn in rounds)
-        pairs = zip(rounds, found.get(BARE, ()), strict=False)
-        ratios = [bare.seconds / own.seconds for own, bare in pairs]
-        beside = statistics.median(ratios) if ratios else None
+        pairs = zip(rounds, rounds_by_name.get(BARE, ()), strict=False)
+        ratios = [bare.seconds / round_.seconds for round_, bare in pairs]
+        speed_of_bare = statistics.median(ratios) if ratios else None
         rows.append(
-            ThroughputRow(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside, peak)
+            ThroughputRow(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, speed_of_bare, peak)
         )
     return rows
 
 
 def table(rows: list[ThroughputRow]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| | ms a step | tokens/s | model TFLOP/s | NeoX's TFLOP/s | of ceiling | speed beside bare torch |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -393,7 +405,7 @@ def table(rows: list[ThroughputRow]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line and fill in the shapes."""
+    """Parses the command line, and sets missing options from the shape."""
     has_gpu = torch.cuda.is_available()
     parser = CommandParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
@@ -415,13 +427,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not has_gpu:
-        parser.error("--device cuda: there is no GPU")
+        parser.error("--device cuda: torch finds no GPU")
     if options.kv_heads is not None and options.style != "llama":
-        parser.error("--kv-heads needs --style llama: GPT-NeoX of transformers has no grouped queries")
+        parser.error("--kv-heads needs --style llama: GPT-NeoX in transformers has no grouped queries")
     if options.documents is not None and "transformers" in options.only:
-        parser.error("--documents needs --only bare native deepspeed: transformers does not keep documents apart")
+        parser.error("--documents needs --only bare native deepspeed: transformers does not separate documents")
     if options.micro_batches != 1 and {"bare", "transformers"} & set(options.only):
-        parser.error("--micro-batches needs --only native deepspeed: the plain loop has one a step")
+        parser.error("--micro-batches needs --only native deepspeed: bare and transformers take one a step")
     on_gpu = options.device == "cuda"
     for key, value in SHAPES[options.shape or ("1.4B" if on_gpu else "tiny")].items():
         if getattr(options, key) is None:
@@ -457,10 +469,10 @@ def main(argv: list[str] | None = None) -> int:
         "compile": bool(args.compile), "documents": options.documents, "set": options.set,
     }  # fmt: skip
     rows: list[ThroughputRow] = []
-    for found in measure(steps, device, dtype, options.rounds, options.steps):
-        rows = summary(found, args, peak_bytes(device) if len(steps) == 1 else None)
-        report["rounds"] = len(next(iter(found.values())))
-        report["ceiling_flops"] = statistics.median(turn.ceiling for turns in found.values() for turn in turns)
+    for rounds_by_name in measure(steps, device, dtype, options.rounds, options.steps):
+        rows = summary(rounds_by_name, args, peak_bytes(device) if len(steps) == 1 else None)
+        report["rounds"] = len(next(iter(rounds_by_name.values())))
+        report["ceiling_flops"] = statistics.median(turn.ceiling for turns in rounds_by_name.values() for turn in turns)
         if options.json is not None:
             options.json.write_text(json.dumps({**report, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
     ceiling = f"matmul ceiling {report['ceiling_flops'] / 1e12:.4g} TFLOP/s"

@@ -1,4 +1,4 @@
-"""What training a part of the model saves (`trainable`): milliseconds a step and peak memory of the process.
+"""Measures the step time [ms] and peak memory of runs that train only a part of the model (`trainable`).
 
 Each row is a fresh run of a few steps of one model on this machine, without validation or checkpoints; the
 fastest step counts.
@@ -31,8 +31,9 @@ ROWS = {
 
 
 def measure(settings: tuple[str, ...], steps: int, folder: Path) -> tuple[float, float]:
-    """(seconds of the fastest step after the third, peak bytes of the largest process). Raises
-    RuntimeError."""
+    """Runs `steps` steps. Returns (seconds of the fastest step after the third, peak bytes of a process).
+
+    settings: `key=value` overrides. Raises RuntimeError if the run fails."""
     command = [
         sys.executable, "deepy.py", "--num_gpus", "1", "train.py", *CONFIG, "--set", "save=null", "load=null",
         "checkpoint_factor=null", "tensorboard_dir=null", f"log_dir={folder}", f"train_iters={steps}",

@@ -1,5 +1,6 @@
-"""Publish checkpoints of an experiment on the HuggingFace Hub, the newest first: converted to HuggingFace's
-format, and as they are; then evaluate them, if that is asked for.
+"""Publishes checkpoints of an experiment on the HuggingFace Hub, converted and as they are, the newest first.
+
+With --eval it then evaluates them.
 
     python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --hf_org my-org
     python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model \\

@@ -30,10 +30,10 @@ def room_of(nodeid: str) -> str:
 def over_budget(seconds: Seconds, budget: Seconds) -> list[str]:
     """One line for each room above its budget; a room without one may take nothing."""
     return [
-        f"tests/{room}, {kind}: {spent:.0f} s, budget {allowed:g} s"
+        f"tests/{room}, {kind}: {room_seconds:.0f} s, budget {allowed:g} s"
         for kind, rooms in sorted(seconds.items())
-        for room, spent in sorted(rooms.items())
-        if spent > (allowed := budget.get(kind, {}).get(room, 0))
+        for room, room_seconds in sorted(rooms.items())
+        if room_seconds > (allowed := budget.get(kind, {}).get(room, 0))
     ]
 
 
@@ -44,7 +44,10 @@ def table(seconds: Seconds, last: Seconds, budget: Seconds) -> list[str]:
         columns = [rooms, last.get(kind, {}), budget.get(kind, {})]
         rows = {f"{kind} {room}": [column.get(room, 0) for column in columns] for room in sorted(rooms, key=rooms.get)}
         rows = dict(reversed(rows.items())) | {f"{kind}, all": [sum(column.values()) for column in columns]}
-        lines += [f"{name:<28}{now:>10.0f}{then:>12.0f}{allowed:>10.0f}" for name, (now, then, allowed) in rows.items()]
+        lines += [
+            f"{name:<28}{now:>10.0f}{last_seconds:>12.0f}{allowed:>10.0f}"
+            for name, (now, last_seconds, allowed) in rows.items()
+        ]
     return lines
 
 
@@ -72,7 +75,7 @@ class BudgetPlugin:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
     ) -> None:
-        if hasattr(config, "workerinput") or not is_whole(config):  # a worker of pytest-xdist saw its part alone
+        if hasattr(config, "workerinput") or not is_full_run(config):  # a worker of pytest-xdist saw its part alone
             return
         budget, last = tomllib.loads(self.budget_file.read_text()), read_record(self.record).seconds
         terminalreporter.section("seconds of a worker, and budgets (tests/budget.toml)")
@@ -92,7 +95,7 @@ class BudgetPlugin:
         return f"{self.record.name}: a full run of {self.commit[:12]}, {len(self.failed)} failed; commit it"
 
 
-def is_whole(config: pytest.Config) -> bool:
+def is_full_run(config: pytest.Config) -> bool:
     """Whether a target was run, rather than some tests by name."""
     option = config.option
     narrowed = option.keyword or option.deselect or option.ignore or option.ignore_glob or option.collectonly

@@ -39,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SelectionPlugin(read_record()), "selection")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on
     # GPUs alone have no use for ranks on CPUs.
-    alone = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
-    if ADDRESS_VARIABLE not in os.environ and alone:
+    needs_pool = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
+    if ADDRESS_VARIABLE not in os.environ and needs_pool:
         config.stash[SERVER] = start_server()
 
 
@@ -52,14 +52,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment_is_put_back() -> Iterator[None]:
-    """A command that runs as one rank in a test's own process sets MASTER_PORT and others, which the commands
-    that later tests start would take for their user's; a command on pipelines works in their folder."""
-    before, folder = dict(os.environ), os.getcwd()
+    """Restores the environment and the working directory after each test.
+
+    A command that runs as one rank in a test's own process sets MASTER_PORT and others, which the commands
+    that later tests start would take for their user's; a command on pipelines works in their folder.
+    """
+    environment, folder = dict(os.environ), os.getcwd()
     yield
     os.chdir(folder)
-    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    os.environ.update({name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"})
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,8 @@
-"""Small disks for tests: `python -m tests.disks FOLDER KILOBYTES KEPT COMMAND...` runs a command that finds a
-tmpfs at FOLDER, of 0 kilobytes a read-only one, and copies what is there at the end to KEPT."""
+"""Small disks for tests: `python -m tests.disks FOLDER KILOBYTES COPY COMMAND...`.
+
+The command finds a tmpfs at FOLDER, a read-only one if of 0 kilobytes. Its files are copied to COPY at the
+end.
+"""
 
 import ctypes
 import os
@@ -38,10 +41,10 @@ def fill(folder: Path) -> Path:
 
 
 def main() -> int:
-    folder, kilobytes, kept, *command = sys.argv[1:]
+    folder, kilobytes, copy, *command = sys.argv[1:]
     mount(Path(folder), int(kilobytes) or 1000, kilobytes == "0")
     code = subprocess.run(command).returncode
-    shutil.copytree(folder, kept)
+    shutil.copytree(folder, copy)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Which files of the tree a Python file depends on, read from its text.
+"""The files of the tree that a Python file depends on, read from its text.
 
 Edges of a file: what it imports, wherever it does; modules and files that its strings name (commands that
 are started, configurations, golden files); the conftest.py beside and above a test. A name imported from a
@@ -21,8 +21,11 @@ CODE = ("megatron", "tools", "tests", "benchmarks", "huggingface")  # their name
 
 @dataclass(frozen=True)
 class Links:
-    """What one file's text says. imports: (module, name or None); strings: those that look like a path or a
-    module; prefixes: beginnings of modules' names that f-strings complete."""
+    """Links of one file's text.
+
+    imports: (module, name or None); strings: those that look like a path or a module; prefixes: beginnings of
+    modules' names that f-strings complete.
+    """
 
     imports: frozenset[tuple[str, str | None]]
     strings: frozenset[str]
@@ -42,8 +45,8 @@ class ImportGraph:
     def of(cls, root: Path) -> "ImportGraph":
         """Raises CalledProcessError or OSError where git does not list the files of `root`."""
         words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(words, cwd=root, capture_output=True, check=True, text=True).stdout
-        return cls(root, frozenset(path for path in listed.split("\0") if path and (root / path).is_file()))
+        file_list = subprocess.run(words, cwd=root, capture_output=True, check=True, text=True).stdout
+        return cls(root, frozenset(path for path in file_list.split("\0") if path and (root / path).is_file()))
 
     @cached_property
     def modules(self) -> dict[str, str]:
@@ -56,7 +59,7 @@ class ImportGraph:
         return names
 
     @cached_property
-    def _by_name(self) -> dict[str, set[str]]:
+    def _files_by_name(self) -> dict[str, set[str]]:
         """Files by each end of their path: `b.yml` and `a/b.yml`."""
         ends: dict[str, set[str]] = {}
         for path in self.files:
@@ -83,7 +86,7 @@ class ImportGraph:
         for module, name in links.imports:
             targets |= self._imported(module, name)
         for text in links.strings:
-            targets |= self._named(text, path)
+            targets |= self._files_named(text, path)
         for prefix in links.prefixes:
             targets |= {file for module, file in self.modules.items() if module.startswith(prefix)}
         if path.startswith("tests/"):
@@ -91,33 +94,33 @@ class ImportGraph:
             targets |= {f for folder in folders if (f := f"{folder}/conftest.py") in self.files}
         return targets - {path}
 
-    def _imported(self, module: str, name: str | None, seen: frozenset[str] = frozenset()) -> set[str]:
+    def _imported(self, module: str, name: str | None, visited: frozenset[str] = frozenset()) -> set[str]:
         """The file of an imported module; of a name that a package hands on, the one that defines it."""
         if name and f"{module}.{name}" in self.modules:
             return {self.modules[f"{module}.{name}"]}
         file = self.modules.get(module)
         if file is None:
             return set()
-        if name and file.endswith("__init__.py") and module not in seen:
+        if name and file.endswith("__init__.py") and module not in visited:
             for origin, handed_on in self.links(file).imports:
                 if handed_on == name:
-                    return self._imported(origin, name, seen | {module})
+                    return self._imported(origin, name, visited | {module})
         return {file}
 
-    def _named(self, text: str, path: str) -> set[str]:
+    def _files_named(self, text: str, path: str) -> set[str]:
         """Files that a string may name: by module, by the end of a path, or by a folder."""
         if "." in text and text in self.modules:
             return {self.modules[text]}
         name = text.removeprefix("./").strip("/")
         if name in CODE:
             return set()
-        named = set(self._by_name.get(name, ()))
+        matches = set(self._files_by_name.get(name, ()))
         if "/" not in name:  # scripts of the root, by those who start them; modules are imported
             starts = not path.startswith("megatron/") or path.startswith("megatron/pipelines/")
-            named = {f for f in named if f == name and starts or not f.endswith(".py")}
+            matches = {f for f in matches if f == name and starts or not f.endswith(".py")}
         if path.startswith("tests/"):
-            named |= {f for f in self._folders.get(name, ()) if not f.endswith(".py")}
-        return named
+            matches |= {f for f in self._folders.get(name, ()) if not f.endswith(".py")}
+        return matches
 
     @cached_property
     def _folders(self) -> dict[str, set[str]]:
@@ -143,8 +146,8 @@ class ImportGraph:
         imports are not among them."""
         reached, waiting = set(starts), deque(starts)
         while waiting:
-            here = waiting.popleft()
-            for path in self.edges(here) if here.endswith(".py") else ():
+            current = waiting.popleft()
+            for path in self.edges(current) if current.endswith(".py") else ():
                 if path.endswith(".py") and path not in reached and path not in USED_BY_ALL:
                     reached.add(path)
                     waiting.append(path)
@@ -157,17 +160,19 @@ class ImportGraph:
         steps = dict.fromkeys([*changed, *(path for path in self.files if packages and path.startswith(packages))], 0)
         waiting = deque(steps)
         while waiting:
-            here = waiting.popleft()
-            for path in self._users.get(here, ()):
+            current = waiting.popleft()
+            for path in self._users.get(current, ()):
                 if path not in steps and path not in USED_BY_ALL:
-                    steps[path] = steps[here] + 1
+                    steps[path] = steps[current] + 1
                     waiting.append(path)
         return {path: count for path, count in steps.items() if path.endswith(".py")}
 
 
 def read_links(text: str, in_sentences: bool = True) -> Links:
-    """Imports and strings of a file's text; docstrings name nothing. in_sentences: words of longer strings,
-    such as commands, count too, which in a program's messages do not."""
+    """Returns imports and strings of a file's text, without docstrings.
+
+    in_sentences: words of longer strings, such as commands, count too, which in a program's messages do not.
+    """
     tree = ast.parse(text)
     docstrings: set[int] = set()
     imports: set[tuple[str, str | None]] = set()
@@ -181,9 +186,9 @@ def read_links(text: str, in_sentences: bool = True) -> Links:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             imports |= {(node.module, alias.name) for alias in node.names}
         elif isinstance(node, ast.JoinedStr):
-            first = node.values[0] if node.values else None
-            if isinstance(first, ast.Constant) and str(first.value).startswith("megatron."):
-                prefixes.add(str(first.value))
+            head = node.values[0] if node.values else None
+            if isinstance(head, ast.Constant) and str(head.value).startswith("megatron."):
+                prefixes.add(str(head.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             words = PATH_LIKE.findall(node.value)
             strings |= {word for word in words if in_sentences or word == node.value}

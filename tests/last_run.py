@@ -1,4 +1,4 @@
-"""What the last full run of `make test-all` saw: tests/last_full_run.json, which that target writes.
+"""The record of the last full run of `make test-all`: tests/last_full_run.json, which that target writes.
 
 commit: of the tree that was tested; `make test CHANGED=1` (.ci/run) compares with it. failed: test functions
 that failed there, which no later run leaves out. seconds: per kind of test (ordinary, more, product) and
@@ -41,7 +41,7 @@ def function_of(nodeid: str) -> str:
 
 
 def git(*words: str, root: Path = ROOT) -> str | None:
-    """What git says, or None where it fails."""
+    """Returns the output of git, or None where it fails."""
     try:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -54,8 +54,8 @@ def clean_commit(root: Path = ROOT) -> str | None:
     return None if status is None or status.strip() else (git("rev-parse", "HEAD", root=root) or "").strip() or None
 
 
-def changed_since(commit: str, root: Path = ROOT) -> list[str] | None:
-    """Files that differ from a commit, new and removed ones too; None where it is no ancestor."""
+def changed_files(commit: str, root: Path = ROOT) -> list[str] | None:
+    """Files that differ from a commit, new and removed ones too; None where it is not an ancestor."""
     if not commit or git("merge-base", "--is-ancestor", commit, "HEAD", root=root) is None:
         return None
     differing = git("diff", "--name-only", "-z", "--no-renames", commit, root=root)

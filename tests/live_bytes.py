@@ -16,7 +16,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.largest = 0
-        self._seen: set[int] = set()
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -27,16 +27,16 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
+        if storage._cdata in self._storages:
             return
         size = storage.nbytes()
-        self._seen.add(storage._cdata)
+        self._storages.add(storage._cdata)
         self.now += size
         self.peak = max(self.peak, self.now)
         if tensor.dtype == torch.float32:
             self.largest = max(self.largest, tensor.numel())
-        weakref.finalize(storage, self._gone, storage._cdata, size)
+        weakref.finalize(storage, self._forget, storage._cdata, size)
 
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
+    def _forget(self, key: int, size: int) -> None:
+        self._storages.discard(key)
         self.now -= size

@@ -1,4 +1,4 @@
-"""Which tests a change can make fail. A plugin of pytest, loaded by tests/conftest.py.
+"""Selects the tests that a change can make fail. A plugin of pytest, loaded by tests/conftest.py.
 
 `pytest --changed` (`make test CHANGED=1`, .ci/run) leaves out tests that are `more`, or expensive by the
 record of the last full run (tests/last_run.py), in files that depend on nothing changed since that run
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from tests.import_graph import ImportGraph
-from tests.last_run import RECORD, ROOT, FullRun, changed_since, function_of
+from tests.last_run import RECORD, ROOT, FullRun, changed_files, function_of
 
-# What decides how every test runs.
+# What decides how every test runs. The Makefile does not: tests of its targets name it.
 CORE = (
     "tests/conftest.py", "tests/pool/*.py", "tests/retry.py", "tests/selection.py", "tests/import_graph.py",
-    "tests/last_run.py", "constraints.txt", "pyproject.toml", "setup.py", "Makefile", ".ci/*",
+    "tests/last_run.py", "constraints.txt", "pyproject.toml", "setup.py", ".ci/*",
 )  # fmt: skip
 TEST_FILE = re.compile(r"tests/(.*/)?test_\w+\.py")
 SELECTED, LEFT_OUT = "selected_test_files", "tests_left_out"  # between pytest-xdist's processes
@@ -49,12 +49,12 @@ def select(root: Path, changed: Iterable[str]) -> Selection:
     return Selection(sorted(files, key=lambda path: (nearest[path], path)), "", changed)
 
 
-def select_since(record: FullRun, root: Path = ROOT) -> Selection:
+def select_changed(record: FullRun, root: Path = ROOT) -> Selection:
     """The same for what changed since the last full run."""
-    changed = changed_since(record.commit, root)
+    changed = changed_files(record.commit, root)
     if changed is None:
-        why = f"{record.commit[:12]} is no ancestor" if record.commit else "no full run is recorded"
-        return Selection(None, f"{why} (tests/last_full_run.json, written by make test-all)")
+        reason = f"{record.commit[:12]} is not an ancestor" if record.commit else "no full run is recorded"
+        return Selection(None, f"{reason} (tests/last_full_run.json, written by make test-all)")
     return select(root, changed)
 
 
@@ -70,7 +70,7 @@ class SelectionPlugin:
         if hasattr(config, "workerinput"):
             self.selection = Selection(json.loads(config.workerinput[SELECTED]))
         else:
-            self.selection = select_since(self.record, self.root)
+            self.selection = select_changed(self.record, self.root)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

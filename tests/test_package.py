@@ -7,20 +7,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def imported(what, *path):
-    """What `python -c what` prints, run elsewhere, with these folders on its path in this order."""
-    code = f"import sys; sys.path[1:1] = {[str(folder) for folder in path]}; {what}"
+def imported(statement, *path):
+    """Returns the output of `python -c statement`, run in /, with these folders on its path in this order."""
+    code = f"import sys; sys.path[1:1] = {[str(folder) for folder in path]}; {statement}"
     return subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True).stdout.strip()
 
 
-def test_megatron_core_and_this_package_stand_beside_each_other(tmp_path):
+def test_megatron_core_and_this_package_can_both_be_installed(tmp_path):
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "megatron/core/__init__.py").write_text("WHOSE = 'core'\n")
     (tmp_path / "megatron/neox_arguments").mkdir()
     (tmp_path / "megatron/neox_arguments/__init__.py").write_text("WHOSE = 'not ours'\n")
-    what = "import megatron.core, megatron.neox_arguments as own; print(megatron.core.WHOSE, own.__file__)"
-    ours = f"core {ROOT}/megatron/neox_arguments/__init__.py"
-    assert imported(what, ROOT, tmp_path) == imported(what, tmp_path, ROOT) == ours
+    statement = "import megatron.core, megatron.neox_arguments as own; print(megatron.core.WHOSE, own.__file__)"
+    expected = f"core {ROOT}/megatron/neox_arguments/__init__.py"
+    assert imported(statement, ROOT, tmp_path) == imported(statement, tmp_path, ROOT) == expected
 
 
 def test_another_copy_of_this_package_lends_no_module(tmp_path):

@@ -1,4 +1,4 @@
-"""What holds for the tree as a whole: who may import whom, how long files are, which versions are pinned."""
+"""Rules of the whole tree: who may import whom, how long files are, which versions are pinned."""
 
 import ast
 import graphlib
@@ -10,23 +10,24 @@ from pathlib import Path
 import pytest
 
 from megatron.training.deepspeed.private_names import PRIVATE_NAMES
+from tests import method_files
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     ("process",), ("neox_arguments",), ("distributed", "mpu", "data", "tokenizer"),
     ("model", "objectives", "checkpointing", "callbacks"),
-    ("launch", "training", "generation", "evaluation", "operations", "pipelines", "rollouts"),
+    ("launch", "training", "generation", "evaluation", "operations", "pipelines"),
+    ("methods",),
 )  # fmt: skip
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # Rooms that may import less, or one neighbour more, than their floor says.
-ONLY = {
+ALLOWED_IMPORTS = {
     "launch": {"neox_arguments", "process", "distributed"},
     "operations": {"neox_arguments", "process", "checkpointing", "callbacks"},
     "pipelines": {"neox_arguments", "process", "data"},
 }
 NEIGHBOURS = {
     ("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation"),
-    ("rollouts", "generation"),
     ("operations", "launch"),  # sites, and what is submitted to Slurm
     ("pipelines", "launch"), ("pipelines", "operations"),  # commands that it starts; jobs, metrics and plots of runs
 }  # fmt: skip
@@ -36,7 +37,7 @@ PROGRAMS = sorted({*ROOT.glob("*.py"), *SOURCES,
                    *(path for place in ("tools", "huggingface", "benchmarks", "post-training", "tests")
                      for path in ROOT.glob(f"{place}/**/*.py"))})  # fmt: skip
 # Processes that a run starts and speaks to; nobody types them.
-WORKERS = {"rollouts/rewards/worker.py", "rollouts/rewards/sandbox.py", "rollouts/environments/host.py"}
+WORKERS = {f"methods/reinforcement/{file}.py" for file in ("rewards/worker", "rewards/sandbox", "environments/host")}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -56,19 +57,19 @@ def room(name: str) -> str | None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path):
-    here = path.relative_to(ROOT / "megatron").parts[0]
-    if here == "__init__.py":
+    importing_room = path.relative_to(ROOT / "megatron").parts[0]
+    if importing_room == "__init__.py":
         return
     for name in imports(path):
         imported_room = room(name)
-        if imported_room is None or imported_room == here or (here, imported_room) in NEIGHBOURS:
+        if imported_room is None or imported_room == importing_room or (importing_room, imported_room) in NEIGHBOURS:
             continue
-        assert FLOORS[imported_room] < FLOORS[here], f"{path} imports {name}"
-        assert imported_room in ONLY.get(here, FLOORS), f"{path} imports {name}"
+        assert FLOORS[imported_room] < FLOORS[importing_room], f"{path} imports {name}"
+        assert imported_room in ALLOWED_IMPORTS.get(importing_room, FLOORS), f"{path} imports {name}"
 
 
 def test_launchers_share_only_the_store():
-    """Which needs no torch until a store is made."""
+    """The store needs no torch until it is made."""
     names = {name for path in ROOT.glob("megatron/launch/**/*.py") for name in imports(path)}
     shared = {name for name in names if name.startswith("megatron.distributed")}
     assert shared and all(name.startswith("megatron.distributed.store") for name in shared)
@@ -76,17 +77,17 @@ def test_launchers_share_only_the_store():
 
 def test_training_reads_no_preprocessing_or_inspection():
     """Commands and tools import these by name; what a run imports stays what a run needs."""
-    aside = {("data", "preprocessing"), ("data", "inspection"), ("data", "cleaning")}
+    excluded = {("data", "preprocessing"), ("data", "inspection"), ("data", "cleaning")}
     for path in SOURCES:
         package = path.relative_to(ROOT / "megatron").parts
-        if package[:2] in aside or package[0] == "generation":  # which renders chat templates within a time limit
+        if package[:2] in excluded or package[0] == "generation":  # which renders chat templates within a time limit
             continue
         for name in imports(path):
-            assert tuple(name.split(".")[1:3]) not in aside, f"{path} imports {name}"
+            assert tuple(name.split(".")[1:3]) not in excluded, f"{path} imports {name}"
 
 
 def modules_imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Those of `modules` that a file imports: at its top, for types alone, or inside functions."""
+    """Returns members of `modules` a file imports: at its top, for types alone, or inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -133,11 +134,11 @@ def attributes(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_one_package_knows_deepspeeds_objects():
     names = {private.name.removesuffix("()") for private in PRIVATE_NAMES}
-    inside = {name for path in ROOT.glob(f"{ENGINE}/*.py") for name, _ in attributes(path)}
-    assert {"_take_model_step", "ds_numel", "_hp_mapping"} <= names & inside
+    engine_names = {name for path in ROOT.glob(f"{ENGINE}/*.py") for name, _ in attributes(path)}
+    assert {"_take_model_step", "ds_numel", "_hp_mapping"} <= names & engine_names
     for path in SOURCES:
         if path.relative_to(ROOT).parent != ENGINE:
-            private_uses = [at for at in attributes(path) if at[0] in names or re.match(r"_?ds_|_ds$", str(at[0]))]
+            private_uses = [use for use in attributes(path) if use[0] in names or re.match(r"_?ds_|_ds$", str(use[0]))]
             assert not private_uses, path
 
 
@@ -160,8 +161,26 @@ def test_no_file_has_grown_two_jobs():
 
 def makes_a_parser(node: ast.AST) -> bool:
     """Whether code calls `argparse.ArgumentParser`, or makes a class of it."""
-    named = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-    return any("ArgumentParser" in (getattr(name, "attr", ""), getattr(name, "id", "")) for name in named)
+    classes = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+    return any("ArgumentParser" in (getattr(name, "attr", ""), getattr(name, "id", "")) for name in classes)
+
+
+@pytest.mark.parametrize("name", method_files.methods())
+def test_few_files_know_of_a_kind_of_training(name):
+    method = method_files.methods()[name]
+    files = method_files.files_that_know(method)
+    assert len(files) <= method.max_files, files
+
+
+def test_the_count_sees_imports_keys_and_names(tmp_path):
+    method = method_files.Method("^toy_|Toy", "methods\\.toy", "megatron/methods/toy", 0)
+    texts = {"megatron/methods/toy/method.py": "toy_loss = 1", "megatron/a.py": "# toy_loss\nx = 'a toy_loss'",
+             "megatron/b.py": "from megatron.methods.toy import x", "megatron/c.py": "x = args.toy_loss",
+             "megatron/d.py": "class ToyBatch: pass", "megatron/e.py": "KEYS = ('toy_loss',)"}  # fmt: skip
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert method_files.files_that_know(method, tmp_path) == [f"megatron/{name}.py" for name in "bcde"]
 
 
 def test_one_class_of_parsers_takes_no_abbreviated_flag():
@@ -171,15 +190,15 @@ def test_one_class_of_parsers_takes_no_abbreviated_flag():
 
 def test_every_command_ends_in_one_way():
     """At a closed pipe too: what is typed runs its main within `run_command`."""
-    typed = 0
+    num_commands = 0
     for path in PROGRAMS:
         if path.is_relative_to(ROOT / "tests") or str(path.relative_to(ROOT)).removeprefix("megatron/") in WORKERS:
             continue
         text = path.read_text("utf-8")
         if (begin := text.rfind('if __name__ == "__main__":\n')) >= 0:
-            typed += 1
+            num_commands += 1
             assert "run_command(" in text[begin:], path
-    assert typed > 60
+    assert num_commands > 60
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"neox": "megatron.launch.command:command"}
 

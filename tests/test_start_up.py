@@ -1,4 +1,4 @@
-"""What is imported before it is needed: torch takes seconds, at every --help and every mistyped key."""
+"""Commands import nothing heavy before they need it: torch takes seconds, at any --help or mistyped key."""
 
 import json
 import subprocess
@@ -31,8 +31,8 @@ for line, words in json.loads(sys.argv[1]).items():
     leave(0)
 """
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
-MORE = {"train_batch_size": 8, "train_iters": 1, "data_path": "data", "tokenizer_type": "CharLevelTokenizer"}
-MODEL = "".join(f"{key}: {value}\n" for key, value in {**SIZES, **MORE}.items())
+TRAINING_KEYS = {"train_batch_size": 8, "train_iters": 1, "data_path": "data", "tokenizer_type": "CharLevelTokenizer"}
+MODEL = "".join(f"{key}: {value}\n" for key, value in {**SIZES, **TRAINING_KEYS}.items())
 COMMANDS = ("train.py", "generate.py", "eval.py", "tools/serve.py")
 NAMES = {path.stem for path in (ROOT / "tools" / "ckpts").glob("*.py") if not path.is_symlink()} - {"__init__", "flags"}
 TOOLS = [f"tools/{name}.py" for name in ("ask", "new_config", "plot_metrics", *(f"ckpts/{n}" for n in sorted(NAMES)))]
@@ -40,7 +40,7 @@ HELP = [
     *COMMANDS, *TOOLS, "deepy.py", "deepy.py train.py", "deepy.py generate.py", "deepy.py eval.py",
     "huggingface/convert_hf_gptneox_to_neox.py",
 ]  # fmt: skip
-Found = dict[str, tuple[int, str, list[str]]]
+Results = dict[str, tuple[int, str, list[str]]]
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -48,8 +48,8 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each command line gave: its exit code, what it said, and the heavy modules it imported."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Returns for each command line its exit code, its output, and the heavy modules it imported."""
     folder = tmp_path_factory.mktemp("start_up")
     (folder / "good.yml").write_text(MODEL)
     (folder / "unknown.yml").write_text(MODEL + "hidden_dropuot: 0.1\n")
@@ -66,22 +66,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("line", HELP)
-def test_help_imports_nothing_heavy(line: str, found: Found) -> None:
-    code, output, heavy = found[f"{line} --help"]
+def test_help_imports_nothing_heavy(line: str, results: Results) -> None:
+    code, output, heavy = results[f"{line} --help"]
     assert (code, heavy) == (0, []) and output.startswith("usage: "), output
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 @pytest.mark.parametrize(("name", "key"), [("unknown", "hidden_dropuot"), ("refused", "stage")])
-def test_a_configuration_error_imports_nothing_heavy(script: str, name: str, key: str, found: Found) -> None:
+def test_a_configuration_error_imports_nothing_heavy(script: str, name: str, key: str, results: Results) -> None:
     for line, command in ((script, Path(script).name), (f"deepy.py {script}", "deepy.py")):
-        code, output, heavy = found[f"{line} {name}"]
+        code, output, heavy = results[f"{line} {name}"]
         assert (code, heavy) == (1, []), output
         assert output.startswith(f"{command}: error: ") and key in output and "Traceback" not in output
 
 
-def test_a_launcher_counts_gpus_without_torch(found: Found) -> None:
-    code, output, heavy = found["deepy.py train.py --dry-run"]
+def test_a_launcher_counts_gpus_without_torch(results: Results) -> None:
+    code, output, heavy = results["deepy.py train.py --dry-run"]
     assert (code, heavy) == (0, []) and "(1 rank" in output, output
 
 

@@ -1,6 +1,7 @@
 """How the suite itself is run: what a change selects, what is printed of seconds, and second runs."""
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.neox_arguments.methods import METHODS
 from tests import budget, last_run, selection
 from tests.budget import over_budget, table
 from tests.import_graph import ImportGraph
-from tests.last_run import FullRun, changed_since, read_record, write_record
-from tests.selection import select, select_since
+from tests.last_run import FullRun, changed_files, read_record, write_record
+from tests.selection import select, select_changed
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,10 +93,10 @@ def test_nearest_files_come_first(tree: Path) -> None:
 
 def test_everything_runs_where_the_base_says_nothing(tree: Path) -> None:
     head = commit(tree)
-    assert select_since(FullRun(), tree).files is None
-    assert select_since(FullRun("0" * 40), tree).files is None
+    assert select_changed(FullRun(), tree).files is None
+    assert select_changed(FullRun("0" * 40), tree).files is None
     assert select(tree, ["tests/pool/server.py"]).files is None
-    assert select_since(FullRun(head), tree).files == []
+    assert select_changed(FullRun(head), tree).files == []
 
 
 def test_what_changed(tree: Path) -> None:
@@ -103,9 +105,9 @@ def test_what_changed(tree: Path) -> None:
     (tree / "megatron/data/ends.py").unlink()
     git(tree, "mv", "deepy.py", "neox.py")
     expected = ["deepy.py", "megatron/data/ends.py", "neox.py", "new file.py"]
-    assert changed_since(head, tree) == expected
+    assert changed_files(head, tree) == expected
     commit(tree)
-    assert changed_since(head, tree) == expected
+    assert changed_files(head, tree) == expected
 
 
 def test_this_tree() -> None:
@@ -169,8 +171,8 @@ def suite(tree: Path, pytester: pytest.Pytester) -> Path:
 
 
 def run_suite(pytester: pytest.Pytester, suite: Path, *words: str) -> pytest.RunResult:
-    where = ("-p", "no:cacheprovider", "--rootdir", str(suite), str(suite / "tests"))
-    return pytester.runpytest_subprocess(*words, *where)
+    options = ("-p", "no:cacheprovider", "--rootdir", str(suite), str(suite / "tests"))
+    return pytester.runpytest_subprocess(*words, *options)
 
 
 @pytest.mark.parametrize("words", [(), ("-n", "2")], ids=["one process", "workers"])
@@ -201,23 +203,23 @@ def test_what_failed_there_is_not_left_out(
 def test_a_full_run_is_recorded(suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(suite))
     file, head = suite / "tests/last_full_run.json", git(suite, "rev-parse", "HEAD")
-    before = file.read_text()
+    original = file.read_text()
     done = run_suite(pytester, suite, "--record", "-n", "1")
     done.assert_outcomes(passed=4)
     done.stdout.fnmatch_lines(["*seconds of a worker*", "*seconds*last full*budget*", "more room*", "ordinary room*"])
     record = json.loads(file.read_text())
     assert record["commit"] == head and record["expensive"] == {} and set(record["seconds"]) == {"more", "ordinary"}
     assert record["failed"] == []
-    file.write_text(before)
-    one = suite / "tests/room/test_one.py"
+    file.write_text(original)
+    test_file = suite / "tests/room/test_one.py"
     for content, words in (("", ("-k", "more")), ("1 / 0\n", ())):  # a part, and a file that cannot be imported
-        one.write_text(content)
+        test_file.write_text(content)
         commit(suite)
         run_suite(pytester, suite, "--record", *words)
-        assert file.read_text() == before
-    one.write_text("def test_cheap(): assert False\n")
+        assert file.read_text() == original
+    test_file.write_text("def test_cheap(): assert False\n")
     run_suite(pytester, suite, "--record")  # the file differs from the commit
-    assert file.read_text() == before
+    assert file.read_text() == original
     head = commit(suite)
     run_suite(pytester, suite, "--record")
     record = json.loads(file.read_text())
@@ -265,13 +267,21 @@ def test_every_room_has_a_budget() -> None:
     import tomllib
 
     limits = tomllib.loads(budget.BUDGET.read_text())["ordinary"]
-    outside = {"gpu", "real", "slurm"}
-    rooms = {budget.room_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/**/test_*.py")} - outside
+    excluded = {"gpu", "real", "slurm"}
+    rooms = {budget.room_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/**/test_*.py")} - excluded
     assert rooms <= set(limits)
 
 
-def test_the_record_names_tests_that_are_there() -> None:
+def test_the_record_names_existing_tests() -> None:
     """A renamed test is none that is known to be expensive: it runs always, until the next full run."""
     record = read_record()
     assert all(name.startswith("tests/") for name in record.expensive)
     assert selection.TEST_FILE.fullmatch("tests/test_suite.py") and last_run.RECORD.parent == ROOT / "tests"
+
+
+def test_tests_name_every_kind_of_training() -> None:
+    """A list beside the tests names its method and declaration, which no test imports."""
+    texts = [path.read_text() for path in ROOT.glob("tests/**/conftest.py")]
+    modules = {name for text in texts for name in re.findall(r"megatron\.methods[.\w]+", text)}
+    parts = {f"megatron.methods.{name}.{part}" for name in METHODS for part in ("method", "declaration")}
+    assert parts <= modules, parts - modules

@@ -1,4 +1,4 @@
-"""What setup_uv_env.sh installed: `LD_PRELOAD=$NCCL_LIBRARY uv run pytest tests/test_uv_install.py -v`."""
+"""Checks an installation: `LD_PRELOAD=$NCCL_LIBRARY uv run pytest tests/test_uv_install.py -v`."""
 
 import importlib
 import os
@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = Path(sys.prefix).resolve()
 IN_VENV = PREFIX.parent == ROOT and PREFIX.name.startswith(".venv")
-ELSEWHERE = {"tzdata", "colorama"}  # needed on other systems only
+OTHER_SYSTEMS = {"tzdata", "colorama"}  # needed on other systems only
 EXTRAS = {"flash-attn": ("flash_attn", "flash_attn_2_cuda"), "transformer-engine": ("transformer_engine.pytorch",)}
 
 
@@ -27,14 +27,14 @@ def installed(name: str) -> str | None:
 @pytest.mark.skipif(not IN_VENV, reason="this interpreter is none of ours: its versions are its own")
 def test_versions_are_those_of_the_constraints():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    wanted = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     chosen = PREFIX / "constraints.txt"  # with torch as the driver needs it
     if chosen.exists():
-        wanted["torch"] = re.findall(r"^torch==([\d.]+)", chosen.read_text(), re.MULTILINE)[0]
-    versions = {name: installed(name) for name in wanted}
+        pinned["torch"] = re.findall(r"^torch==([\d.]+)", chosen.read_text(), re.MULTILINE)[0]
+    versions = {name: installed(name) for name in pinned}
     missing = {name for name, number in versions.items() if number is None}
-    assert missing <= ELSEWHERE
-    assert versions == wanted | dict.fromkeys(missing)
+    assert missing <= OTHER_SYSTEMS
+    assert versions == pinned | dict.fromkeys(missing)
 
 
 def test_torch_computes():
@@ -49,7 +49,7 @@ def test_torch_computes_on_the_gpu():
 @pytest.mark.skipif(not os.environ.get("NCCL_LIBRARY"), reason="NCCL_LIBRARY is not set: torch's own is used")
 def test_the_nccl_named_is_the_one_in_use():
     library = Path(os.environ["NCCL_LIBRARY"])
-    assert library.is_file(), f"NCCL_LIBRARY={library} is no file"
+    assert library.is_file(), f"NCCL_LIBRARY={library} is not a file"
     loaded = set(re.findall(r"/\S*libnccl\.so\S*", Path("/proc/self/maps").read_text()))
     assert loaded == {str(library.resolve())}, "start with LD_PRELOAD=$NCCL_LIBRARY"
 

@@ -60,12 +60,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.question and options.file is not None:
         parser.error("give questions or --file, not both")
     if options.maximum_tokens < 1 or options.temperature < 0 or not 0 <= options.top_p <= 1:
-        parser.error("--maximum-tokens is at least 1, --temperature at least 0, --top-p between 0 and 1")
+        parser.error("--maximum-tokens must be at least 1, --temperature at least 0, --top-p between 0 and 1")
     return options
 
 
-def typed() -> Iterator[str]:
-    """Read a question from standard input: its lines up to the first empty one."""
+def questions_from_stdin() -> Iterator[str]:
+    """Yields the questions on standard input, one a line, up to the first empty line. Prompts for each on a
+    terminal."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("question >>> ")
@@ -76,37 +77,37 @@ def typed() -> Iterator[str]:
         yield line
 
 
-def beside(left: str, right: str, width: int) -> str:
-    """Two texts side by side in two columns of a terminal that is `width` characters wide."""
+def side_by_side(left: str, right: str, width: int) -> str:
+    """Returns two texts side by side, in two columns of a terminal that is `width` characters wide."""
     column = max(20, (width - 3) // 2)
     columns = [
         [part for line in text.splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
         for text in (left, right)
     ]
     rows = zip_longest(*columns, fillvalue="")
-    return "\n".join(f"{one:<{column}} | {other}".rstrip() for one, other in rows)
+    return "\n".join(f"{left_line:<{column}} | {right_line}".rstrip() for left_line, right_line in rows)
 
 
-def shown(question: str, names: Sequence[str], answers: Sequence[str], width: int) -> str:
-    """A question and its answers as text for a person."""
+def render_answers(question: str, names: Sequence[str], answers: Sequence[str], width: int) -> str:
+    """Returns a question and the models' answers as text to read, for a terminal of `width` characters."""
     if len(answers) == 1:
         return f"> {question}\n{answers[0]}\n"
-    head, texts = (beside(left, right, width) for left, right in (names, answers))
+    head, texts = (side_by_side(left, right, width) for left, right in (names, answers))
     rule = "-" * max(20, (width - 3) // 2)
     return f"> {question}\n{head}\n{rule}-+-{rule}\n{texts}\n"
 
 
 def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Sequence[Completion]") -> str:
-    """A question and its answers as JSON for a program."""
+    """Returns a question and the models' answers as JSON."""
     replies = [
-        {"model": model.name, "answer": one.text, "tokens": len(one.tokens), "finished": one.finished}
-        for model, one in zip(models, answers, strict=True)
+        {"model": model.name, "answer": answer.text, "tokens": len(answer.tokens), "finished": answer.finished}
+        for model, answer in zip(models, answers, strict=True)
     ]
     return json.dumps({"question": question.text, "messages": list(question.messages), "answers": replies})
 
 
 def run(options: argparse.Namespace) -> None:
-    """Answer the questions of the command line, or else those that are typed."""
+    """Answer the questions of the command line or of --file; without any, those on standard input."""
     from torch.distributed import destroy_process_group
 
     from megatron.generation import SamplingParams
@@ -115,9 +116,9 @@ def run(options: argparse.Namespace) -> None:
     from megatron.launch import process_info
 
     system = read_text(options.system_file).strip() if options.system_file is not None else None
-    given = [ask(text, system) for text in options.question]
+    questions_from_options = [ask(text, system) for text in options.question]
     if options.file is not None:
-        given = read_questions(options.file, True, system)
+        questions_from_options = read_questions(options.file, True, system)
     logger = logging.getLogger("megatron")
     logger.setLevel(logging.WARNING)
     names = [(options.model, options.iteration, options.adapter), (options.compare, None, [])]
@@ -136,11 +137,11 @@ def run(options: argparse.Namespace) -> None:
                 print(as_json(question, models, answers), flush=True)
             else:
                 texts = [answer.text.strip() for answer in answers]
-                print(shown(question.text, [model.name for model in models], texts, width), flush=True)
+                print(render_answers(question.text, [model.name for model in models], texts, width), flush=True)
 
-    if given:
-        tell(given)
-    for text in () if given else typed():
+    if questions_from_options:
+        tell(questions_from_options)
+    for text in () if questions_from_options else questions_from_stdin():
         tell([ask(text, system)])
     destroy_process_group()
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Whether two commits train alike, to the last bit: 12 layouts times pre-training, SFT and DPO, as typed."""
+"""Compares the training of two commits bit for bit: 12 layouts times pre-training, SFT and DPO."""
 
 import argparse
 import hashlib
@@ -82,10 +82,10 @@ def main() -> int:
     options = _parser().parse_args()
     names = [f"{layout} {objective}" for layout in LAYOUTS for objective in OBJECTIVES]
     names = [name for name in names if all(word in name.split() for word in options.only)]
-    made = [_results(commit, names, options.jobs) for commit in (options.before, options.after)]
+    results = [_results(commit, names, options.jobs) for commit in (options.before, options.after)]
     differing = 0
     for name in names:
-        lines = list(_differences(made[0][name], made[1][name]))
+        lines = list(_differences(results[0][name], results[1][name]))
         differing += bool(lines)
         print(f"{name}: {'; '.join(lines) if lines else 'equal'}")
     print(f"{len(names) - differing} of {len(names)} runs are equal to the last bit")
@@ -106,10 +106,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
-    """The results of each run of a commit, from the cache where they are known."""
+    """Returns the results of each named run of a commit. Results missing from the cache are computed and
+    cached."""
     digest = _git("rev-parse", f"{commit}^{{commit}}")
-    asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    cache = ROOT / ".cache" / "compare_commits" / f"{digest[:12]}-{asked}.json"
+    script_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    cache = ROOT / ".cache" / "compare_commits" / f"{digest[:12]}-{script_hash}.json"
     results: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
     missing = [name for name in names if name not in results]
     if not missing:
@@ -144,19 +145,20 @@ def _make_pairs(folder: Path) -> Path:
     folder.mkdir()
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 300, random.integers(1, 6)) for _ in range(64)]
-    for side, rest in (("pos", 0), ("neg", 1)):
+    for side, parity in (("pos", 0), ("neg", 1)):
         for kind in ("", "_label"):
-            answers = np.random.default_rng(rest + 1)
+            answers = np.random.default_rng(parity + 1)
             with IndexedDatasetWriter(str(folder / f"{side}{kind}"), np.int32) as writer:
                 for prompt in prompts:
-                    answer = answers.integers(0, 150, answers.integers(2, 8)) * 2 + rest
-                    shown = np.full_like(prompt, -100) if kind else prompt
-                    writer.add_document(np.concatenate([shown, answer]).astype(np.int32))
+                    answer = answers.integers(0, 150, answers.integers(2, 8)) * 2 + parity
+                    prompt_values = np.full_like(prompt, -100) if kind else prompt
+                    writer.add_document(np.concatenate([prompt_values, answer]).astype(np.int32))
     return folder
 
 
 def _train(tree: Path, folder: Path, name: str, pairs: Path) -> dict[str, Any]:
-    """Train one run as a user types it; returns its lines of metrics and the digests of its checkpoint."""
+    """Train one run with deepy.py in `tree`; returns its lines of metrics and the digests of its checkpoint's
+    files."""
     layout, objective = name.split()
     ranks, keys = LAYOUTS[layout]
     values = {**COMMON, **OBJECTIVES[objective], **keys}
@@ -169,14 +171,16 @@ def _train(tree: Path, folder: Path, name: str, pairs: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"compare_commits.py: {name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    metrics = [_kept(json.loads(line)) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        _compared_values(json.loads(line)) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
     (last,) = (folder / "checkpoints").glob("global_step4")
     result = {"metrics": metrics, "tensors": {path.name: _digests(path) for path in sorted(last.glob("*.pt"))}}
     shutil.rmtree(folder)
     return result
 
 
-def _kept(line: dict[str, Any]) -> dict[str, Any]:
+def _compared_values(line: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in line.items()
@@ -185,9 +189,10 @@ def _kept(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digests(path: Path) -> str:
-    """The digests of all tensors of a file by their keys.
+    """Returns the SHA-256 of all tensors of a file, with their keys, dtypes and shapes.
 
-    The file is of our own run, so it may hold DeepSpeed's classes.
+    The file is loaded with `weights_only=False`, because it may hold DeepSpeed's classes; it is of our own
+    run.
     """
     total = hashlib.sha256()
     for place, tensor in _tensors("", torch.load(path, map_location="cpu", weights_only=False)):
@@ -207,18 +212,18 @@ def _tensors(place: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{place}/{i}", item)
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    for line, other in zip(before["metrics"], after["metrics"], strict=False):
-        keys = [key for key in {**line, **other} if line.get(key) != other.get(key)]
+def _differences(results_before: dict[str, Any], results_after: dict[str, Any]) -> Iterator[str]:
+    for line_before, line_after in zip(results_before["metrics"], results_after["metrics"], strict=False):
+        keys = [key for key in {**line_before, **line_after} if line_before.get(key) != line_after.get(key)]
         if keys:
-            yield f"iteration {line.get('iteration')}: " + ", ".join(
-                f"{key} {line.get(key)!r} -> {other.get(key)!r}" for key in keys
+            yield f"iteration {line_before.get('iteration')}: " + ", ".join(
+                f"{key} {line_before.get(key)!r} -> {line_after.get(key)!r}" for key in keys
             )
             break
-    if len(before["metrics"]) != len(after["metrics"]):
-        yield f"{len(before['metrics'])} lines of metrics -> {len(after['metrics'])}"
-    files = {**before["tensors"], **after["tensors"]}
-    changed = [file for file in files if before["tensors"].get(file) != after["tensors"].get(file)]
+    if len(results_before["metrics"]) != len(results_after["metrics"]):
+        yield f"{len(results_before['metrics'])} lines of metrics -> {len(results_after['metrics'])}"
+    files = {**results_before["tensors"], **results_after["tensors"]}
+    changed = [file for file in files if results_before["tensors"].get(file) != results_after["tensors"].get(file)]
     if changed:
         yield f"{len(changed)} of {len(files)} files of the checkpoint: {', '.join(changed[:3])}"
 

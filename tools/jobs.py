@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the jobs of this cluster and the runs of this machine are doing; submit, read and end them.
+"""Lists, submits, watches and ends jobs of this cluster and runs of this machine.
 
     python tools/jobs.py list                                   # yours: waiting, running, ended in the last day
     python tools/jobs.py list 4711 checkpoints/my-run --json    # a job, and a run that no scheduler started
@@ -10,11 +10,11 @@
     python tools/jobs.py logs 4711 -f
     python tools/jobs.py cancel 4711 4712
 
-Crashed is a job with traceback, exception or error: in the last 100 lines of its log, or that Slurm calls
-failed; stale one that has written nothing for 600 s. docs/jobs.md says how all verdicts are found.
+A job is crashed if Slurm calls it failed, or if the last 100 lines of its log hold a traceback, exception or
+error. It is stale if it has written nothing for 600 s. docs/jobs.md explains all verdicts.
 
-Exit codes: 3 of list when a job is crashed, stale or unknown; 4 of submit when a person has to look, with a report;
-1 for what is refused, 2 for a wrong command line.
+Exit codes: 3 from list if a job is crashed, stale or unknown; 4 from submit, with a report, if a person has
+to look; 1 for a refused request; 2 for a wrong command line.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -91,34 +91,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words, options = _split(argv)
     parsed = parser.parse_args(words)
     if options and parsed.command != "submit":
-        parser.error("only submit passes on what stands behind --")
+        parser.error("only submit accepts sbatch options after --")
     parsed.sbatch_options = options
     return parsed
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind --."""
+    """Returns the words before and after `--`."""
     words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    separator = words.index("--") if "--" in words else len(words)
+    return words[:separator], words[separator + 1 :]
 
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 90m, 12h or 7d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
     return int(text)
 
 
 def _pause(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0")
     return float(text)
 
 
@@ -135,7 +135,7 @@ def _code(rows: Sequence[Row]) -> int:
 
 
 def list_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Print the jobs."""
+    """Print the jobs. Returns the exit code: 3 if one of them is crashed, stale or unknown."""
     rows = overview(_choice(options), slurm, site)
     if options.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
@@ -150,7 +150,7 @@ def list_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -
 
 
 def watch_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Show the jobs until Ctrl-C."""
+    """Show a live table of the jobs until Ctrl-C. Returns the exit code, as `list_jobs`."""
     from rich.live import Live
 
     from megatron.operations.jobs.table import console, render
@@ -170,19 +170,20 @@ def watch_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) 
 
 
 def show_log(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Print the end of a job's log, and what comes."""
+    """Print the last lines of a job's log; with --follow, also new lines until the job ends or Ctrl-C."""
     from megatron.operations.jobs.joblog import follow, last_lines
 
-    row, *others = overview(Choice([options.id]), slurm, site)
-    if others:
-        raise LaunchError(f"{options.id}: {1 + len(others)} jobs of an array; name one, as {row.job.id}")
+    row, *other_rows = overview(Choice([options.id]), slurm, site)
+    if other_rows:
+        raise LaunchError(f"{options.id}: is an array of {1 + len(other_rows)} jobs; name one, such as {row.job.id}")
     log = row.job.log
     if options.rank is not None:
         if row.logs is None:
-            raise LaunchError(f"{options.id}: its log does not say yet where those of the ranks are")
+            raise LaunchError(f"{options.id}: its log does not show log_dir (of the ranks' logs) yet; retry later")
         log = row.logs / f"rank_{options.rank}.log"
     if log is None or not log.is_file():
-        raise LaunchError(f"{options.id}: there is no log {log or ''} ({row.verdict})")
+        path = f" {log}" if log is not None else ""
+        raise LaunchError(f"{options.id}: there is no log{path} ({row.verdict})")
     sys.stdout.write("".join(f"{line}\n" for line in last_lines(log, options.lines)))
     if options.follow:
         try:
@@ -195,7 +196,7 @@ def show_log(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) ->
 
 
 def cancel_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """End the jobs that are named."""
+    """Cancel the jobs named on the command line."""
     from megatron.operations.jobs.local_runs import stop
 
     rows = overview(Choice(options.ids), slurm, site)

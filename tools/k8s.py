@@ -35,23 +35,27 @@ class _HelpSite(argparse.Action):
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    made = commands.add_parser("render", help="print or write the manifests", description=__doc__)
-    made.add_argument("config", nargs="+", metavar="CONFIG", help="configuration files of the run, or presets by name")
-    made.add_argument("--site", required=True, metavar="FILE", help="what the cluster has: kubernetes/sites/*.yml")
-    made.add_argument(
+    rendering = commands.add_parser("render", help="print or write the manifests", description=__doc__)
+    rendering.add_argument(
+        "config", nargs="+", metavar="CONFIG", help="configuration files of the run, or presets by name"
+    )
+    rendering.add_argument("--site", required=True, metavar="FILE", help="what the cluster has: kubernetes/sites/*.yml")
+    rendering.add_argument(
         "--kind", choices=[*KINDS, "both"], default="PyTorchJob",
         help="PyTorchJob (default) of the Training Operator, TrainJob of Kubeflow Trainer v2; both: to choose from",
     )  # fmt: skip
-    made.add_argument("--output", type=Path, metavar="DIR", help="a file for each document; unset: all are printed")
-    made.add_argument(
+    rendering.add_argument(
+        "--output", type=Path, metavar="DIR", help="a file for each document; unset: all are printed"
+    )
+    rendering.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as with deepy.py"
     )
-    made.add_argument("--help-site", nargs=0, action=_HelpSite, help="print the keys of a site file and exit")
+    rendering.add_argument("--help-site", nargs=0, action=_HelpSite, help="print the keys of a site file and exit")
     return parser.parse_args(argv)
 
 
 def help_site() -> str:
-    """The keys of a site file, with their defaults."""
+    """Returns help text that lists the keys of a site file with defaults and meanings."""
     lines = []
     for name, key in keys_of(Site).items():
         default = "required" if key.required else yaml_value(key.default)
@@ -60,7 +64,7 @@ def help_site() -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the manifests, or write them."""
+    """Print the manifests, or write them into the folder --output."""
     site = read_site(options.site)
     config = pod_config(options.config, site, options.set, install_root())
     sys.stderr.write("".join(f"k8s.py: note: {note}\n" for note in config.notes))

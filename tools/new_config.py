@@ -5,8 +5,8 @@
 
 writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml: training, data and weights of the mix as in
 post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the
-checkpoint's own configuration; `load` and `iteration` of what `latest` names. The file is whole: `python
-deepy.py train.py FILE` trains.
+checkpoint's own configuration; `load` and `iteration` of what `latest` names. The file needs no other:
+`python deepy.py train.py FILE` trains.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -32,12 +32,12 @@ RECIPE = ROOT / "post-training" / "sft-mix" / "sft-mix.yml"
 FILTERINGS = ("unfiltered", "filtered")
 DATA = ("data/dolci", "data/mcqa")
 # What a run takes over: whatever says what the model is, how it is computed and how many rows a step has.
-_TAKEN = (
+_INHERITED_GROUPS = (
     "ModelKeys", "MambaKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
     "PrecisionKeys", "ParallelKeys", "BatchKeys", "OptimizerKeys", "DeepspeedKeys", "TrainingKeys",
 )  # fmt: skip
 # Of these what belongs to the length of the old run, or to its end.
-_LEFT = (
+_EXCLUDED_KEYS = (
     "train_iters", "lr_decay_iters", "lr_decay_fraction", "lr_wsd_decay_iters", "min_lr", "warmup_iters",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "eval_interval", "exit_interval", "exit_duration_in_mins",
     "curriculum_learning", "trainable",
@@ -64,18 +64,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def taken_over(args: NeoXArgs) -> dict[str, Any]:
-    """The keys of a finished run that the next run takes over."""
+def inherited_keys(args: NeoXArgs) -> dict[str, Any]:
+    """Returns the keys and values that the next run takes over from the configuration of a finished run."""
     keys = keys_of(NeoXArgs)
-    given = {name: value for name, value in thaw(args.user_values).items() if name in keys and name not in _LEFT}
-    return {name: value for name, value in given.items() if keys[name].owner in _TAKEN and value is not None}
+    candidates = {
+        name: value for name, value in thaw(args.user_values).items() if name in keys and name not in _EXCLUDED_KEYS
+    }
+    return {
+        name: value for name, value in candidates.items() if keys[name].owner in _INHERITED_GROUPS and value is not None
+    }
 
 
 def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """The keys of supervised fine-tuning as the recipe has them.
+    """Returns the keys of supervised fine-tuning from the recipe, with the prefixes `data` of tokenised
+    conversations.
 
-    Its data are two prefixes of tokenised conversations; the checkpoint's optimizer goes on at its learning
-    rate.
+    The optimizer is the checkpoint's, with the recipe's learning rate.
     """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
     if args.user_values.get("optimizer"):
@@ -86,19 +90,20 @@ def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> 
 
 
 def write(options: argparse.Namespace) -> Path:
-    """Write the configuration that the options ask for. Raises CheckpointError, ConfigError."""
+    """Write the configuration that the options describe, and return its path. Raises CheckpointError,
+    ConfigError."""
     name = f"sft_dolci_mcqa_instruct_{options.filtering}_{options.variant}"
     target = options.output_dir / f"{name}.yml"
     if not re.fullmatch(r"[\w.+-]+", options.variant):
         raise ConfigError([f"--variant {options.variant}: becomes part of names; use letters, digits and _ . + -"])
     if target.exists() and not options.force:
-        raise ConfigError([f"{target}: is there already; give --force, or another --variant"])
+        raise ConfigError([f"{target}: already exists; give --force, or another --variant"])
     from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, step_of
     from megatron.checkpointing.layout import LATEST
     from megatron.checkpointing.tensor_files import replace_file
 
     if options.source.is_dir() and not (options.source / LATEST).is_file():
-        raise CheckpointError(f"{options.source}: no file `{LATEST}`; write the name of a global_stepN there into it")
+        raise CheckpointError(f"{options.source}: no file `{LATEST}`; create it with the name of a global_stepN in it")
     checkpoint = find_checkpoint(options.source)
     args, _ = load_checkpoint_args(checkpoint)
     new = {
@@ -107,14 +112,14 @@ def write(options: argparse.Namespace) -> Path:
         "iteration": step_of(checkpoint),
         "save": options.save or f"checkpoints/{name}",
     }
-    kept = {key: value for key, value in taken_over(args).items() if key not in new}
+    inherited = {key: value for key, value in inherited_keys(args).items() if key not in new}
     if options.vocab_file:
-        kept["vocab_file"] = options.vocab_file
+        inherited["vocab_file"] = options.vocab_file
     text = (
         f"# SFT of {options.source.name}, iteration {new['iteration']}, by tools/new_config.py: post-training/sft-mix\n"
-        f"{_yaml(new)}\n# as {checkpoint.name} was trained\n{_yaml(kept)}"
+        f"{_yaml(new)}\n# as {checkpoint.name} was trained\n{_yaml(inherited)}"
     )
-    NeoXArgs.from_dict({**kept, **new}, str(target)).check_training()
+    NeoXArgs.from_dict({**inherited, **new}, str(target)).check_training()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     replace_file(target, text.encode())
     return target

@@ -1,5 +1,8 @@
-"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, those of texts to forget and to keep
-too, and say where validation and unlearning began and ended."""
+"""Plots the losses of a run's metrics.jsonl over the tokens trained.
+
+Losses on texts to forget and to retain are plotted too. Prints the first and last validation and unlearning
+losses.
+"""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Show what fills memory at the peak of a training step: weights, gradients, optimizer states, buffers,
-activations, logits, the rest; as a table, and as a picture with the course of the step.
+"""Shows the memory of a training step at its peak, as a table, and over the step, as a plot.
+
+The rows are weights, gradients, optimizer states, buffers, activations, logits and all else.
 
     python tools/profile_memory.py model.yml local_setup.yml                      # a tiny run of it, 3 steps
     python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8 checkpoint_activations=true
@@ -14,9 +15,9 @@ folder that is deleted; --set wins over these settings too (--set load=checkpoin
 Of a folder, the `save` of a run or its log folder, it shows memory_parts.json, which a run writes at the
 iteration that its key `profile_memory` names; the run may be going on.
 
-A part's bytes are those of its storages. On a GPU the peak is the allocator's, and what it has over all that was
-counted has a row of its own. With `compile` most of what compiled blocks keep is in it: --set compile=false
-tells more, of another peak.
+The bytes of a row are those of its tensors' storages. On a GPU the peak is the allocator's; the memory that
+no other row counts has a row of its own. With `compile` it holds most of what compiled blocks save for
+backward: --set compile=false shows more detail, but its peak differs.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -37,8 +38,7 @@ from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.process.metrics_file import MEMORY_FILE  # noqa: E402
 
-# What a run of three steps is not to do: go on with another's weights, validate, save, tell trackers, and
-# write anywhere but into its own folder
+# A run of three steps must not load weights, validate, save, report to trackers, or write outside its folder.
 QUIET: Mapping[str, str] = {
     "load": "null",
     "save": "null",
@@ -92,20 +92,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    first = Path(options.what[0]).expanduser()
-    is_run = first.is_dir() or first.name == MEMORY_FILE
+    first_path = Path(options.what[0]).expanduser()
+    is_run = first_path.is_dir() or first_path.name == MEMORY_FILE
     try:
         if is_run and (len(options.what) > 1 or options.set):
-            raise UserError(f"{first}: is a folder, which stands alone, without --set")
+            raise UserError(f"{first_path}: is a run's folder; give it alone, without --set")
         if is_run:
-            file = memory_file(first)
-            found, beside = read_memory(file), file.parent
+            file = memory_file(first_path)
+            memory, picture_dir = read_memory(file), file.parent
         else:
-            found, beside = measure(options.what, options.set, options.iterations), Path()
-        picture = options.output or (None if options.json else beside / f"{Path(MEMORY_FILE).stem}.png")
-        print(json.dumps(found) if options.json else table(found))
+            memory, picture_dir = measure(options.what, options.set, options.iterations), Path()
+        picture = options.output or (None if options.json else picture_dir / f"{Path(MEMORY_FILE).stem}.png")
+        print(json.dumps(memory) if options.json else table(memory))
         if picture is not None:
-            plot(found, picture)
+            plot(memory, picture)
             sys.stderr.write(f"picture: {picture}\n")
     except (UserError, OSError, ValueError) as problem:
         sys.stderr.write(f"profile_memory.py: {problem}\n")
@@ -113,17 +113,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(configuration: Sequence[str], given: Sequence[str], iterations: int) -> dict[str, Any]:
-    """What a tiny run of a configuration wrote of its last step. given: `--set`.
+def measure(configuration: Sequence[str], overrides: Sequence[str], iterations: int) -> dict[str, Any]:
+    """Returns the memory of the last step of a tiny run of a configuration. overrides: the values of `--set`.
 
-    Raises UserError where the run fails.
+    Raises UserError if the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="profile-memory-") as folder:
         steps = str(iterations)
         places = {"log_dir": f"{folder}/logs", "index_cache_dir": f"{folder}/index_cache"}
         settings = {**QUIET, **places, "train_iters": steps, "profile_memory": steps}
-        named = {word.partition("=")[0] for word in given}
-        words = [f"{key}={value}" for key, value in settings.items() if key not in named]
+        overridden_keys = {word.partition("=")[0] for word in overrides}
+        words = [f"{key}={value}" for key, value in settings.items() if key not in overridden_keys]
         command = [
             sys.executable,
             str(ROOT / "deepy.py"),
@@ -131,18 +131,18 @@ def measure(configuration: Sequence[str], given: Sequence[str], iterations: int)
             *configuration,
             "--set",
             *words,
-            *given,
+            *overrides,
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             lines = done.stdout.strip().splitlines()
-            said = [line for line in lines if ": error: " in line and "its output is above" not in line]
-            raise UserError("\n".join(said or [f"the run ended with {done.returncode}; its log:", *lines[-15:]]))
+            error_lines = [line for line in lines if ": error: " in line and "its output is above" not in line]
+            raise UserError("\n".join(error_lines or [f"the run ended with {done.returncode}; its log:", *lines[-15:]]))
         file = Path(folder) / "logs" / MEMORY_FILE
         if not file.is_file():
             raise UserError(
-                f"{configuration[0]}: the run wrote no {MEMORY_FILE} here; was its rank 0 on another machine? set "
-                "profile_memory in the run itself, and name its folder"
+                f"{configuration[0]}: the run wrote no {MEMORY_FILE} on this machine, perhaps because rank 0 ran on "
+                "another; set profile_memory in a run of your own, and give this command the run's folder"
             )
         return read_memory(file)
 

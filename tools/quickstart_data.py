@@ -2,7 +2,7 @@
 `.bin/.idx`.
 
 The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library's sources.
-Nothing is downloaded, and nothing is made again while the files are whole.
+Nothing is downloaded, and files that are intact are not made again.
 """
 
 import ast
@@ -36,9 +36,12 @@ SHORTEST = 100  # characters of a document
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
-def library_documents() -> Iterator[str]:
-    """One text per class (its docstring and its methods'), one per module for the rest. Sources are read, not
-    run."""
+def stdlib_documents() -> Iterator[str]:
+    """Yields one text for each class (its docstring and its methods') and each module (its docstring and its
+    functions').
+
+    Sources of the standard library are parsed, not run.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
@@ -66,18 +69,19 @@ def _docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 def write_corpus(path: Path) -> int:
-    """Write the documents as JSONL; returns how many. Ordered by hash, so that the last ones are a fair
-    sample."""
-    texts = {text.strip() for text in [*topic_documents(), *library_documents()]}
-    kept = [text for text in texts if len(text) >= SHORTEST]
-    kept.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in kept)
+    """Write the documents as JSONL; returns their number. They are ordered by hash, so the last ones are a
+    random sample."""
+    texts = {text.strip() for text in [*topic_documents(), *stdlib_documents()]}
+    documents = [text for text in texts if len(text) >= SHORTEST]
+    documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
     _publish(path, lines.encode())
-    return len(kept)
+    return len(documents)
 
 
 def build(folder: Path, report: Callable[[str], None]) -> None:
-    """See that `folder` holds corpus.jsonl, tokenizer.json, text_document.{bin,idx} and stats.json, whole."""
+    """Make corpus.jsonl, tokenizer.json, text_document.{bin,idx} and stats.json in `folder`, unless they are
+    there and intact."""
     corpus, tokenizer, prefix, stamp = (
         folder / name for name in ("corpus.jsonl", "tokenizer.json", "text_document", "stats.json")
     )

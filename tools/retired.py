@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Says what a script of GPT-NeoX or of its fork is called here. Their names are links to this file, or to
-retired.sh, and what each is told stands in docs/from-gpt-neox.md.
+"""Says what replaces a script of GPT-NeoX or of its fork.
+
+The scripts' names are links to this file or to retired.sh. The replacements are in docs/from-gpt-neox.md.
 """
 
 import re
@@ -13,28 +14,32 @@ sys.path.insert(0, str(ROOT))
 from megatron.process import run_command  # noqa: E402
 
 PAGE, SECTION = ROOT / "docs" / "from-gpt-neox.md", "## Scripts"
-NAMED = "--named"  # by retired.sh
+NAMED_FLAG = "--named"  # by retired.sh
 
 
 def rows() -> dict[str, str]:
-    """What is here in the place of each script, by its path in GPT-NeoX or in its fork."""
+    """Returns what replaces each script of GPT-NeoX and its fork, by the script's path there."""
     section = PAGE.read_text("utf-8").partition(f"\n{SECTION}\n")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    return {name: ours for theirs, ours in cells for name in re.findall(r"`([^`]+)`", theirs)}
+    return {name: replacement for scripts, replacement in cells for name in re.findall(r"`([^`]+)`", scripts)}
 
 
-def plain(text: str) -> str:
-    """Markdown without links and backticks."""
+def without_markup(text: str) -> str:
+    """Returns a Markdown text without backticks, and with the words of links only."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
 def main() -> int:
     words = sys.argv[1:]
-    typed = Path(words[1] if words[:1] == [NAMED] else sys.argv[0]).absolute()
-    name = typed.relative_to(ROOT).as_posix() if typed.is_relative_to(ROOT) else typed.name
-    ours = rows().get(name)
-    said = f"is no script that is known; see {PAGE}" if ours is None else f"is not here; {plain(ours)}"
-    sys.stderr.write(f"{name}: {said}\n")
+    invoked = Path(words[1] if words[:1] == [NAMED_FLAG] else sys.argv[0]).absolute()
+    name = invoked.relative_to(ROOT).as_posix() if invoked.is_relative_to(ROOT) else invoked.name
+    replacement = rows().get(name)
+    answer = (
+        f"is not a script that is known; see {PAGE}"
+        if replacement is None
+        else f"is not here; {without_markup(replacement)}"
+    )
+    sys.stderr.write(f"{name}: {answer}\n")
     return 2
 
 

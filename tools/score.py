@@ -63,7 +63,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plot(report: "PairReport", path: Path) -> None:
-    """Draw the calibration of pairs: how sure the model is against how often it is right."""
+    """Draw how well pairs are calibrated: predicted probability against the share of pairs ranked
+    correctly."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,8 +72,8 @@ def plot(report: "PairReport", path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1, label="calibrated")
-    sizes = [400 * one.count / report.pairs for one in report.bins]
-    predicted, observed = ([getattr(one, name) for one in report.bins] for name in ("predicted", "observed"))
+    sizes = [400 * bin.count / report.pairs for bin in report.bins]
+    predicted, observed = ([getattr(bin, name) for bin in report.bins] for name in ("predicted", "observed"))
     axes.plot(predicted, observed, color="tab:blue", linewidth=1)
     axes.scatter(predicted, observed, s=sizes, color="tab:blue", alpha=0.6, label="pairs, by size of the point")
     axes.set_xlabel("predicted probability that the answer with the higher score is better")

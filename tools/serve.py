@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """The configuration keys that `--hf-model` stands for."""
+    """Returns the configuration keys that `--hf-model` sets."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)

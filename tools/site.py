@@ -9,9 +9,9 @@ from megatron.launch.site import site_variables
 
 
 def site_defaults(parser: argparse.ArgumentParser | None = None) -> dict[str, str]:
-    """The variables of the site that NEOX_SITE names; {} without one.
+    """Returns the variables of the site that NEOX_SITE names; {} if it names none.
 
-    A site that cannot be read ends the command with a line of text.
+    If the site's file cannot be read, the command ends with a one-line error, printed by `parser` if given.
     """
     try:
         return site_variables()

@@ -1,1 +1,1 @@
-"""What `make gpu` is made of: its parts in order, a process for each, and a table that a cut run leaves."""
+"""The modules of `make gpu`: the parts, their order, a process for each, and the table of results."""

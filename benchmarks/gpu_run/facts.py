@@ -1,4 +1,4 @@
-"""What this machine is: GPU, driver, libraries, and the rates that its matrix products and copies reach.
+"""Collects facts of this machine: GPU, driver, libraries, and the rates of matrix products and copies.
 
 `python -m benchmarks.gpu_run.facts FILE` writes an object of JSON; `--rehearse`: of the CPU.
 """
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of the packages that parts ask for; None for one that is not there."""
+    """Returns the version of each package in PACKAGES; None if it is not installed."""
     version_of: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -34,12 +34,12 @@ def versions() -> dict[str, str | None]:
 
 
 def cores_here() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Of the first GPU. Raises RuntimeError where torch finds none."""
+    """Returns name, memory and driver versions of the first GPU. Raises RuntimeError if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -47,13 +47,13 @@ def gpu_facts() -> dict[str, Any]:
             f"torch {torch.__version__} finds no GPU here; `python deepy.py doctor` says why, and `make gpu-rehearsal` "
             "runs every part on a CPU"
         )
-    about = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
     return {
-        "device": about.name,
+        "device": properties.name,
         "gpus": torch.cuda.device_count(),
         "capability": list(torch.cuda.get_device_capability(0)),
-        "multiprocessors": about.multi_processor_count,
+        "multiprocessors": properties.multi_processor_count,
         "memory_bytes": total,
         "free_bytes": free,
         "cuda": torch.version.cuda,
@@ -65,16 +65,16 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def ask_nvidia_smi(field: str) -> str | None:
-    """What nvidia-smi says of the first GPU; None where there is no nvidia-smi, or no GPU."""
+    """Returns a field of nvidia-smi for the first GPU; None without nvidia-smi or a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return result.stdout.splitlines()[0].strip() if result.returncode == 0 and result.stdout.strip() else None
 
 
 def copy_rate(device: Any, size: int) -> float:
-    """Bytes read and written a second by copies on the device, the best of several."""
+    """Returns the bytes per second, read and written, of the fastest of five copies of `size` bytes."""
     import torch
 
     from benchmarks.train_throughput import wait
@@ -83,10 +83,10 @@ def copy_rate(device: Any, size: int) -> float:
     target, best = torch.empty_like(source), 0.0
     for _ in range(5):
         wait(device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         target.copy_(source)
         wait(device)
-        best = max(best, 2 * size / (time.perf_counter() - begun))
+        best = max(best, 2 * size / (time.perf_counter() - start))
     return best
 
 

@@ -1,4 +1,4 @@
-"""What the tables of earlier runs remember of each part: on which card it passed, and with which code."""
+"""Reads from the tables of earlier runs on which card, and with which code, each part passed."""
 
 import hashlib
 import subprocess
@@ -13,7 +13,10 @@ from tests.import_graph import ImportGraph
 
 @dataclass(frozen=True)
 class Pass:
-    """A part that passed, as a table has it. date: `2026-11-27`; code: "" in tables without digests."""
+    """One success of a part in an earlier run.
+
+    table: name of the results file. date: as `2026-11-27`. code: digest of the part's files (see `codes`); ""
+    if the table has none."""
 
     table: str
     date: str
@@ -24,25 +27,30 @@ class Pass:
 
 @dataclass(frozen=True)
 class Memory:
-    """passes: by part, the newest first. tests: by part, the names of tests that passed in any table. cores:
-    by card, of the newest machine that had one."""
+    """The results of earlier runs.
+
+    passes: successes by part, the newest first. tests: by part, the names of tests that passed in any table.
+    cores: CPU cores by card, of the newest machine with that card.
+    """
 
     passes: Mapping[str, Sequence[Pass]]
     tests: Mapping[str, frozenset[str]]
     cores: Mapping[str, int]
 
     def card(self, beginning: str) -> str:
-        """The card of a table whose name begins so (h100: h100-80gb-hbm3), else what was given."""
+        """Returns the known card that begins with `beginning` (h100: h100-80gb-hbm3), else `beginning`."""
         return next((card for card in sorted(self.cores) if f"{card}-".startswith(f"{beginning}-")), beginning)
 
     def seconds(self, part: Part, card: str | None) -> float:
-        """How long the part last took on such a card; its own estimate where it has not passed there."""
-        there = [one for one in self.passes.get(part.name, ()) if one.card == card]
-        return there[0].seconds if there else part.typical_s
+        """Returns the seconds of the part's newest success on this card, else the part's own estimate."""
+        passes_on_card = [item for item in self.passes.get(part.name, ()) if item.card == card]
+        return passes_on_card[0].seconds if passes_on_card else part.typical_s
 
 
 def remember(tables: Iterable[Path], kind: str) -> Memory:
-    """Read the tables of a kind ("gpu" or "ablation"). Raises ValueError for a file that is no table."""
+    """Reads the results files of runs of this kind ("gpu" or "ablation").
+
+    Raises ValueError for a file that is not a results file."""
     read = {path: results.read(path) for path in tables}
     newest_first = sorted(
         ((path, table) for path, table in read.items() if table["kind"] == kind),
@@ -57,8 +65,8 @@ def remember(tables: Iterable[Path], kind: str) -> Memory:
         for row in table["parts"]:
             name = row["name"]
             if row["state"] == "passed":
-                one = Pass(path.name, table["date"], card, row.get("code", ""), row["seconds"])
-                passes.setdefault(name, []).append(one)
+                passed_part = Pass(path.name, table["date"], card, row.get("code", ""), row["seconds"])
+                passes.setdefault(name, []).append(passed_part)
             passed = {test["name"] for test in row["tests"] if test["outcome"] == "passed"}
             tests[name] = tests.get(name, frozenset()) | passed
             if "cores" in (row["result"] or {}):
@@ -67,10 +75,10 @@ def remember(tables: Iterable[Path], kind: str) -> Memory:
 
 
 def codes(parts: Sequence[Part], root: Path) -> dict[str, str]:
-    """A digest for each part: of its command, its variables, the files that the command names, and all Python
-    files that these depend on. "" for all where git does not list the files of the tree.
+    """Returns a digest for each part, which changes when its code changes.
 
-    Other data files do not count: strings name READMEs and the golden files of other tests too.
+    It covers the command, its variables, the files that the command names, and all Python files that these
+    import. Data files are left out. All digests are "" if git cannot list the files below `root`.
     """
     try:
         graph = ImportGraph.of(root)

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: what is run, for how long at most, and what it needs. No torch.
+"""The parts of `make gpu`: commands, time limits and required packages. No torch.
 
 Their order here counts where the plan has no better reason (`plan.py`).
 """
@@ -23,43 +23,43 @@ class Part:
     """One process of the run.
 
     command: words after the interpreter; `{folder}` stands for the part's own folder.
-    typical_s: it is begun only where so much time is left. limit_s: it is ended after that.
-    needs: packages without which it is left out. tests: it is a file of tests, which write OUTCOMES, not
-    RESULT. beside: the part whose speed its own is divided by. env: variables to set for it.
+    typical_s: expected seconds; the part starts only if they are left. limit_s: seconds until it is killed.
+    packages: the part is skipped without them. tests: it runs pytest and writes OUTCOMES instead of RESULT.
+    baseline: name of the part to whose speed its own is compared. env: variables to set for it.
     """
 
     name: str
-    about: str
+    description: str
     command: tuple[str, ...]
     typical_s: float
     limit_s: float
-    needs: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
     tests: bool = False
-    beside: str | None = None
+    baseline: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
 
-def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float) -> Part:
-    """Tests of files, or functions, of tests/gpu."""
+def _tests(name: str, description: str, file: str, typical_s: float, limit_s: float) -> Part:
+    """Returns a part that runs pytest. file: files or functions below tests/gpu, separated by spaces."""
     words = ("-m", "pytest", "-p", "tests.gpu.outcomes", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider")
     files = [f"tests/gpu/{name}" for name in file.split()]
     command = (*words, "--outcomes", "{folder}/" + OUTCOMES, "--passed", "{folder}/" + PASSED, *files)
-    return Part(name, about, command, typical_s, limit_s, ("pytest",), tests=True)
+    return Part(name, description, command, typical_s, limit_s, ("pytest",), tests=True)
 
 
-def _speed(name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = ()) -> Part:
-    """A contestant of the training step, alone in its process."""
+def _speed(name: str, shape: str, contestant: str, *extra_words: str, packages: tuple[str, ...] = ()) -> Part:
+    """Returns a part that times a training step of one contestant, compared with bare torch."""
     style, preset = _SHAPE_OF[shape]
     command = (
         _THROUGHPUT, "--shape", preset, "--style", style, "--compile", "--only", contestant, "--zero", "1",
-        "--rounds", "2", "--json", "{folder}/" + RESULT, *more,
+        "--rounds", "2", "--json", "{folder}/" + RESULT, *extra_words,
     )  # fmt: skip
-    beside = None if name == f"{shape}, bare torch" else f"{shape}, bare torch"
-    return Part(name, f"a training step of the {shape}", command, 30, 120, needs, beside=beside)
+    baseline = None if name == f"{shape}, bare torch" else f"{shape}, bare torch"
+    return Part(name, f"a training step of the {shape}", command, 30, 120, packages, baseline=baseline)
 
 
 def anatomy(shape: str) -> Part:
-    """Where the time of the native engine's step goes; drawn in the part's folder."""
+    """Returns the part that profiles a step of the native engine and plots it in the part's folder."""
     style, preset = _SHAPE_OF[shape]
     command = (
         "benchmarks/anatomy.py", "--shape", preset, "--style", style, "--compile", "--json", "{folder}/" + RESULT,
@@ -69,14 +69,14 @@ def anatomy(shape: str) -> Part:
 
 
 def _dpo() -> Part:
-    """DPO, beside TRL where it is installed."""
-    beside = all(map(find_spec, ("trl", "datasets", "accelerate")))
+    """Returns the part that times DPO, and TRL's DPO too if it is installed."""
+    has_trl = all(map(find_spec, ("trl", "datasets", "accelerate")))
     command = (
-        "benchmarks/posttrain.py", "--shape", "400M", "--trl", "best" if beside else "none", "--pairs", "32",
+        "benchmarks/posttrain.py", "--shape", "400M", "--trl", "best" if has_trl else "none", "--pairs", "32",
         "--rounds", "1", "--json", "{folder}/" + RESULT,
     )  # fmt: skip
-    about = f"a pass of DPO over 32 pairs, {'beside TRL at its best' if beside else 'TRL is not installed'}"
-    return Part("DPO", about, command, 95, 150, ("deepspeed", "transformers"))
+    description = f"a pass of DPO over 32 pairs, {'beside TRL at its best' if has_trl else 'TRL is not installed'}"
+    return Part("DPO", description, command, 95, 150, ("deepspeed", "transformers"))
 
 
 _HEAD = Part(
@@ -99,6 +99,27 @@ _MAMBA = Part(
 )  # fmt: skip
 
 
+_DECODING = ("benchmarks/decoding.py", "--shape", "1.4B", "--rounds", "2", "--json", "{folder}/" + RESULT)
+GENERATION: tuple[Part, ...] = (
+    Part(
+        "generation", "tokens/s of a 1.4B Llama, 1 and 32 rows, captured steps or not, beside transformers",
+        (*_DECODING, "--tokens", "64"), 30, 75, ("transformers",),
+    ),
+    Part(
+        "RL sampling", "tokens/s drawn with log-probabilities, 64 rows; other weights by a folder",
+        (*_DECODING, "--draw", "--only", "captured", "eager", "--rows", "64"), 25, 75, ("transformers",),
+    ),
+    Part(
+        "generation, compiled", "captured steps beside transformers with a static cache, which it compiles",
+        (*_DECODING, "--tokens", "64", "--only", "captured", "static", "--rows", "32"), 35, 120, ("transformers",),
+    ),
+    Part(
+        "generation, vLLM", "captured steps beside vLLM",
+        (*_DECODING, "--tokens", "64", "--only", "captured", "vllm"), 60, 150, ("transformers", "vllm"),
+    ),
+)  # fmt: skip
+
+
 CORRECTNESS: tuple[Part, ...] = (
     Part(
         FACTS, "what the machine is; the largest rates of products and copies",
@@ -114,6 +135,7 @@ CORRECTNESS: tuple[Part, ...] = (
     _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 115, 240),
     _tests(
         "compile", "compiled blocks beside eager ones",
+        "test_compile_gpu.py::test_compiled_chunk_scan_equals_the_eager_one "
         "test_compile_gpu.py::test_compiled_blocks_equal_eager_ones", 90, 150,
     ),
     _tests(
@@ -128,6 +150,7 @@ CORRECTNESS: tuple[Part, ...] = (
     _tests(
         "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 120, 240
     ),
+    _tests("captured steps", "decode steps as CUDA graphs beside plain ones", "test_generation_gpu.py", 20, 60),
     _tests(
         "packages", "flash-attn, Transformer-Engine and apex, where they are installed, beside torch",
         "test_packages_gpu.py", 15, 120,
@@ -142,7 +165,7 @@ SPEED: tuple[Part, ...] = (
     _speed("1.4B, native", "1.4B", "native"),
     _speed("1.4B, native, packed", "1.4B", "native", *_PACKED),
     _speed("1.4B, native, FP8", "1.4B", "native", *_FP8),
-    _speed("1.4B, DeepSpeed", "1.4B", "deepspeed", needs=_DEEPSPEED),
+    _speed("1.4B, DeepSpeed", "1.4B", "deepspeed", packages=_DEEPSPEED),
     _speed("7B shape, bare torch", "7B shape", "bare"),
     _speed("7B shape, native", "7B shape", "native"),
     _speed("7B shape, native, FP8", "7B shape", "native", *_FP8),
@@ -156,13 +179,13 @@ MORE_SPEED: tuple[Part, ...] = (
     _HEAD,
     _EXPERTS,
     _MAMBA,
-    _speed("1.4B, transformers", "1.4B", "transformers", needs=_RIVAL),
-    _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", needs=_DEEPSPEED),
+    _speed("1.4B, transformers", "1.4B", "transformers", packages=_RIVAL),
+    _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", packages=_DEEPSPEED),
     _speed("7B shape, native, FP8 rowwise", "7B shape", "native", *_ROWWISE),
-    _speed("7B shape, transformers", "7B shape", "transformers", needs=_RIVAL),
+    _speed("7B shape, transformers", "7B shape", "transformers", packages=_RIVAL),
     _speed("OLMoE shape, bare torch", "OLMoE shape", "bare"),
     _speed("OLMoE shape, native", "OLMoE shape", "native"),
-    _speed("OLMoE shape, transformers", "OLMoE shape", "transformers", needs=_RIVAL),
+    _speed("OLMoE shape, transformers", "OLMoE shape", "transformers", packages=_RIVAL),
 )
 BASE = "as it is"
 _NO_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
@@ -186,29 +209,31 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
     "gradient_clipping: 0": (("gradient_clipping=0",), {}),
     "fused_update: false": (("fused_update=false",), {}),
+    "optimizer_state_dtype: bf16": (("optimizer_state_dtype=bf16",), {}),
     "overlap_optimizer_with_forward: true": (("overlap_optimizer_with_forward=true",), {}),
 }
 
 
 def parts() -> list[Part]:
-    """What `make gpu` runs: correctness in the order in which one thing needs another, then speed, what every
-    run needs first."""
-    return [*CORRECTNESS, *SPEED, _dpo(), *MORE_SPEED]
+    """Returns the parts of `make gpu`: correctness, in order of dependence, then speed."""
+    return [*CORRECTNESS, *SPEED, _dpo(), *GENERATION, *MORE_SPEED]
 
 
 def ablations() -> list[Part]:
-    """The 1.4B shape's step with one thing changed at a time."""
-    made = []
+    """Returns parts that time the 1.4B shape's training step, each with one changed key or variable."""
+    changed_parts = []
     for name, (keys, env) in _ABLATIONS.items():
         engine = "deepspeed" if "zero_optimization" in " ".join(keys) else "native"
-        needs = ("deepspeed",) if engine == "deepspeed" else ()
-        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), needs=needs)
-        made.append(replace(part, beside=None if name == BASE else BASE, about="the engine's step", env=env))
-    return [CORRECTNESS[0], *made]
+        packages = ("deepspeed",) if engine == "deepspeed" else ()
+        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), packages=packages)
+        changed_parts.append(
+            replace(part, baseline=None if name == BASE else BASE, description="the engine's step", env=env)
+        )
+    return [CORRECTNESS[0], *changed_parts]
 
 
 def rehearsed(part: Part) -> Part:
-    """The part on a CPU, at tiny size, compiled only where that is what it is about."""
+    """Returns the part changed to run on a CPU with a tiny shape, without `--compile`."""
     small = {"--shape": "rehearsal", "--rounds": "1", "--pairs": "8", "--documents": "16"}
     words, command = iter(part.command), []
     for word in words:

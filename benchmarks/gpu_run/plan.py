@@ -1,4 +1,4 @@
-"""The order of a run: first what never passed, then what changed since, then what passed on other cards."""
+"""Orders the parts of a run: those that never passed, then changed ones, then those passed on other cards."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ MOST_AT_A_TIME, CORES_OF_A_PART = 5, 4
 
 
 class Rank(IntEnum):
-    """What runs first."""
+    """The priority of a step; lower values run first. CHANGED: its code changed since it passed."""
 
     NEVER_PASSED = 0
     CHANGED = 1
@@ -21,12 +21,15 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """A part to run. why: it has this rank, in words; seconds: as long as it should take; code: digest of its
-    files; passed_tests: of its tests, which run last."""
+    """A part to run.
+
+    reason: text that explains the rank. seconds: expected time. code: digest of its files.
+    passed_tests: names of its tests that passed before, which run last.
+    """
 
     part: Part
     rank: Rank
-    why: str
+    reason: str
     seconds: float
     code: str = ""
     passed_tests: frozenset[str] = frozenset()
@@ -34,51 +37,54 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """timed: run alone, one after another; tests: after these, `at_a_time` side by side. late: what does not
-    fit into `limit_s`. known: parts that are left out, with the table that has them. seconds: of all."""
+    """The parts of a run, in order.
+
+    timed: benchmarks, run alone, one after another. tests: run afterwards, `at_a_time` in parallel. deferred:
+    steps that do not fit into `limit_s`. skipped: by part that passed before, the results file that says so.
+    """
 
     timed: Sequence[Step]
     tests: Sequence[Step]
-    late: Sequence[Step]
-    known: Mapping[str, str]
+    deferred: Sequence[Step]
+    skipped: Mapping[str, str]
     at_a_time: int
     limit_s: float
 
     @property
     def seconds(self) -> float:
-        return alone(self.timed) + side_by_side(self.tests, self.at_a_time)
+        return total_seconds(self.timed) + side_by_side(self.tests, self.at_a_time)
 
     def lines(self) -> list[str]:
-        """What is printed before anything runs."""
-        made = [f"plan: {self.seconds:.0f} s of {self.limit_s:.0f} s that are left"]
-        made += [_line(step) for step in self.timed]
+        """Returns the text that is printed before the run, as lines."""
+        text_lines = [f"plan: {self.seconds:.0f} s of {self.limit_s:.0f} s that are left"]
+        text_lines += [_line(step) for step in self.timed]
         if self.tests:
-            made.append(f"then tests, {self.at_a_time} at a time:")
-            made += [_line(step) for step in self.tests]
-        if self.late:
-            made += [f"does not fit, {alone(self.late):.0f} s:", *map(_line, self.late)]
-        if self.known:
-            made.append("known of the same files and card, left out (--again repeats):")
-            made += [f"         {name}: {table}" for name, table in self.known.items()]
-        return made
+            text_lines.append(f"then tests, {self.at_a_time} at a time:")
+            text_lines += [_line(step) for step in self.tests]
+        if self.deferred:
+            text_lines += [f"does not fit, {total_seconds(self.deferred):.0f} s:", *map(_line, self.deferred)]
+        if self.skipped:
+            text_lines.append("known of the same files and card, left out (--again repeats):")
+            text_lines += [f"         {name}: {table}" for name, table in self.skipped.items()]
+        return text_lines
 
 
 def _line(step: Step) -> str:
-    return f"  {step.seconds:4.0f} s {step.part.name}: {step.why}"
+    return f"  {step.seconds:4.0f} s {step.part.name}: {step.reason}"
 
 
 def at_a_time(cores: int) -> int:
-    """How many parts of tests a machine runs side by side."""
+    """Returns how many test parts run in parallel on a machine with this number of cores."""
     return max(1, min(MOST_AT_A_TIME, cores // CORES_OF_A_PART))
 
 
-def alone(steps: Sequence[Step]) -> float:
-    """Seconds of steps one after another."""
+def total_seconds(steps: Sequence[Step]) -> float:
+    """Returns the expected seconds of steps that run one after another."""
     return sum(step.seconds for step in steps)
 
 
 def side_by_side(steps: Sequence[Step], at_a_time: int) -> float:
-    """Seconds until the last has ended where each begins, in order, as soon as fewer than `at_a_time` run."""
+    """Returns the expected seconds of steps that run `at_a_time` in parallel, started in this order."""
     ends = [0.0] * at_a_time
     for step in steps:
         heapq.heapreplace(ends, ends[0] + step.seconds)
@@ -86,9 +92,11 @@ def side_by_side(steps: Sequence[Step], at_a_time: int) -> float:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known before a run. codes: digests by part; card: None where it is unknown, so that no part is
-    known; today: `2026-11-27`."""
+class History:
+    """Earlier results, and the code and GPU of this run.
+
+    codes: digests by part. card: kind of GPU; if None, no part is skipped. today: as `2026-11-27`.
+    """
 
     memory: Memory
     codes: Mapping[str, str]
@@ -96,58 +104,62 @@ class Known:
     today: str
 
     def same_code(self, part: Part) -> list[Pass]:
-        """Passes of a part with its files as they are now, the newest first."""
+        """Returns the successes of a part with its present code, on any card, the newest first."""
         code = self.codes[part.name]
-        return [one for one in self.memory.passes.get(part.name, ()) if code and one.code == code]
+        return [
+            passed_part for passed_part in self.memory.passes.get(part.name, ()) if code and passed_part.code == code
+        ]
 
-    def here(self, part: Part) -> list[Pass]:
-        """Those on this card."""
-        return [one for one in self.same_code(part) if one.card == self.card]
+    def passes_on_card(self, part: Part) -> list[Pass]:
+        """Returns the successes of a part with its present code on this card, the newest first."""
+        return [passed_part for passed_part in self.same_code(part) if passed_part.card == self.card]
 
     def step(self, part: Part) -> Step:
-        passes, same = self.memory.passes.get(part.name, ()), self.same_code(part)
-        if same:
-            rank, why = Rank.PASSED, f"passed on {same[0].card}, {same[0].date}"
+        passes, passes_of_code = self.memory.passes.get(part.name, ()), self.same_code(part)
+        if passes_of_code:
+            rank, reason = Rank.PASSED, f"passed on {passes_of_code[0].card}, {passes_of_code[0].date}"
         elif passes:
-            rank, why = Rank.CHANGED, f"changed since {passes[0].date}"
+            rank, reason = Rank.CHANGED, f"changed since {passes[0].date}"
         else:
-            rank, why = Rank.NEVER_PASSED, "never passed"
+            rank, reason = Rank.NEVER_PASSED, "never passed"
         passed_tests = self.memory.tests.get(part.name, frozenset())
-        return Step(part, rank, why, self.memory.seconds(part, self.card), self.codes[part.name], passed_tests)
+        return Step(part, rank, reason, self.memory.seconds(part, self.card), self.codes[part.name], passed_tests)
 
     def age(self, step: Step) -> tuple[Rank, str]:
-        """Sorts steps: by rank, and those that passed by day, the oldest first."""
+        """Returns the sort key of a step: its rank, then the date of its last success."""
         return step.rank, self.same_code(step.part)[0].date if step.rank is Rank.PASSED else ""
 
 
 def make_plan(
-    chosen: Sequence[Part], runnable: Mapping[str, Part], known: Known, at_a_time: int, limit_s: float, again: bool
+    chosen: Sequence[Part], runnable: Mapping[str, Part], history: History, at_a_time: int, limit_s: float, repeat: bool
 ) -> Plan:
-    """Put chosen parts in order, as many as fit. again: known parts too.
+    """Plans the chosen parts, as many as fit into `limit_s`. repeat: include parts that passed on this card.
 
-    A part that is compared brings its partner of `runnable` along, since clocks are others in another run. Of
-    tests of a rank those that take longest begin first.
+    A part with a baseline adds the baseline from `runnable`, because GPU clocks differ between runs. Among
+    tests of equal rank, the longest start first.
     """
-    table_of = {part.name: here[0].table for part in chosen if not again and (here := known.here(part))}
-    waiting = sorted((known.step(part) for part in chosen if part.name not in table_of), key=known.age)
+    table_of = {
+        part.name: passes[0].table for part in chosen if not repeat and (passes := history.passes_on_card(part))
+    }
+    waiting = sorted((history.step(part) for part in chosen if part.name not in table_of), key=history.age)
     timed: list[Step] = []
     tests: list[Step] = []
-    late: list[Step] = []
+    deferred: list[Step] = []
     for step in waiting:
-        planned = {one.part.name for one in timed}
+        planned = {planned_step.part.name for planned_step in timed}
         if step.part.name in planned:  # another has brought it along
             continue
-        new, partner = [step], runnable.get(step.part.beside or "")
+        new_steps, partner = [step], runnable.get(step.part.baseline or "")
         if partner and partner.name not in planned:
-            new.insert(0, replace(known.step(partner), why=f"beside {step.part.name}"))
-        more_timed = timed + [one for one in new if not one.part.tests]
-        more_tests = tests + [one for one in new if one.part.tests]
-        more_tests.sort(key=lambda one: (one.rank, -one.seconds))
-        if alone(more_timed) + side_by_side(more_tests, at_a_time) <= limit_s:
-            timed, tests = more_timed, more_tests
+            new_steps.insert(0, replace(history.step(partner), reason=f"beside {step.part.name}"))
+        timed_with_new = timed + [planned_step for planned_step in new_steps if not planned_step.part.tests]
+        tests_with_new = tests + [planned_step for planned_step in new_steps if planned_step.part.tests]
+        tests_with_new.sort(key=lambda planned_step: (planned_step.rank, -planned_step.seconds))
+        if total_seconds(timed_with_new) + side_by_side(tests_with_new, at_a_time) <= limit_s:
+            timed, tests = timed_with_new, tests_with_new
         else:
-            late.append(step)
+            deferred.append(step)
     planned = {step.part.name for step in timed}
-    late = [step for step in late if step.part.name not in planned]
+    deferred = [step for step in deferred if step.part.name not in planned]
     left_out = {name: table for name, table in table_of.items() if name not in planned}
-    return Plan(timed, tests, late, left_out, at_a_time, limit_s)
+    return Plan(timed, tests, deferred, left_out, at_a_time, limit_s)

@@ -22,12 +22,12 @@ _TIME_UP, _STOPPED = -1001, -1002  # in place of an exit status
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a part came. state: running, passed, failed, cut (by a time limit or a signal) or left out.
+    """The result of a part, so far or at its end.
 
-    reason: why it did not pass, one line. tests: a row for each, as they ended. result: what it measured.
-    log: the end of what it printed, where it did not pass. code: digest of the files it ran, as
-    `memory.codes` makes it; run: when the command began that ran it; both "" where that is unknown, as in
-    tables of before they were noted.
+    state: running, passed, failed, cut (by a time limit or a signal) or left out. reason: why it did not
+    pass, in one line. tests: one row per ended test, in order. result: content of its RESULT file. log: the
+    end of its output, unless it passed. code: digest of its files by `memory.codes`. run: start time of the
+    run. code and run are "" in results files of earlier versions.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Outcome:
 
 @dataclass
 class Stop:
-    """Ends all parts that run, once a reason is set; a signal's handler sets it."""
+    """Tells all running parts to end once `reason` is not empty; a signal handler sets it."""
 
     reason: str = ""
 
@@ -56,44 +56,45 @@ def run_part(
     progress: Callable[[Outcome], None],
     stop: Stop,
 ) -> Outcome:
-    """Run a part to its end or its time limit; a process that a test takes down is followed by another for
-    the tests after it.
+    """Runs a part until it ends, the time limit passes, or `stop` has a reason. Returns its outcome.
 
-    folder: the part's own, made here. progress: told about once a second how far the part has come. stop:
-    ends the part as its time limit does. What the part leaves running is ended with it. Several threads may
-    each run a part.
+    folder: the part's own, created here. progress: called about once a second with the results so far. If a
+    test crashes its process, another process runs the remaining tests. All child processes are killed at the
+    end. Several threads may call this at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (OUTCOMES, RESULT):
         (folder / name).unlink(missing_ok=True)
     command = [sys.executable, *(word.replace("{folder}", str(folder)) for word in part.command)]
-    begun, status = time.monotonic(), 0
+    start, status = time.monotonic(), 0
 
     def look() -> None:
-        progress(_so_far(part, folder, begun))
+        progress(_so_far(part, folder, start))
 
     with open(folder / "log", "w", encoding="utf-8") as log:
         for _ in range(_DEAD_TESTS):
-            left = limit_s - (time.monotonic() - begun)
+            left = limit_s - (time.monotonic() - start)
             status = _follow(command, {**env, **part.env}, log, left, look, stop)
             if not part.tests or status == 0 or not _note_dead_test(folder / OUTCOMES, status):
                 break
-    found = _so_far(part, folder, begun)
+    outcome = _so_far(part, folder, start)
     reason = stop.reason if status == _STOPPED else f"its {limit_s:.0f} s were up"
-    state, reason = _verdict(part, found, folder, status, reason)
+    state, reason = _verdict(part, outcome, folder, status, reason)
     tail = "" if state == "passed" else _tail(folder / "log")
-    return Outcome(part.name, state, found.seconds, reason, found.tests, found.result, tail)
+    return Outcome(part.name, state, outcome.seconds, reason, outcome.tests, outcome.result, tail)
 
 
 def _follow(
     command: list[str], env: Mapping[str, str], log: Any, limit_s: float, look: Callable[[], None], stop: Stop
 ) -> int:
-    """Exit status of the command; _TIME_UP or _STOPPED where it was ended from here."""
+    """Runs a command, and calls `look` about once a second.
+
+    Returns its exit status; _TIME_UP or _STOPPED if it was killed here."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
-    end, looked = time.monotonic() + limit_s, time.monotonic()
+    end, last_look = time.monotonic() + limit_s, time.monotonic()
     try:
         while process.poll() is None:
             if stop.reason:
@@ -101,8 +102,8 @@ def _follow(
             if time.monotonic() > end:
                 return _TIME_UP
             time.sleep(_POLL_S)
-            if time.monotonic() - looked > 1.0:
-                looked = time.monotonic()
+            if time.monotonic() - last_look > 1.0:
+                last_look = time.monotonic()
                 look()
         return process.returncode
     finally:
@@ -113,9 +114,9 @@ def _follow(
         process.wait()
 
 
-def _so_far(part: Part, folder: Path, begun: float) -> Outcome:
-    """What the part has written until now."""
-    seconds = round(time.monotonic() - begun, 1)
+def _so_far(part: Part, folder: Path, start: float) -> Outcome:
+    """Returns the results that the part has written so far."""
+    seconds = round(time.monotonic() - start, 1)
     if part.tests:
         rows = [row for row in _rows(folder / OUTCOMES) if row.get("outcome")]
         return Outcome(part.name, _BUSY, seconds, tests=rows)
@@ -127,7 +128,7 @@ def _so_far(part: Part, folder: Path, begun: float) -> Outcome:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; a process may have been ended within its last."""
+    """Returns the lines of a JSONL file. An incomplete last line, of a killed process, is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -135,37 +136,39 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _note_dead_test(path: Path, status: int) -> bool:
-    """Whether tests are left that another process should run: this one ended before its last. A test that had
-    begun and did not end is noted as failed."""
+    """Returns whether the test process crashed, so that another one must run the remaining tests.
+
+    The test that was running is then added to the file `path` as failed. status: exit status.
+    """
     rows = _rows(path)
     if any("finished" in row for row in rows) or status in (_TIME_UP, _STOPPED) or not rows:
         return False
-    ended = {row["name"] for row in rows if row.get("outcome")}
-    begun = [row["name"] for row in rows if "begun" in row and row["name"] not in ended]
+    ended_tests = {row["name"] for row in rows if row.get("outcome")}
+    unfinished = [row["name"] for row in rows if "begun" in row and row["name"] not in ended_tests]
     with open(path, "a", encoding="utf-8") as file:
-        for name in begun:
+        for name in unfinished:
             row = {"name": name, "outcome": "failed", "reason": f"its process {_words(status)}"}
             file.write(json.dumps(row) + "\n")
     return True
 
 
-def _verdict(part: Part, found: Outcome, folder: Path, status: int, cut: str) -> tuple[str, str]:
-    """State and reason of a part that has ended. cut: why, where it was ended from here."""
-    failed = [row for row in found.tests if row["outcome"] == "failed"]
+def _verdict(part: Part, outcome: Outcome, folder: Path, status: int, end_reason: str) -> tuple[str, str]:
+    """Returns state and reason of an ended part. end_reason: the reason if `_follow` killed it."""
+    failed = [row for row in outcome.tests if row["outcome"] == "failed"]
     if status in (_TIME_UP, _STOPPED):
         rows = _rows(folder / OUTCOMES)
-        ended = {row["name"] for row in found.tests}
-        within = [row["name"] for row in rows if "begun" in row and row["name"] not in ended]
-        return "cut", cut + (f" in {within[0]}" if within else "")
+        ended_tests = {row["name"] for row in outcome.tests}
+        unfinished = [row["name"] for row in rows if "begun" in row and row["name"] not in ended_tests]
+        return "cut", end_reason + (f" in {unfinished[0]}" if unfinished else "")
     if failed:
-        return "failed", f"{len(failed)} of {len(found.tests)} tests failed"
+        return "failed", f"{len(failed)} of {len(outcome.tests)} tests failed"
     if part.tests and not any("finished" in row for row in _rows(folder / OUTCOMES)):
         return "failed", f"its process {_words(status)} before the last test"
     if status != 0:
         return "failed", f"its process {_words(status)}: {_last_line(folder / 'log')}"
-    if part.tests and not found.tests:
+    if part.tests and not outcome.tests:
         return "failed", "no test was found"
-    if not part.tests and found.result is None:
+    if not part.tests and outcome.result is None:
         return "failed", f"it wrote no {RESULT}"
     return "passed", ""
 
@@ -180,4 +183,8 @@ def _last_line(log: Path) -> str:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+    """Returns the end of a log. Paths are made relative, because results files are public."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    for folder in (sys.prefix, sys.base_prefix, str(ROOT)):
+        text = text.replace(f"{folder}/", "")
+    return text[-_LOG_TAIL:]

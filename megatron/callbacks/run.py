@@ -1,4 +1,4 @@
-"""What a callback may ask of the run that calls it; `megatron.training.Training` has it."""
+"""The interface between a callback and its run; `megatron.training.Training` has it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -18,19 +18,24 @@ from megatron.tokenizer import Tokenizer
 
 
 class RunEngine(Protocol):
-    """The part of an engine (`megatron.training.engine.Engine`) that a callback may use, and what writes the
-    samples of a run; all ranks call together."""
+    """The methods of an engine (`megatron.training.engine.Engine`) that callbacks may call.
+
+    The code that generates a run's samples uses them too. All ranks call each method together.
+    """
 
     @property
     def stage(self) -> Stage:
         """This rank's layers, with the weights after the last step: take it from the engine each time."""
 
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
-        """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32
-        values."""
+        """Returns this rank's part of every parameter of its stage, by layer and name, on the CPU.
+
+        master: return fp32 master values.
+        """
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches on this rank's device, with what the objective needs of a reference."""
+        """Returns the micro-batches on this rank's device, with the reference model's outputs that the
+        objective needs."""
 
     def forward_only(
         self,
@@ -38,20 +43,25 @@ class RunEngine(Protocol):
         read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        """Read something off hidden states and head of each micro-batch, without gradients; the same on every
-        pipeline rank."""
+        """Returns `read(head, batch)` of each micro-batch, without gradients; the same on every pipeline
+        rank.
+
+        read: gets the final hidden states with the output layer. shape: returns the shape of what `read`
+        returns.
+        """
 
     def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """log p(label) `[batch, seq]` fp32 of each micro-batch, as a step on it computes them."""
+        """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, computed as in a training step."""
 
     def sharded_weights(self) -> Parts:
-        """fp32 values of trained parameters, such that every element of the model is owned by exactly one
-        rank."""
+        """Returns fp32 values of trained parameters, each element of the model on exactly one rank."""
 
 
 class TrainingRun(Protocol):
-    """A training run. Every rank has one, and all ranks call its methods together but for `request_stop`,
-    `request_save` and `stopping`."""
+    """A training run. Every rank has one.
+
+    All ranks call its methods together, except `request_stop`, `request_save` and `stopping`.
+    """
 
     @property
     def args(self) -> NeoXArgs:
@@ -59,7 +69,7 @@ class TrainingRun(Protocol):
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups, and this rank's place in them."""
+        """The process groups, and this rank's position in them."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,11 +81,11 @@ class TrainingRun(Protocol):
 
     @property
     def logger(self) -> logging.Logger:
-        """The log of the run; what other ranks than 0 write to it is not shown."""
+        """The log of the run. It shows only what rank 0 writes."""
 
     @property
     def watchdog(self) -> Watchdog:
-        """What ends ranks that stand still: `with run.watchdog.phase("..."):` around what may take
+        """Ends ranks that make no progress: put `with run.watchdog.phase("..."):` around work that takes
         minutes."""
 
     @property
@@ -92,21 +102,24 @@ class TrainingRun(Protocol):
 
     @property
     def companion_files(self) -> Mapping[str, bytes]:
-        """Files that came with an imported model and go out with it again, by name."""
+        """The other files of an imported model, by name, which exports of the model include again."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Stop the clock for what is done within: it is none of the step's time. The step's result is waited
-        for, its log line written and its values put into `Step.row` before. May be nested."""
+        """Excludes the work in a `with` block from the step's time. May be nested.
+
+        On entry it waits for the step's result, writes its log line and puts its values into `Step.row`.
+        """
 
     def inference(self) -> AbstractContextManager[Model]:
-        """The model as it is now, to generate and to score with; training goes on as if it had not been."""
+        """Gives a `with` block the current model, to generate and score with. Training then continues as if
+        the block had not run."""
 
     def save_hf_model(self, folder: Path) -> None:
-        """Write the model as it is now as the HuggingFace folder `folder`, in the place of an earlier one
-        once it is whole."""
+        """Write the current model to the HuggingFace folder `folder`. The complete folder replaces an earlier
+        one."""
 
     def stopping(self) -> bool:
-        """Whether a stop signal has come to this rank, so that what takes long had better be given up."""
+        """Returns whether this rank knows of a stop signal; long work should then be abandoned."""
 
     def request_stop(self, reason: str) -> None:
         """End the run, with a checkpoint, one or two steps from now. One rank may ask alone; all stop after

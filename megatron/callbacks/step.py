@@ -5,26 +5,31 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron.data import Role
-
 Parts = list[tuple[tuple[int, str], Tensor]]
 """((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
 
 OnGradients = Callable[[Parts], None]
-"""Called between backward and update with the gradients of the whole batch that this rank owns, not clipped
-and without fp16's loss scale; it must not wait for the device."""
+"""Called between backward and update with this rank's gradients of the full batch.
+
+They are not clipped and without fp16's loss scale. The call must not wait for the device."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an engine says of one optimizer step. Tensors are read when the next step has been started; what
-    an engine knows without asking the device may be a plain number.
+    """An engine's report of one optimizer step.
 
-    loss: scalar fp32, the mean over the step's weighted tokens or pairs; grad_norm: before clipping; skipped:
-    weights are unchanged, because gradients were not finite or because none of the step's tokens is trained
-    (untrained); spike: left out by skip_step_above_sigma; metrics: the objective's means, NaN where nothing
-    counted; loss_scale: fp16's after the step, None in other precisions; finding: describes what this rank
-    saw that was not finite, to be called when the step is known to be skipped.
+    Tensors are read once the next step has begun. Values that the engine knows without waiting for the device
+    may be plain numbers.
+
+    loss: scalar fp32, the mean over the step's weighted tokens or pairs.
+    grad_norm: before clipping.
+    skipped: the weights are unchanged, because gradients were not finite or the step is `untrained`.
+    spike: the update was left out by `skip_step_above_sigma`.
+    metrics: means of the objective's metrics; NaN if nothing was counted.
+    untrained: none of the step's tokens is trained.
+    loss_scale: fp16's after the step; None in other precisions.
+    finding: returns a description of the non-finite values that this rank saw. Call it only once the step is
+        known to be skipped.
     """
 
     loss: Tensor
@@ -39,12 +44,16 @@ class StepResult:
 
 @dataclass
 class Step:
-    """One finished optimizer step, or step 0: a fresh run before its first step, whose result is None.
+    """One finished optimizer step, or step 0: a fresh run before its first step.
 
-    seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read
-    row_tokens; role: of its data (`Batch.role`), "forget" where it unlearns, "on_policy" where it learns from
-    what it wrote; row: its metrics by name, which callbacks add to; settled: whether the step's own values
-    are in the row.
+    seq_length: tokens that the step read of each sample.
+    result: the engine's report; None if no step was taken, as for step 0.
+    row_length: tokens in a row of the step.
+    row_tokens: tokens that the run has read in rows of this length; counted only with a curriculum.
+    role: the data of the step (`StepData.role`): "forget" if it unlearns, "on_policy" if the student learns
+        from text that it wrote.
+    row: metrics by name; callbacks add to it.
+    settled: the row holds the step's own values.
     """
 
     iteration: int
@@ -54,12 +63,12 @@ class Step:
     consumed_tokens: int | None = None  # None: all tokens of the samples
     row_length: int = 0
     row_tokens: int = 0
-    role: Role = "train"
+    role: str = "train"
     row: dict[str, float | int] = field(default_factory=dict)
     settled: bool = True
 
     def __post_init__(self) -> None:
         self.row["iteration"] = self.iteration
         self.row["consumed_samples"] = self.consumed_samples
-        whole = self.consumed_samples * self.seq_length
-        self.row["consumed_tokens"] = whole if self.consumed_tokens is None else self.consumed_tokens
+        full = self.consumed_samples * self.seq_length
+        self.row["consumed_tokens"] = full if self.consumed_tokens is None else self.consumed_tokens

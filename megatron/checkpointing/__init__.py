@@ -1,11 +1,11 @@
 """Checkpoints on disk, in GPT-NeoX's layout.
 
-`layout.py` names the files of a checkpoint directory, `manifest.py` says what is in them, `opening.py` checks
-them before they are read, `publish.py` makes a finished one appear. `weights.py` reads and writes weights at
-any tensor-parallel size, `parameter_names.py` knows the names of other writers, `resharding.py` splits a
-checkpoint anew. `families/` holds HuggingFace's model families (a new one is a file there), `huggingface/`
-imports and exports their folders. Nothing here talks to DeepSpeed, or to other ranks but to share the check
-of files: the engine calls these functions and does the waiting.
+`layout.py` names the files of a checkpoint directory, `manifest.py` describes their content, `opening.py`
+checks them before they are read, `publish.py` makes a complete checkpoint visible. `weights.py` reads and
+writes weights at any tensor-parallel size, `parameter_names.py` converts names of other programs,
+`resharding.py` converts a checkpoint to other parallel sizes. `families/` holds HuggingFace's model families
+(one file each), `huggingface/` imports and exports their folders. This package does not use DeepSpeed, and
+talks to other ranks only to share the check of files: the engine calls these functions and waits for them.
 """
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key

@@ -1,4 +1,4 @@
-"""Averaging the weights of several checkpoints of one model, with one layer in memory at a time."""
+"""Averages the weights of several checkpoints of one model, with one layer in memory at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,22 +23,22 @@ def average(
     sources: Sequence[str | Path],
     save: str | Path,
     *,
-    each: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
+    progress: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
 ) -> Path:
-    """Write the mean of `sources` to `<save>/global_stepN` and let `latest` name it; returns that directory.
+    """Write the mean weights of checkpoints `sources` to `<save>/global_stepN`; returns this directory.
 
-    Sums are in fp32. The result has the dtype, the layout, the counters, the tokenizer and the step N of the
-    last source, and no optimizer state; it appears whole or not at all.
-    each: wraps the layers, for a progress bar.
+    Sums are in fp32. The result has the dtype, layout, counters, tokenizer and step N of the last source, and
+    no optimizer state. It appears, and `latest` names it, only when it is complete.
+    progress: wraps the layers, for a progress bar.
     Raises CheckpointError for sources that are damaged or of different models.
     """
     paths, save = [Path(source) for source in sources], Path(save)
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
-        raise CheckpointError("a mean is of two checkpoints at least, each given once")
+        raise CheckpointError("averaging needs at least two different checkpoints; remove duplicates or add another")
     last = paths[-1]
     args = load_checkpoint_args(last)[0]
     if args.lora is not None:
-        text = "holds adapters; their sum, with weights, is what tools/ckpts/adapter.py merge makes of several"
+        text = "has LoRA adapters, which cannot be averaged; sum several of them with tools/ckpts/adapter.py merge"
         raise CheckpointError(f"{last}: {text}")
     opened = [open_checkpoint(path) for path in paths]
     for source in opened:
@@ -46,12 +46,12 @@ def average(
     manifest = _manifest(opened[-1])
     final = save / layout.step_tag(manifest.iteration)
     if final.exists():
-        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
+        raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
     specs, sharded_args = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
-    needed = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
-    with new_checkpoint(save, manifest.iteration, needed) as temporary:
+    size = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
+    with new_checkpoint(save, manifest.iteration, size) as temporary:
         records: list[FileRecord] = []
-        for layer in each(sorted(specs), len(specs)):
+        for layer in progress(sorted(specs), len(specs)):
             mean = _mean(opened, args, layer)
             records += save_layer(temporary, layer, mean, sharded_args)
             del mean
@@ -62,7 +62,7 @@ def average(
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(copy_file(last / name, temporary / name, name))
-        made = replace(
+        mean_manifest = replace(
             manifest,
             model={key: value for key, value in model_keys(args).items() if key in manifest.model},
             run_id="mean of " + ", ".join(str(path) for path in paths),
@@ -70,17 +70,17 @@ def average(
             optimizer=False,
             validation_loss=None,
         )
-        return publish(temporary, save, made.iteration, made, {})
+        return publish(temporary, save, mean_manifest.iteration, mean_manifest, {})
 
 
 def _manifest(checkpoint: OpenCheckpoint) -> Manifest:
     if checkpoint.manifest is None:
-        raise CheckpointError(f"{checkpoint.path}: has no manifest.json, which says what model it is")
+        raise CheckpointError(f"{checkpoint.path}: has no manifest.json; rewrite it with tools/ckpts/reshard.py first")
     return checkpoint.manifest
 
 
 def _mean(checkpoints: Sequence[OpenCheckpoint], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
-    """The averaged whole tensors of one layer by our names, in the dtype of the last source."""
+    """The mean of one layer's full tensors by our names, in the last source's dtype. layer: NeoX index."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for source in checkpoints:

@@ -1,5 +1,4 @@
-"""Error text for a configuration that changed since a checkpoint: the key, its file and line, and both
-values."""
+"""Describes a configuration that changed since a checkpoint: the key, its file and line, and both values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,43 +12,46 @@ _LONGEST = 80  # characters of a value
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A configuration key whose value here differs from that there, in a checkpoint or an earlier run."""
+    """A configuration key that changed. current: its value now; previous: in a checkpoint or earlier run."""
 
     key: str
-    here: Any
-    there: Any
+    current: Any
+    previous: Any
 
 
-def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, whose: str) -> str:
-    """The changes as text, in their order:
-    `seq_length: 2048 (a.yml:3), but WHOSE had 1024; pack_impl: ...`."""
+def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, source: str) -> str:
+    """Returns the changes as text: `seq_length: 2048 (a.yml:3), but SOURCE had 1024; pack_impl: ...`.
+
+    args: the current configuration. source: the name of the checkpoint."""
     return "; ".join(
-        f"{change.key}: {_shown(change.here)} ({args.origin(change.key)}), but {it} had {_shown(change.there)}"
-        for change, it in zip(changes, [whose] + ["it"] * len(changes), strict=False)
+        f"{change.key}: {_short_value(change.current)} ({args.origin(change.key)}), "
+        f"but {subject} had {_short_value(change.previous)}"
+        for change, subject in zip(changes, [source] + ["it"] * len(changes), strict=False)
     )
 
 
-def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any]) -> str:
-    """The key that an error about a derived value should name.
+def responsible_key(keys: Sequence[str], args: NeoXArgs, saved_config: Mapping[str, Any]) -> str:
+    """Returns the configuration key that an error about a derived value should name.
 
-    keys: those that the value is derived from.
-    given: the configuration that the user gave for the checkpoint.
-    Returns the first key that has changed since; if there is none, the first that is set, else the last.
+    keys: the keys that the value is derived from.
+    saved_config: the keys that the user had set when the checkpoint was saved.
+    Returns the first key whose value changed since; if there is none, the first that the user set, else the
+    last.
     """
-    if given:
+    if saved_config:
         for key in keys:
-            if _at(given, key) != _at(args.user_values, key):
+            if _value_at(saved_config, key) != _value_at(args.user_values, key):
                 return key
     return next((key for key in keys if args.origin(key) not in ("default", "derived")), keys[-1])
 
 
-def _at(given: Any, path: str) -> Any:
-    """The value at a dotted path in nested mappings; None where there is none."""
+def _value_at(value: Any, path: str) -> Any:
+    """Returns the value at a dotted path ("a.b") in nested mappings; None if a key is missing."""
     for part in path.split("."):
-        given = given.get(part) if isinstance(given, Mapping) else None
-    return list(given) if isinstance(given, tuple) else given
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _shown(value: Any) -> str:
+def _short_value(value: Any) -> str:
     text = value if isinstance(value, str) else yaml_value(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."

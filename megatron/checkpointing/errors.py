@@ -4,12 +4,12 @@ from megatron.neox_arguments.errors import UserError
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be read or written; the message names the file and what to do."""
+    """A checkpoint or model cannot be read or written; the message names the file and what to do."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what its manifest says; another one may be whole."""
+    """A file of a checkpoint is damaged or missing; an older checkpoint may be intact."""
 
 
 class NonFiniteStateError(DamagedError):
-    """Weights or optimizer state hold NaN or Inf; another checkpoint may not."""
+    """Weights or optimizer state hold NaN or Inf; an older checkpoint may be finite."""

@@ -1,5 +1,4 @@
-"""The weights that a run begins with, as a checkpoint of iteration 0: made without GPUs, data or an
-engine."""
+"""Writes a run's initial weights as a checkpoint of iteration 0, without GPUs, data or an engine."""
 
 import json
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
-from megatron.model.init import initial_whole
+from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
@@ -24,33 +23,42 @@ from megatron.neox_arguments import NeoXArgs
 _MADE_FROM = "initial values"
 
 
-def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProgress = no_progress) -> Path:
-    """Write `<save>/global_step0` with the weights that `seed` gives, in fp32, and let `latest` name it.
+def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: LayerProgress = no_progress) -> Path:
+    """Writes `<save>/global_step0` with the initial weights of `seed`, in fp32, and sets `latest` to it.
 
-    They are drawn by the CPU's generator, so they are the same on every machine, and what a run on CPUs
-    begins with in any layout. args: with `padded_vocab_size`; its tensor and pipeline sizes say into which
-    files they go, and a run of any layout loads them. tokenizer: its fingerprint. One layer is in memory at a
-    time. The same weights that are there already are left as they are. Raises CheckpointError.
+    args: the run's configuration, with `padded_vocab_size` set. Its tensor and pipeline sizes decide the
+        files, which a run of any layout can load.
+    tokenizer: fingerprint of the run's tokenizer, for the manifest; None: unknown.
+
+    Weights are drawn by the CPU's generator, so they are the same on every machine, and the same with which a
+    run on CPUs starts, in any layout. One layer is in memory at a time. Existing files with the same
+    weights are left unchanged. Raises CheckpointError.
     """
     if args.save is None:
-        raise args.error("save", "names no folder; --init-only writes the weights there")
+        raise args.error("save", "is not set; set it to the folder where --init-only shall write the weights")
     if args.lora is not None:
-        raise args.error("lora", "adapters are begun by the run that trains them; leave it out of --init-only")
+        raise args.error(
+            "lora", "--init-only writes no adapters; leave lora out, the run that trains the adapters initialises them"
+        )
     save, specs, model = Path(args.save), layer_params(args), model_keys(args)
     methods = [args.init_method, args.output_layer_init_method, args.init_method_std]
     made_from = f"{_MADE_FROM} {json.dumps([args.seed, *methods])}"
     final = save / layout.step_tag(0)
-    if (there := _already(final, save)) is not None:
-        if (there.run_id, there.model, there.layout.tensor) == (made_from, json.loads(json.dumps(model)), args.tp):
+    if (existing := _existing_manifest(final, save)) is not None:
+        if (existing.run_id, existing.model, existing.layout.tensor) == (
+            made_from,
+            json.loads(json.dumps(model)),
+            args.tp,
+        ):
             return final
-        raise CheckpointError(f"{save}: holds other weights or a run; give another save")
-    needed = 4 * sum(_size(spec) for layer in specs.values() for spec in layer)
+        raise CheckpointError(f"{save}: already holds other weights or a run; set save to another folder")
+    size = 4 * sum(_size(spec) for layer in specs.values() for spec in layer)
     pipe = args.pp
-    with new_checkpoint(save, 0, needed * (1 if pipe else 2), check_space) as temporary:
+    with new_checkpoint(save, 0, size * (1 if pipe else 2), check_space) as temporary:
         records: list[FileRecord] = []
-        for layer in each(sorted(specs), len(specs)):
-            whole = {spec.name: initial_whole(spec, layer, args) for spec in specs[layer]}
-            records += save_layer(temporary, layer, whole, args)
+        for layer in progress(sorted(specs), len(specs)):
+            tensors = {spec.name: initial_weight(spec, layer, args) for spec in specs[layer]}
+            records += save_layer(temporary, layer, tensors, args)
         records = records if pipe else []
         states = [bare_state(args, 0)] * (max(pipe, 1) * args.tp)
         records += write_model_files(temporary, states, sequential=pipe == 0)
@@ -65,13 +73,15 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProg
         return publish(temporary, save, 0, manifest, args.config_files)
 
 
-def _already(final: Path, save: Path) -> Manifest | None:
-    """The manifest of what is at iteration 0; None where the folder holds no checkpoint at all."""
+def _existing_manifest(final: Path, save: Path) -> Manifest | None:
+    """Returns the manifest of checkpoint `final`, of iteration 0; None if `save` holds no checkpoint.
+
+    Raises CheckpointError if `save` holds checkpoints of a run."""
     if not layout.list_checkpoints(save):
         return None
     manifest = read_manifest(final) if final.is_dir() else None
     if manifest is None or layout.read_latest(save) != layout.step_tag(0):
-        raise CheckpointError(f"{save}: holds a run already; give another save")
+        raise CheckpointError(f"{save}: already holds a run; set save to another folder")
     return manifest
 
 

@@ -1,5 +1,4 @@
-"""The layout of a checkpoint on disk: names of directories and files, as GPT-NeoX writes them, and finding
-them.
+"""The layout of a checkpoint on disk: finds and names directories and files as GPT-NeoX does.
 
     <save>/latest                              the name of the newest checkpoint, such as global_step100
     <save>/global_step100/
@@ -9,8 +8,9 @@ them.
         manifest.json                          what the checkpoint is, and a checksum of each file
         configs/, tokenizer/, huggingface/     files of the run and of the model that was imported
 
-Directories whose names begin with a dot are unfinished or set aside. `manifest.json` is named in
-`manifest.py`, `configs/` in `publish.py`, what lies in `huggingface/` in `huggingface/companion_files.py`.
+Directories whose names begin with a dot are unfinished, or backups of replaced checkpoints. `manifest.json`
+is named in `manifest.py`, `configs/` in `publish.py`, the files of `huggingface/` in
+`huggingface/companion_files.py`.
 """
 
 import re
@@ -32,22 +32,22 @@ def step_tag(iteration: int) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a directory of this name is a checkpoint; some converters write the number alone."""
+    """Whether a directory of this name is a checkpoint: `global_step100`, or `100` as of some converters."""
     return re.fullmatch(r"(global_step)?\d+", name) is not None
 
 
-def aside_tag(tag: str) -> str:
-    """The name of a checkpoint's directory while another one of the same step takes its place."""
+def backup_tag(tag: str) -> str:
+    """The name to which a checkpoint's directory is renamed while a new one of the same step replaces it."""
     return f".old_{tag}"
 
 
 def layer_file(layer: int, tensor_rank: int) -> str:
-    """The file of the weights of one layer (by its NeoX index) of one tensor rank."""
+    """The name of the file with one tensor rank's weights of a layer. layer: its NeoX index."""
     return f"layer_{layer:02d}-model_{tensor_rank:02d}-model_states.pt"
 
 
 def optimizer_file(layer: int, tensor_rank: int) -> str:
-    """The file of the optimizer state of one layer of one tensor rank, which any parallel layout can read.
+    """The name of the file with one tensor rank's optimizer state of a layer, readable by any layout.
 
     GPT-NeoX's optimizer state is in `zero_file`s, which only the layout that wrote them can read.
     """
@@ -55,28 +55,30 @@ def optimizer_file(layer: int, tensor_rank: int) -> str:
 
 
 def model_file(model_rank: int) -> str:
-    """The file of one model-parallel rank: counters, schedule, random states, and without a pipeline the
-    weights.
+    """The name of the file with a model-parallel rank's counters, schedule and random states.
 
-    model_rank: pipe rank * tensor size + tensor rank.
+    In runs without a pipeline this file also holds the weights. model_rank: pipe rank * tensor size + tensor
+    rank.
     """
     return f"mp_rank_{model_rank:02d}_model_states.pt"
 
 
 def zero_file(data_rank: int, model_rank: int, bf16: bool) -> str:
-    """The file of DeepSpeed's ZeRO optimizer state of one data-parallel and model-parallel rank."""
+    """The name of DeepSpeed's file with the ZeRO optimizer state of one data- and model-parallel rank."""
     prefix = "bf16_" if bf16 else ""
     return f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
 
 
 def layer_files(path: str | Path) -> dict[tuple[int, int], Path]:
-    """All files of weights in a checkpoint directory, by (layer, tensor rank)."""
+    """All layer files (weights) in a checkpoint directory, by (NeoX layer index, tensor rank)."""
     matches = ((_LAYER.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 
 def optimizer_files(path: str | Path) -> dict[tuple[int, int], Path]:
-    """All files of optimizer state in a checkpoint directory, by (layer, tensor rank); {} for GPT-NeoX's."""
+    """All files of optimizer state in a checkpoint directory, by (NeoX layer index, tensor rank).
+
+    Returns {} for a checkpoint that GPT-NeoX wrote, whose files have other names."""
     matches = ((_OPTIMIZER.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
@@ -93,13 +95,12 @@ def is_optimizer_file(name: str) -> bool:
 
 
 def list_checkpoints(save: str | Path) -> list[Path]:
-    """The directories of finished checkpoints in `save`, in the order of their steps; [] when it does not
-    exist."""
+    """The directories of complete checkpoints in folder `save`, by step; [] if the folder does not exist."""
     save = Path(save)
     if not save.is_dir():
         return []
-    by_step = [(int(m[1]), p) for p in save.iterdir() if (m := _TAG.fullmatch(p.name)) and p.is_dir()]
-    return [p for _, p in sorted(by_step)]
+    step_paths = [(int(m[1]), p) for p in save.iterdir() if (m := _TAG.fullmatch(p.name)) and p.is_dir()]
+    return [p for _, p in sorted(step_paths)]
 
 
 def step_of(path: str | Path) -> int:
@@ -111,7 +112,9 @@ def step_of(path: str | Path) -> int:
 
 
 def read_latest(save: str | Path) -> str | None:
-    """The tag in `latest`; None when there is no such file."""
+    """The checkpoint name in the file `latest`, such as global_step100; None when there is no such file.
+
+    Raises CheckpointError if the file holds no name of a checkpoint."""
     file = Path(save) / LATEST
     if not file.is_file():
         return None
@@ -122,20 +125,21 @@ def read_latest(save: str | Path) -> str | None:
 
 
 def _directory(save: Path, tag: str) -> Path | None:
-    """The checkpoint directory of a tag; converters write tags such as "0" for "global_step0"."""
+    """Returns the directory of checkpoint `tag` in `save`, or its backup; None if there is none.
+
+    Some converters write "0" for "global_step0", so both names are tried."""
     tags = [tag, step_tag(int(tag))] if tag.isdigit() else [tag]
     if match := _TAG.fullmatch(tag):
         tags.append(match[1])
-    # A crash between the two renames of `publish` leaves the earlier checkpoint of this step set aside, still
-    # whole.
-    candidates = [*tags, *(aside_tag(t) for t in tags)]
+    # A crash between the two renames of `publish` leaves only the complete backup of this step.
+    candidates = [*tags, *(backup_tag(t) for t in tags)]
     return next((save / t for t in candidates if (save / t).is_dir()), None)
 
 
 def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
-    """The checkpoint directory of `iteration` in `save`; None: of the one that `latest` names.
+    """Returns the directory of the checkpoint of `iteration` in `save`; None: the one that `latest` names.
 
-    Raises CheckpointError that says which checkpoints there are instead.
+    Raises CheckpointError that lists the existing checkpoints.
     """
     save = Path(save)
     if not save.is_dir():
@@ -150,11 +154,11 @@ def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     tag = read_latest(save)
     if tag is None:
         if layer_files(save) or model_files(save):
-            raise CheckpointError(f"{save}: is one checkpoint; set `load` to the folder around it, and `iteration`")
+            raise CheckpointError(f"{save}: is a checkpoint; set `load` to the folder around it, and `iteration`")
         raise CheckpointError(
             f"{save}: no file `latest`; {holdings}; set `iteration`" if steps else f"{save}: {holdings}"
         )
     directory = _directory(save, tag)
     if directory is None:
-        raise CheckpointError(f"{save / LATEST}: names {tag}, which is not there; {holdings}; set `iteration`")
+        raise CheckpointError(f"{save / LATEST}: names {tag}, which does not exist; {holdings}; set `iteration`")
     return directory

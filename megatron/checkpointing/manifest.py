@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is, and a size and SHA-256 for each of its files.
+"""manifest.json describes a checkpoint, and has the size and SHA-256 of each of its files.
 
 Checkpoints of GPT-NeoX have none; they are read without these checks.
 """
@@ -16,11 +16,11 @@ from megatron.checkpointing.layout import model_file
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.resolved import FULL_BLOCKS
-from megatron.neox_arguments.values.adapters import adapter_keys
+from megatron.neox_arguments.values.lora_settings import adapter_keys
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
 MANIFEST = "manifest.json"
-# Two models that differ in one of these give different numbers from the same weights, or have other shapes.
+# Models that differ in one of these compute different outputs from the same weights, or have other shapes.
 _MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn_size", "padded_vocab_size", "norm",
     "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
@@ -45,7 +45,7 @@ _BLOCK_KEYS = (
     "attention_config", "mamba_state_dim", "mamba_expand", "mamba_conv_kernel", "mamba_num_heads", "mamba_head_dim",
     "mamba_num_groups", "mamba_bcdt_norm_epsilon", "mamba_time_step_limit",
 )  # fmt: skip
-_OF_ATTENTION = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
+_ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
     "ffn_size": (
@@ -59,16 +59,18 @@ _MADE_OF = {
     "router_scores": ("moe_router_score_function", "moe_router_type"),
 }
 
-_OF_CUT = "moe_expert_tensor_parallel"
-_OF_HEAD = ("score_head", "no_weight_tying")
+_EXPERT_SHARDING = "moe_expert_tensor_parallel"
+_HEAD_KEYS = ("score_head", "no_weight_tying")
 
-_LATER = ("config", "optimizer", "validation_loss", "engine", "base")  # fields that the first manifests lack
+_OPTIONAL_FIELDS = ("config", "optimizer", "validation_loss", "engine", "base")  # fields that the first manifests lack
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The parallel layout of the run that wrote a checkpoint: numbers of pipeline, data-parallel and
-    tensor-parallel ranks. precision: "fp32", "bf16" or "fp16"."""
+    """The parallel layout of the run that wrote a checkpoint.
+
+    pipe, data, tensor: numbers of pipeline, data-parallel and tensor-parallel ranks. precision: "fp32",
+    "bf16" or "fp16"."""
 
     pipe: int
     data: int
@@ -80,14 +82,18 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says of a checkpoint.
+    """The content of `manifest.json`.
 
-    layout: of the run that wrote it. model: the result of `model_keys`. tokenizer: its fingerprint. data: a
-    fingerprint of each data set. versions: of the libraries. created: ISO time. config: the keys that the
-    user gave. files: a record of each file by name, collected from the ranks and completed by `publish`.
-    optimizer: whether the optimizer's state was saved. validation_loss: None where none was computed at this
-    iteration. engine: `native` or `deepspeed`. base: where a checkpoint of adapters alone
-    has the weights below them, and their digest (`describe_base`); None where it holds all weights.
+    layout: parallel layout of the run that wrote the checkpoint.
+    model: keys that decide shapes and logits, with values (`model_keys`).
+    tokenizer: fingerprint of the tokenizer. data: a fingerprint of each data set.
+    versions: of libraries, by name. created: time as ISO 8601.
+    config: the configuration keys that the user set, with values.
+    files: size and checksum of each file, by name.
+    optimizer: whether the optimizer's state was saved.
+    validation_loss: at this iteration; None if it was not computed.
+    engine: `native` or `deepspeed`.
+    base: path and digest of the base weights, if the checkpoint holds adapters only; else None.
     """
 
     run_id: str
@@ -109,7 +115,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The text of manifest.json, with a checksum of all that it says."""
+        """The text of manifest.json, with a checksum of its content."""
         raw = asdict(self)
         raw["files"] = {
             name: {"size": r.size, "sha256": r.sha256, **({"tensors": dict(r.tensors)} if r.tensors else {})}
@@ -119,32 +125,33 @@ class Manifest:
         return json.dumps({"checksum": _checksum(raw), **raw}, indent=1, default=list) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = MANIFEST) -> "Manifest":
-        """The manifest of a text that `to_json` wrote; where: what errors call it.
+    def from_json(cls, text: str, file_name: str = MANIFEST) -> "Manifest":
+        """Parses the text of a manifest.json. file_name: for errors.
 
-        Raises DamagedError for a damaged text, CheckpointError for one of a later format.
+        Raises DamagedError for a damaged text, CheckpointError for a format newer than this program.
         """
         try:
             raw = json.loads(text)
             version = raw["format_version"]
             if not isinstance(version, int) or version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{where}: format_version {version} is newer than this program reads ({FORMAT_VERSION}); update it"
+                    f"{file_name}: format_version {version} is newer than this program reads ({FORMAT_VERSION}); "
+                    "update the program"
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
-                raise DamagedError(f"{where}: damaged (its own checksum); load another `iteration`")
+                raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
             raw["layout"] = ParallelLayout(**raw["layout"])
             raw["files"] = {
                 name: FileRecord(name, int(r["size"]), str(r["sha256"]), dict(r.get("tensors", {})))
                 for name, r in raw["files"].items()
             }
-            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _LATER})
+            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise DamagedError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
+            raise DamagedError(f"{file_name}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
-    """A checksum of what a manifest says, whatever its white space and the order of its entries."""
+    """Returns a checksum of a manifest's content, independent of white space and the order of keys."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True, default=list).encode()).hexdigest()
 
 
@@ -162,8 +169,9 @@ def file_sizes(path: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> list[str]:
-    """The files that are missing or have another size than their record, in words. sizes: in bytes, by
-    name."""
+    """Returns a line for each file that is missing or differs in size from its record.
+
+    sizes: actual sizes in bytes, by file name."""
     bad = []
     for record in records:
         size = sizes.get(record.name)
@@ -174,20 +182,20 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 
 
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
-    """The keys that say what the weights mean: shapes, and what changes the function without changing a
-    shape."""
+    """Returns configuration keys, with values, that decide the shapes of weights or the logits."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
-    keys = keys if args.attends else tuple(key for key in keys if key not in _OF_ATTENTION)
+    keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
-    if _OF_CUT in values and args.tp == 1:
-        values[_OF_CUT] = None  # it says how files of several tensor ranks are cut
+    if _EXPERT_SHARDING in values and args.tp == 1:
+        values[_EXPERT_SHARDING] = None  # it only matters for files of several tensor ranks
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
 
 
 def saved_model(path: str | Path) -> Mapping[str, Any]:
-    """The keys of its model that a checkpoint keeps: all of `model_keys` in ours, a few in GPT-NeoX's, or
-    {}."""
+    """Returns the model's keys, with values, that a checkpoint stores.
+
+    Our checkpoints store all of `model_keys`; GPT-NeoX's store a few, or none."""
     manifest = read_manifest(path)
     if manifest is not None:
         return manifest.model
@@ -198,38 +206,38 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
 
 
 def config_key(name: str, args: NeoXArgs) -> str:
-    """The configuration key that the entry `name` of `model_keys` is made of."""
+    """Returns the configuration key from which entry `name` of `model_keys` is derived, for errors."""
     return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
-def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: bool = False) -> None:
-    """Raise CheckpointError when the weights of `where` are of another model than `args`, naming the keys
-    that differ.
+def check_model(saved: Mapping[str, Any], args: NeoXArgs, source: str, new_head: bool = False) -> None:
+    """Raise CheckpointError with the differing keys if checkpoint `source` does not fit the model of `args`.
 
-    saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has
-    are skipped. new_head: the output layer of `where` is left out, so that it may be any.
+    saved: keys of the checkpoint's model (`saved_model`); keys that it lacks are not compared. new_head:
+    ignore the output layer of `source`.
     """
     now = model_keys(args)
-    if _OF_CUT in now:
-        now[_OF_CUT] = args.moe_expert_tensor_parallel
-    saved = {key: value for key, value in saved.items() if key != _OF_CUT or value is not None}
+    if _EXPERT_SHARDING in now:
+        now[_EXPERT_SHARDING] = args.moe_expert_tensor_parallel
+    saved = {key: value for key, value in saved.items() if key != _EXPERT_SHARDING or value is not None}
     if new_head:
-        saved = {key: value for key, value in saved.items() if key not in _OF_HEAD}
+        saved = {key: value for key, value in saved.items() if key not in _HEAD_KEYS}
     elif saved.get("score_head") and not args.score_head:
         raise CheckpointError(
-            f"{where}: a reward model, which gives scores and no text; load the language model that it began with "
-            "(tools/score.py asks reward models)"
+            f"{source}: is a reward model, which gives scores, not text; load the language model it was trained from "
+            "(tools/score.py uses reward models)"
         )
     elif "no_weight_tying" in saved and not saved.get("score_head") and args.score_head:
         raise CheckpointError(
-            f"{where}: a language model, which has no scores; load a reward model, or train one from it "
+            f"{source}: is a language model, which gives no scores; load a reward model, or train one from it "
             "(train_impl: rm with finetune: true)"
         )
-    if "num_layers" in saved and saved.get("lora") is None:  # a run may begin with adapters on it
+    if "num_layers" in saved and saved.get("lora") is None:  # a run may start with adapters on these weights
         now = {**now, "lora": None}
     elif saved.get("lora") is not None and args.lora is None:
         raise CheckpointError(
-            f"{where}: holds adapters; set lora as it was, or merge them into its weights: tools/ckpts/adapter.py merge"
+            f"{source}: holds adapters; set lora as in the run that saved them, or merge them into the "
+            "weights: tools/ckpts/adapter.py merge"
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
@@ -237,8 +245,8 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: 
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:
-        also = ""
-        if saved.get(_OF_CUT) not in (None, now.get(_OF_CUT)):
-            also = ", or make it a checkpoint of one tensor rank, which is for both: tools/ckpts/reshard.py --tp 1"
-        changes = describe_changes(wrong, args, f"the model of {where}")
-        raise CheckpointError(f"{changes}; change the config or `load`{also}")
+        hint = ""
+        if saved.get(_EXPERT_SHARDING) not in (None, now.get(_EXPERT_SHARDING)):
+            hint = ", or reshard the checkpoint to one tensor rank, which fits both: tools/ckpts/reshard.py --tp 1"
+        changes = describe_changes(wrong, args, f"the model of {source}")
+        raise CheckpointError(f"{changes}; change the config or `load`{hint}")

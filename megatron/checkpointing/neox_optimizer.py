@@ -1,12 +1,12 @@
-"""Adam's state in a checkpoint of GPT-NeoX, read by parameter as `OptimizerFiles` reads ours, for any layout.
+"""Reads Adam's state from a checkpoint of GPT-NeoX by parameter, as `OptimizerFiles` does, for any layout.
 
-GPT-NeoX keeps it by rank of one layout, without names: in the mp_rank file tensors in the order of the
-optimizer's groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf16 each group as
-one flat vector, cut over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
+GPT-NeoX saves it for one layout, by rank and without names. The mp_rank file has tensors in the order of the
+optimizer's groups (weights that decay, then norms and biases). Under ZeRO 1 and 2 and in bf16 each group is
+one flat vector, sharded over data ranks. The sizes of the groups show which layers a pipeline stage had.
 
-A group takes parameters in the order in which modules register them, which is that of our weight map:
-Transformer-Engine's `LayerNormMLP` has its norm, fc1 and fc2 in it as ours are. GPT-NeoX knows norms by the
-class of a module and biases by the name `bias`, so of that MLP all parameters decay.
+A group has parameters in the order in which modules register them, which is that of our weight map.
+Transformer-Engine's `LayerNormMLP` registers its norm, fc1 and fc2 in our order. GPT-NeoX recognises norms by
+the class of a module and biases by the name `bias`, so all parameters of that MLP decay.
 """
 
 import math
@@ -21,24 +21,24 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.optimizer_files import MASTER, State
-from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, our_name, to_our_names
+from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, neox_name_of, to_our_names
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.model.weight_map import attention_of, layer_params, shared_params, unused_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
-_FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to go on with the weights alone"
+_FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to continue from the weights alone"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_TE_MLP = ("post_attention_layernorm.", "mlp.")  # our names of what is in Transformer-Engine's LayerNormMLP
+_TE_MLP = ("post_attention_layernorm.", "mlp.")  # our names of the parameters in Transformer-Engine's LayerNormMLP
 _ZERO = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 class _Groups(Protocol):
-    """The parameter groups of the optimizer of one model-parallel rank.
+    """The optimizer's parameter groups of one model-parallel rank.
 
-    sizes: of each group, in the unit that `size` counts a parameter in. step: number of updates done.
+    sizes: size of each group, in parameters or elements (the unit of `size`). step: number of updates done.
     """
 
     sizes: list[int]
@@ -49,9 +49,10 @@ class _Groups(Protocol):
 
 
 class NeoXOptimizer:
-    """The state of one checkpoint of GPT-NeoX, with the methods of `OptimizerFiles`. Tensors stay in their
-    files until they are used. Raises CheckpointError for state of another optimizer than Adam, of ZeRO 3, or
-    of another model."""
+    """The optimizer state in a checkpoint of GPT-NeoX, by parameter and for any tensor-parallel size.
+
+    It has the methods of `OptimizerFiles`. Tensors stay in their files until they are used. Raises
+    CheckpointError unless the state is Adam's, without ZeRO 3, and of the model of `args`."""
 
     def __init__(self, path: str | Path, args: NeoXArgs) -> None:
         self.path, self.args = Path(path), args
@@ -60,9 +61,11 @@ class NeoXOptimizer:
         self.tensor_size = self._facts.tensor_size
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
-            raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
+            raise CheckpointError(
+                f"{self.path}: {len(self._ranks)} mp_rank files, no multiple of {self.tensor_size} tensor ranks; {_FIX}"
+            )
         expected = {spec.name for layer in range(2, args.num_layers + 2) for spec in self._specs[layer]}
-        self._file_names = {our_name(name, expected): name for name in self._facts.blocks}
+        self._file_names = {neox_name_of(name, expected): name for name in self._facts.blocks}
         self._te_mlp = any(name.startswith("mlp.fc1_") for name in self._facts.blocks)
         self._places = self._walk()
 
@@ -72,12 +75,12 @@ class NeoXOptimizer:
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, applies in kinds.items() if applies):
-            raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
+            raise CheckpointError(f"{self.path}: cannot read optimizer state of {unknown} (unknown order); {_FIX}")
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
-        """(stage, group, start in the group) of every parameter by (layer, name).
+        """Returns (pipeline stage, group, offset in the group) of every parameter, by (layer, name).
 
-        The stages take layers in their order until their groups are full.
+        Layers are assigned to stages in order; a stage is full when its groups have their saved size.
         """
         places: dict[tuple[int, str], tuple[int, int, int]] = {}
         layers = sorted(layer for layer, specs in self._specs.items() if specs)
@@ -85,19 +88,22 @@ class NeoXOptimizer:
         for stage in range(stages):
             groups = self._ranks[stage * self.tensor_size]
             filled = [0] * len(groups.sizes)
-            again = stage == stages - 1 > 0 and not self.args.no_weight_tying  # its copy of the embedding stands first
-            if again:
-                self._taken(0, groups, filled)
+            # A tied head's copy of the embedding comes first.
+            has_tied_copy = stage == stages - 1 > 0 and not self.args.no_weight_tying
+            if has_tied_copy:
+                self._fill_layer(0, groups, filled)
             while layers and filled != groups.sizes:
-                for name, place in self._taken(layers.pop(0), groups, filled):
+                for name, place in self._fill_layer(layers.pop(0), groups, filled):
                     places[name] = (stage, *place)
             if filled != groups.sizes:
-                raise self._of_another_model()
+                raise self._mismatch_error()
         if layers:
-            raise self._of_another_model()
+            raise self._mismatch_error()
         return places
 
-    def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
+    def _fill_layer(
+        self, layer: int, groups: _Groups, filled: list[int]
+    ) -> list[tuple[tuple[int, str], tuple[int, int]]]:
         places = []
         for spec in self._registered(layer):
             decays = spec.weight_decay or self._te_mlp and spec.name.startswith(_TE_MLP)
@@ -106,37 +112,38 @@ class NeoXOptimizer:
                 places.append(((layer, spec.name), (group, filled[group])))
             filled[group] += groups.size(spec.local_shape(self.tensor_size))
             if filled[group] > groups.sizes[group]:
-                raise self._of_another_model()
+                raise self._mismatch_error()
         return places
 
     def _registered(self, layer: int) -> list[ParamSpec]:
-        """The parameters of a layer as GPT-NeoX registers them, with its norms that nothing reads."""
+        """Returns a layer's parameters in the order in which GPT-NeoX registers them, unused norms too."""
         specs = list(self._specs[layer])
         for unused in reversed(unused_params(self.args, layer)):
-            first = 0 if unused.name.startswith("input_") else [spec.name[:4] for spec in specs].index("mlp.")
-            specs.insert(first, unused)
+            index = 0 if unused.name.startswith("input_") else [spec.name[:4] for spec in specs].index("mlp.")
+            specs.insert(index, unused)
         return specs
 
-    def _of_another_model(self) -> CheckpointError:
+    def _mismatch_error(self) -> CheckpointError:
         return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
-        """(layer, name) of the parameters of `layers` that have optimizer state here."""
-        wanted = set(layers)
-        return {(layer, name) for layer, name in self._places if layer in wanted}
+        """Returns (layer, name) of each parameter of `layers` that has optimizer state in the checkpoint."""
+        requested = set(layers)
+        return {(layer, name) for layer, name in self._places if layer in requested}
 
     def scaler(self) -> dict[str, float]:
-        """The state of fp16's dynamic loss scale; {} in other precisions."""
+        """Returns the fields of fp16's dynamic loss scaler, by name; {} in other precisions."""
         scaler = getattr(self._ranks[0], "scaler", None)
         return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
 
     def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
-        """The state of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the
-        first update."""
+        """Returns a parameter's state by key (`exp_avg`), sharded for `tensor_rank` of `tensor_size` ranks.
+
+        Returns {} if no update was done yet."""
         stage, group, start = self._places[layer, spec.name]
-        shape, where = spec.local_shape(self.tensor_size), f"{self.path}, optimizer state of layer {layer}"
-        first = stage * self.tensor_size
-        parts = [rank.read(group, start, shape) for rank in self._ranks[first : first + self.tensor_size]]
+        shape, file_name = spec.local_shape(self.tensor_size), f"{self.path}, optimizer state of layer {layer}"
+        first_rank = stage * self.tensor_size
+        parts = [rank.read(group, start, shape) for rank in self._ranks[first_rank : first_rank + self.tensor_size]]
         if not parts[0]:
             return {}
         state: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
@@ -146,14 +153,14 @@ class NeoXOptimizer:
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
-            # The name in the file tells how rows lie.
+            # The name in the file shows the order of rows.
             name = self._file_names.get(spec.name, spec.name) if attention is not None else spec.name
-            pieces = [to_our_names(layer, {name: part[key]}, {spec.name}, self.args, where, rows) for part in parts]
-            state[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
+            pieces = [to_our_names(layer, {name: part[key]}, {spec.name}, self.args, file_name, rows) for part in parts]
+            state[key] = self._reshard(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
         return state
 
-    def _cut(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
-        if spec.sum_over_tensor and key == MASTER:  # of which each rank has a part; their gradients are alike
+    def _reshard(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
+        if spec.sum_over_tensor and key == MASTER:  # each rank has a summand; gradients are equal
             return torch.stack(pieces).sum(0)
         if tensor_size == self.tensor_size:
             return pieces[tensor_rank]
@@ -161,7 +168,7 @@ class NeoXOptimizer:
 
 
 def _groups_of(path: Path) -> list[_Groups]:
-    """The parameter groups of all model-parallel ranks, in the order of the ranks."""
+    """Returns the parameter groups of each model-parallel rank of a checkpoint, ordered by rank."""
     zero: dict[int, dict[int, Path]] = {}
     for file in path.iterdir():
         if match := _ZERO.fullmatch(file.name):
@@ -177,26 +184,28 @@ def _groups_of(path: Path) -> list[_Groups]:
 
 
 def _steps(states: Iterable[Mapping[str, Any]]) -> float:
-    """The number of updates done: the largest count, since DeepSpeed's FusedAdam counts only in the last
-    parameter of a group."""
+    """Returns the number of optimizer updates done: the largest `step` of all states.
+
+    DeepSpeed's FusedAdam counts only in the last parameter of a group."""
     return max((float(state["step"]) for state in states if state.get("step") is not None), default=0.0)
 
 
-def _moments(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+def _moments(state: Mapping[str, Any], file_name: str) -> dict[str, Tensor]:
     missing = [key for key in _MOMENTS if not isinstance(state.get(key), Tensor)]
     if missing:
-        raise CheckpointError(f"{where}: no {missing[0]}; not the state of Adam: {_FIX}")
+        raise CheckpointError(f"{file_name}: has no {missing[0]}, so it is not the state of Adam; {_FIX}")
     return {key: state[key] for key in _MOMENTS}
 
 
 class _PlainState:
-    """The state without ZeRO, whose parameters are numbered through all groups; a group's size is their
-    number."""
+    """Optimizer state without ZeRO: a state for each parameter, numbered through all groups.
 
-    def __init__(self, saved: Any, where: str) -> None:
+    The size of a group is its number of parameters."""
+
+    def __init__(self, saved: Any, file_name: str) -> None:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-            raise CheckpointError(f"{where}: no optimizer state in plain torch form; {_FIX}")
-        self.where, self._state = where, saved["state"]
+            raise CheckpointError(f"{file_name}: no optimizer state of torch.optim (plain torch form); {_FIX}")
+        self.file_name, self._state = file_name, saved["state"]
         self.sizes = [len(group["params"]) for group in saved["param_groups"]]
         self.step = _steps([*self._state.values(), *saved["param_groups"]])
 
@@ -208,48 +217,49 @@ class _PlainState:
             return {}
         number = sum(self.sizes[:group]) + start
         if number not in self._state:
-            raise CheckpointError(f"{self.where}: optimizer state {number}: there is none of this parameter; {_FIX}")
-        moments = _moments(self._state[number], f"{self.where}: optimizer state {number}")
+            raise CheckpointError(f"{self.file_name}: the optimizer has no state for parameter {number}; {_FIX}")
+        moments = _moments(self._state[number], f"{self.file_name}: optimizer state {number}")
         for key, value in moments.items():
             if tuple(value.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"{self.where}: optimizer state {number}: {key} has shape {tuple(value.shape)}, the model needs "
-                    f"{tuple(shape)}; {_FIX}"
+                    f"{self.file_name}: optimizer state {number}: {key} has shape {tuple(value.shape)}, the model "
+                    f"needs {tuple(shape)}; {_FIX}"
                 )
         return moments
 
 
 class _FlatZeroState:
-    """The state of ZeRO 1 and 2, and of bf16: one flat vector for each group, split over data-parallel ranks,
-    the last part with padding at its end; a group's size is its number of elements."""
+    """Optimizer state of ZeRO 1 and 2, and of bf16: a flat vector per group, sharded over data ranks.
+
+    The last shard has padding at its end. The size of a group is its number of elements without padding."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         contents = [load_tensors(file) for file in files]
         saved = [content.get("optimizer_state_dict", {}) for content in contents]
-        where = str(files[0])
-        masters = [one.get("single_partition_of_fp32_groups") for one in saved]
-        paddings = [one.get("group_paddings") for one in saved]
-        if None in masters or None in paddings or any(one.get("zero_stage", 1) == 3 for one in saved):
-            raise CheckpointError(f"{where}: not optimizer state of ZeRO 1 or 2; {_FIX}")
+        file_name = str(files[0])
+        masters = [entry.get("single_partition_of_fp32_groups") for entry in saved]
+        paddings = [entry.get("group_paddings") for entry in saved]
+        if None in masters or None in paddings or any(entry.get("zero_stage", 1) == 3 for entry in saved):
+            raise CheckpointError(f"{file_name}: its optimizer state is not that of ZeRO 1 or 2; {_FIX}")
         config = contents[0].get("ds_config") or {}
         if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
-            raise CheckpointError(f"{where}: round_robin_gradients mixes the order of its parameters; {_FIX}")
-        base = [one.get("base_optimizer_state") for one in saved]
+            raise CheckpointError(f"{file_name}: cannot be read, because round_robin_gradients was set; {_FIX}")
+        base = [entry.get("base_optimizer_state") for entry in saved]
         lean = isinstance(base[0], Sequence)  # elastic_checkpoint: without padding
-        states = [one if lean else [one["state"][i] for i in sorted(one["state"])] for one in base]
-        groups = [] if lean else [group for one in base for group in one["param_groups"]]
-        step_counts = [{"step": one.get("base_optimizer_state_step")} for one in saved]
-        self.step = _steps([*groups, *step_counts, *(state for one in states for state in one)])
+        states = [entry if lean else [entry["state"][i] for i in sorted(entry["state"])] for entry in base]
+        groups = [] if lean else [group for entry in base for group in entry["param_groups"]]
+        step_counts = [{"step": entry.get("base_optimizer_state_step")} for entry in saved]
+        self.step = _steps([*groups, *step_counts, *(state for entry in states for state in entry)])
         self.scaler = saved[0].get("loss_scaler")
         self._vectors: list[dict[str, list[Tensor]]] = []  # of each group, by key: the data ranks' parts
         self.sizes = []
         for group in range(len(masters[0])):
-            parts = {MASTER: [one[group] for one in masters]}
+            parts = {MASTER: [entry[group] for entry in masters]}
             if states[0]:
-                moments = [_moments(one[group], where) for one in states]
-                parts |= {key: [one[key] for one in moments] for key in _MOMENTS}
-            cut = 0 if lean else sum(int(padding[group]) for padding in paddings)
-            self.sizes.append(sum(part.numel() for part in parts[MASTER]) - cut)
+                moments = [_moments(entry[group], file_name) for entry in states]
+                parts |= {key: [entry[key] for entry in moments] for key in _MOMENTS}
+            num_padding = 0 if lean else sum(int(padding[group]) for padding in paddings)
+            self.sizes.append(sum(part.numel() for part in parts[MASTER]) - num_padding)
             self._vectors.append(parts)
 
     def size(self, shape: Sequence[int]) -> int:
@@ -259,15 +269,15 @@ class _FlatZeroState:
         parts = self._vectors[group]
         if len(parts) == 1:
             return {}
-        return {key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()}
+        return {key: _slice_vectors(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()}
 
 
-def _between(vectors: Sequence[Tensor], start: int, count: int) -> Tensor:
-    """`count` elements from `start` of the concatenation of `vectors`."""
+def _slice_vectors(vectors: Sequence[Tensor], start: int, count: int) -> Tensor:
+    """Returns elements `start` to `start + count` of the concatenation of `vectors`."""
     slices, begin = [], 0
     for vector in vectors:
-        first, last = max(start - begin, 0), min(start + count - begin, vector.numel())
-        if first < last:
-            slices.append(vector[first:last])
+        low, high = max(start - begin, 0), min(start + count - begin, vector.numel())
+        if low < high:
+            slices.append(vector[low:high])
         begin += vector.numel()
     return torch.cat(slices)

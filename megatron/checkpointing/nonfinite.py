@@ -1,4 +1,4 @@
-"""NaN and Inf in weights and optimizer state are never stored, and named where a file holds them."""
+"""Refuses NaN and Inf in weights and optimizer state, when they are saved and when they are loaded."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,23 +12,23 @@ from megatron.checkpointing.tensor_files import load_tensors, named_tensors
 
 
 def check_finite(name: str, state: Any) -> None:
-    """Raise NonFiniteStateError when `state`, to be written as file `name`, holds NaN or Inf.
+    """Raise NonFiniteStateError if `state`, the content of file `name`, holds NaN or Inf.
 
-    Only files of weights and of optimizer state are checked. It takes one pass over each tensor without a
-    copy, several times faster than its checksum.
+    Only files of weights and of optimizer state are checked. The check reads each tensor once, without a
+    copy, several times faster than a checksum.
     """
     if not (name.startswith("layer_") or is_optimizer_file(name)):
         return
     for path, tensor in named_tensors(state):
-        # NaN anywhere makes both of them NaN.
+        # NaN anywhere makes minimum and maximum NaN.
         if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
-            raise NonFiniteStateError(f"{name} ({path} is not finite)")
+            raise NonFiniteStateError(f"{name} ({path} is not finite: NaN or Inf)")
 
 
 def verify_finite(path: Path, names: Iterable[str], optimizer: bool) -> None:
-    """Check the weights in files `names` of checkpoint `path`, and with `optimizer` its optimizer state.
+    """Raise NonFiniteStateError if weights in files `names` of checkpoint `path` hold NaN or Inf.
 
-    Raises NonFiniteStateError that says what to do.
+    optimizer: also check its optimizer state.
     """
     for name in names:
         if name.startswith("layer_") or (optimizer and name.startswith("optim_")):

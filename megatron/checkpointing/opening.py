@@ -1,7 +1,7 @@
-"""Opening a checkpoint for reading: a file of it is checked against the manifest before it is first read.
+"""Opens checkpoints for reading: each file is checked against the manifest before it is first read.
 
-Whoever reads weights, state or other files of a checkpoint does it through an `OpenCheckpoint`;
-`open_checkpoint` is for who reads all of it. tests/checkpointing/test_readers.py lists all readers.
+All code that reads weights, state or other files of a checkpoint uses an `OpenCheckpoint`; `open_checkpoint`
+is for code that reads all of it. tests/checkpointing/test_readers.py lists all readers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +20,12 @@ from megatron.mpu import ParallelGroups
 
 
 class OpenCheckpoint:
-    """A checkpoint directory, each file of which is checked (size, SHA-256, tensors) before it is first read.
+    """A checkpoint directory whose files are checked against the manifest before they are first read.
 
-    path: the directory. manifest: None for a checkpoint of GPT-NeoX, which has none: its files are read
-    unchecked. verified: false for who reads no values, but names, dtypes and shapes of tensors.
-    Raises DamagedError where the manifest itself is damaged.
+    Size, SHA-256, and dtypes and shapes of tensors are checked.
+    path: the directory. manifest: None for a checkpoint of GPT-NeoX, whose files are read unchecked.
+    verified: check files; false if you read only names, dtypes and shapes of tensors.
+    Raises DamagedError if the manifest itself is damaged.
     """
 
     def __init__(self, path: str | Path, *, verified: bool = True) -> None:
@@ -34,30 +35,31 @@ class OpenCheckpoint:
         self._problems: dict[str, Future[str | None]] = {}  # of the files that were, or are being, checked
 
     def file(self, name: str) -> Path:
-        """The path of one of its files, which is as the manifest says. Raises CheckpointError where not."""
+        """Checks file `name`; returns its path. Raises CheckpointError if it differs from the manifest."""
         if self._verified:
             self.verify([name])
         return self.path / name
 
     def tensors(self, name: str) -> Any:
-        """`load_tensors` of one of its files."""
+        """Checks the tensor file `name` and returns its content; tensors are memory-mapped."""
         return load_tensors(self.file(name))
 
     @property
     def names(self) -> list[str]:
-        """The names of all files but those of optimizer state; [] without a manifest."""
+        """The names of all files except optimizer state; [] without a manifest."""
         return [] if self.manifest is None else [n for n in sorted(self.manifest.files) if not is_optimizer_file(n)]
 
     def verify(self, names: Iterable[str] | None = None, groups: ParallelGroups | None = None) -> None:
-        """Check files that were not checked before; names: None for `self.names`.
+        """Compare files with the manifest, unless that was done before.
 
-        groups: of ranks that call it together; each checks some of the files, for all. Raises DamagedError
-        that names every damaged file, CheckpointError for one that the manifest does not list.
+        names: the files; None: all except optimizer state. groups: all ranks call this method together, and
+        each checks a part of the files; None: this process checks all. Raises DamagedError that names every
+        damaged file, CheckpointError for a file that the manifest does not list.
         """
         if self.manifest is None:
             return
-        wanted = sorted(set(self.names if names is None else names))
-        new = [name for name in wanted if name not in self._problems]
+        requested = sorted(set(self.names if names is None else names))
+        new = [name for name in requested if name not in self._problems]
         if groups is not None:
             share = new[groups.world_rank :: groups.world_size]
             run_on_all_ranks(groups, lambda: self.verify(share))
@@ -67,13 +69,14 @@ class OpenCheckpoint:
         self._check_sizes(new)
         for name in new:
             self._problems[name] = _done(self._problem(self.manifest.files[name]))
-        if any(self._problems[name].result() for name in wanted):
-            _refuse(self.path, [text for found in self._problems.values() if (text := found.result())])
+        if any(self._problems[name].result() for name in requested):
+            _refuse(self.path, [text for future in self._problems.values() if (text := future.result())])
 
     @contextmanager
     def verifying_ahead(self, names: Sequence[str]) -> Iterator[None]:
-        """Within the context files are checked in a thread, in the order of `names`, while those that were
-        checked are read. Sizes of all are checked at the beginning; the end waits for all."""
+        """Within the context, a thread checks the files `names`, in order, while you read the first ones.
+
+        All sizes are checked at the start. The end of the context waits until all files are checked."""
         if self.manifest is None:
             yield
             return
@@ -96,8 +99,9 @@ class OpenCheckpoint:
         _refuse(self.path, size_problems(file_sizes(self.path, names), [files[name] for name in names]))
 
     def _problem(self, record: FileRecord) -> str | None:
-        """How a file differs from its record, in words; None where it does not. Of tensors only shapes and
-        dtypes are compared: the checksum of the bytes is known to be right."""
+        """Returns how a file differs from its record in the manifest; None if it does not.
+
+        Of tensors, dtypes and shapes are compared; the checksum covers their values."""
         if sha256(self.path / record.name) != record.sha256:
             return f"{record.name} (checksum)"
         described = describe_tensors(load_tensors(self.path / record.name)) if record.tensors else {}
@@ -105,12 +109,12 @@ class OpenCheckpoint:
         wrong = [name for name in names if described.get(name) != record.tensors.get(name)]
         if not wrong:
             return None
-        is_now, was = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
-        return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
+        is_now, recorded = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
+        return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {recorded})"
 
 
 def open_checkpoint(path: str | Path) -> OpenCheckpoint:
-    """A checkpoint whose files are all checked, but those of optimizer state, which are when they are read.
+    """Opens a checkpoint and checks all files except optimizer state, which is checked when it is read.
 
     Raises DamagedError that names every damaged file.
     """
@@ -120,8 +124,9 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
 
 
 def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
-    """Check files (all of them, also optimizer state, or `names`) against the manifest, which is returned;
-    None when there is none. Raises CheckpointError that names every damaged file."""
+    """Compare files of checkpoint `path` with its manifest; returns the manifest, None if there is none.
+
+    names: None: all files, also optimizer state. Raises CheckpointError that names every damaged file."""
     checkpoint = OpenCheckpoint(path)
     if checkpoint.manifest is not None:
         checkpoint.verify(checkpoint.manifest.files if names is None else names)

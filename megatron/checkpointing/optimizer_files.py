@@ -1,8 +1,8 @@
 """Optimizer state by parameter, in files that any parallel layout can read.
 
-`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of layer LL and tensor rank TT: `exp_avg` and the
-like in the shape of that rank's part of the parameter, `step`, and `master`, the fp32 value of a 16-bit
-weight. It does not depend on pipeline stages, data-parallel ranks or ZeRO.
+`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of layer LL and tensor rank TT. Keys are
+`exp_avg` and the like, in the shape of that rank's shard of the parameter, `step`, and `master`, the fp32
+value of a 16-bit weight. The files do not depend on pipeline stages, data-parallel ranks or ZeRO.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,14 +18,14 @@ from megatron.mpu import ParamSpec, shard, unshard
 
 MASTER = "master"
 State = dict[str, Tensor]
-_FIX = "load another `iteration`, or set no_load_optim: true to go on with the weights alone"
+_FIX = "load another `iteration`, or set no_load_optim: true to continue from the weights alone"
 
 
 class OptimizerFiles:
-    """The optimizer state of one checkpoint, opened or its directory; false where it has none.
+    """The optimizer state of a checkpoint, by parameter. `bool(...)` is false if there is none.
 
-    Files are checked against the manifest before they are read. Tensors stay in their files until they are
-    used; the files of one layer are open at a time.
+    checkpoint: an opened checkpoint, or its directory. Files are checked against the manifest before they are
+    read. Tensors stay in their files until they are used; the files of one layer are open at a time.
     """
 
     def __init__(self, checkpoint: str | Path | OpenCheckpoint) -> None:
@@ -45,22 +45,21 @@ class OptimizerFiles:
         return self._open[1]
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
-        """(layer, name) of the parameters of `layers` that have optimizer state here: those that were
-        trained."""
+        """Returns (layer, name) of each parameter of `layers` that has optimizer state."""
         with_files = {layer for layer, _ in self.files}
         return {(layer, name) for layer in layers if layer in with_files for name in self._layer(layer)[0]}
 
     def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
-        """The state of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it.
+        """Returns a parameter's state by key (`exp_avg`), sharded for `tensor_rank` of `tensor_size` ranks.
 
-        Returns {} before the first update. Raises CheckpointError when the file lacks the parameter or has
-        another shape.
+        layer: its NeoX index. Returns {} if no update was done yet. Raises CheckpointError if the file lacks
+        the parameter, or has it in another shape.
         """
-        # Of a table that all blocks share, the first block's file speaks for all.
+        # The state of a table that all blocks share is in the first block's file.
         parts = self._layer(2 if spec.shared else layer)
-        where = f"{self.path}, optimizer state of layer {layer}: {spec.name}"
+        source = f"{self.path}, optimizer state of layer {layer}: {spec.name}"
         if any(spec.name not in part for part in parts):
-            raise CheckpointError(f"{where} is missing; {_FIX}")
+            raise CheckpointError(f"{source} is missing; {_FIX}")
         state: State = {}
         for key, value in parts[0][spec.name].items():
             if value.dim() == 0:
@@ -70,7 +69,9 @@ class OptimizerFiles:
             for piece in pieces:
                 if tuple(piece.shape) != spec.local_shape(self.tensor_size):
                     want = spec.local_shape(self.tensor_size)
-                    raise CheckpointError(f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}")
+                    raise CheckpointError(
+                        f"{source}.{key}: shape {tuple(piece.shape)} in the file, {want} in the model; {_FIX}"
+                    )
             if tensor_size == self.tensor_size:
                 state[key] = pieces[tensor_rank]
             else:
@@ -83,5 +84,5 @@ def _checked(state: Any, path: Path) -> Mapping[str, Any]:
         isinstance(param_state, dict) and all(isinstance(value, Tensor) for value in param_state.values())
         for param_state in state.values()
     ):
-        raise CheckpointError(f"{path}: not a file of optimizer state (expected tensors by parameter and key)")
+        raise CheckpointError(f"{path}: not a file of optimizer state (expected a dict of tensors for each parameter)")
     return state

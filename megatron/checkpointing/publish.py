@@ -1,4 +1,4 @@
-"""A checkpoint appears whole or not at all: written under a temporary name, synced, renamed, `latest` last.
+"""Publishes complete checkpoints: written under a temporary name, synced, renamed; `latest` is set last.
 
 Rank 0 calls `begin_checkpoint` and, when all ranks have written, `publish`. A crash at any point leaves the
 earlier checkpoints and `latest` as they were; names of unfinished folders begin with a dot, and the next
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
+from megatron.checkpointing.layout import LATEST, backup_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
 from megatron.checkpointing.object_store import ObjectStore
 from megatron.checkpointing.retention import Retention, checkpoints_to_delete
@@ -23,15 +23,14 @@ from megatron.process import say
 
 
 def begin_checkpoint(save: str | Path, iteration: int) -> Path:
-    """Make an empty temporary directory for the files of `iteration` and remove leftovers of interrupted
-    saves."""
+    """Create and return an empty temporary directory in `save`; removes leftovers of interrupted saves."""
     save = Path(save)
     save.mkdir(parents=True, exist_ok=True)
     for leftover in save.glob(".tmp_*"):
-        with suppress(OSError):  # what cannot be removed is in nobody's way, but for the folder made below
+        with suppress(OSError):  # a leftover is harmless, unless it has the name created below
             _delete(leftover)
-    for aside in save.glob(aside_tag("*")):
-        _settle(aside)
+    for backup in save.glob(backup_tag("*")):
+        _restore_backup(backup)
     temporary = save / f".tmp_{step_tag(iteration)}"
     temporary.mkdir()
     return temporary
@@ -39,19 +38,19 @@ def begin_checkpoint(save: str | Path, iteration: int) -> Path:
 
 @contextmanager
 def new_checkpoint(
-    save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free
+    save: Path, iteration: int, size: int, check_free: Callable[[Path, int], None] = need_free
 ) -> Iterator[Path]:
-    """`begin_checkpoint`, once it is known that `needed` bytes are free; within, `publish` is called.
+    """Yields a temporary folder to fill with a checkpoint; call `publish` within the context.
 
-    check_free: raises CheckpointError where they are not. Where anything fails, nothing is left: neither the
-    temporary folder nor `save` and its parents, as far as they were made here. Raises CheckpointError for
-    what cannot be written.
+    size: bytes to be written. check_free: called with (folder, size); raises CheckpointError if there is no
+    space. At the end an unpublished temporary folder is removed, and so are folders created here (`save`)
+    if they are empty. Raises CheckpointError if the folder cannot be written.
     """
-    made = [folder for folder in (save, *save.parents) if not folder.exists()]
+    created = [folder for folder in (save, *save.parents) if not folder.exists()]
     temporary = None
     try:
         save.mkdir(parents=True, exist_ok=True)
-        check_free(save, needed)
+        check_free(save, size)
         temporary = begin_checkpoint(save, iteration)
         yield temporary
     except OSError as problem:
@@ -60,30 +59,29 @@ def new_checkpoint(
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # not empty
-            for folder in made:
+            for folder in created:
                 folder.rmdir()
 
 
-def _settle(aside: Path) -> None:
-    """Give a checkpoint that was set aside its name back, or delete it where its successor has that name."""
-    final = aside.with_name(aside.name.removeprefix(aside_tag("")))
+def _restore_backup(backup: Path) -> None:
+    """Rename the backup of a replaced checkpoint to its original name; delete it if that name exists."""
+    final = backup.with_name(backup.name.removeprefix(backup_tag("")))
     if final.exists():
         with suppress(OSError):
-            _remove(aside)
+            _remove(backup)
     else:
-        os.rename(aside, final)
+        os.rename(backup, final)
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint directory; it is renamed first, so that half of one is never taken for a whole
-    one."""
+    """Delete a checkpoint directory. It is first renamed, in case deleting is interrupted."""
     doomed = path.with_name(f".tmp_removed_{path.name}")
     os.rename(path, doomed)
     _delete(doomed)
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder with all that is in it, a file, or a link, whose target stays."""
+    """Delete a file, a folder with its content, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,13 +89,15 @@ def _delete(path: Path) -> None:
 
 
 def _write_configs(temporary: Path, configs: Mapping[str, str], files: dict[str, FileRecord]) -> None:
-    """Write each configuration file below `configs/` and add its record to `files`."""
+    """Write configuration files to `configs/` in `temporary`, and add their records to `files`.
+
+    configs: text of each file, by its path."""
     (temporary / "configs").mkdir(exist_ok=True)
     for path, text in configs.items():
         name, file = f"configs/{PurePath(path).name}", PurePath(path)
-        for again in range(2, len(configs) + 1):  # files of one name from two folders are both kept
+        for number in range(2, len(configs) + 1):  # files of one name from two folders are both kept
             if name in files:
-                name = f"configs/{file.stem}_{again}{file.suffix}"
+                name = f"configs/{file.stem}_{number}{file.suffix}"
         files[name] = write_bytes(text.encode(), temporary / name, name)
 
 
@@ -111,15 +111,16 @@ def publish(
     store: ObjectStore | None = None,
     say: Callable[[str], None] = say,
 ) -> Path:
-    """Turn the directory that `begin_checkpoint` made and the ranks filled into `<save>/global_stepN`, and
-    let `latest` name it.
+    """Completes a checkpoint: renames `temporary` to `<save>/global_stepN`, and sets `latest` to it.
 
-    manifest.files: records of all files that the ranks wrote.
-    configs: the text of each configuration file by its name.
-    keep: which older checkpoints are deleted, never the new one. store: the object store that the ranks have
-    sent their files to; `save` then holds a copy of its manifests alone. say: receives a line for each older
-    checkpoint that could not be deleted, which does not affect the new one.
-    Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
+    temporary: the directory that the ranks have filled, from `begin_checkpoint`.
+    iteration: N.
+    manifest: its `files` has the records of all files that the ranks wrote.
+    configs: text of each configuration file, by its path.
+    keep: which older checkpoints to keep; others are deleted.
+    store: the object store that the ranks sent their files to; `save` then only holds its manifests.
+    say: called with a line of text for each older checkpoint that could not be deleted.
+    Returns the checkpoint's directory. Raises CheckpointError if a recorded file is missing or incomplete.
     """
     save, temporary = Path(save), Path(temporary)
     files = dict(manifest.files)
@@ -129,7 +130,7 @@ def publish(
         store.send(temporary, tag, added)
     bad = size_problems(file_sizes(temporary, files) if store is None else store.sizes(tag), files.values())
     if bad:
-        raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
+        raise CheckpointError(f"{temporary}: not published, because these files are incomplete: {', '.join(bad)}")
     for directory in {(temporary / name).parent for name in (files if store is None else added)}:
         sync(directory)
     replace_file(temporary / MANIFEST, replace(manifest, iteration=iteration, files=files).to_json().encode())
@@ -138,14 +139,14 @@ def publish(
         store.finish(tag)
         store.write(LATEST, tag.encode())
 
-    final, aside = save / tag, save / aside_tag(tag)
+    final, backup = save / tag, save / backup_tag(tag)
     if final.exists():
-        os.rename(final, aside)
+        os.rename(final, backup)
     os.rename(temporary, final)
     sync(save)
     replace_file(save / LATEST, final.name.encode())
-    if aside.is_symlink() or aside.exists():
-        _forget(aside, None, say)
+    if backup.is_symlink() or backup.exists():
+        _forget(backup, None, say)
     try:
         old = checkpoints_to_delete(save, final, keep)
     except (OSError, CheckpointError) as problem:  # it reads the manifests of older ones
@@ -153,14 +154,14 @@ def publish(
         return final
     for earlier in old:
         if earlier.is_symlink():
-            say(f"{earlier}: is a link, and stays: keep_last_n_checkpoints deletes what is in {save} itself")
+            say(f"{earlier}: is a link and stays: keep_last_n_checkpoints deletes only what is in {save} itself")
         else:
             _forget(earlier, store, say)
     return final
 
 
 def _forget(path: Path, store: ObjectStore | None, say: Callable[[str], None]) -> None:
-    """Delete an older checkpoint here and in the store; what fails is only said."""
+    """Delete an older checkpoint on disk and in the store; if that fails, call `say` with a line of text."""
     try:
         if store is not None:
             store.remove(path.name)

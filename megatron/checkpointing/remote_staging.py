@@ -1,8 +1,8 @@
-"""Local folders that stand for remote ones (`remote_staging`).
+"""Mirrors remote folders in local ones (`remote_staging`).
 
-A local folder stands for a run's `save` and for its `load`, filled before ranks are connected: every rank
-calls `mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work,
-the others wait and find it done. Command-line tools have `local_copy` and `upload_on_exit`.
+A run's remote `save` and `load` have local folders, which are filled before ranks are connected. Every rank
+calls `mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work and
+the others wait. Command-line tools use `local_copy` and `upload_on_exit`.
 """
 
 import fcntl
@@ -27,28 +27,28 @@ from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_e
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:
-    """The addresses of remote `save` and `load`, each with the local folder that stands for it."""
+    """Maps the address of `save` and `load`, if remote, to the local folder that stands for it."""
     places = ((args.save, args.save_dir), (args.load, args.load_dir))
     return {url: Path(folder) for url, folder in places if url and folder and is_remote(url)}
 
 
 def object_store_of(args: NeoXArgs) -> ObjectStore | None:
-    """The object store that checkpoints are sent to; None for a local `save`."""
+    """Returns the object store that `save` names; None if `save` is local or not set."""
     return ObjectStore(args.save, args.remote_patience) if args.save is not None and is_remote(args.save) else None
 
 
 def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
-    """Copy the names and manifests of remote checkpoints to this machine.
+    """Copy names and manifests of the checkpoints in remote `save` and `load` to their local folders.
 
-    writes: the run saves checkpoints, so check that it can.
+    writes: the run will save checkpoints, so check now that it can write to `save`.
 
     Raises CheckpointError.
     """
-    begun = time.time()
+    start_time = time.time()
     for url, folder in remote_folders(args).items():
-        with _alone(folder) as stamp:
-            if stamp.stat().st_size and stamp.stat().st_mtime >= begun:
-                continue  # another rank did, since this one came here
+        with _locked(folder) as stamp:
+            if stamp.stat().st_size and stamp.stat().st_mtime >= start_time:
+                continue  # another rank did it meanwhile
             store = ObjectStore(url, args.remote_patience)
             if writes and url == args.save:
                 store.check_writable()
@@ -57,25 +57,23 @@ def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
 
 
 def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
-    """Download the whole checkpoint that the local directory `path` stands for; nothing if it is no remote
-    one.
+    """Download all files of a remote checkpoint to the local directory `path`, which holds its manifest.
 
-    Raises CheckpointError, DamagedError.
+    Nothing is done for a local checkpoint. Raises CheckpointError, DamagedError.
     """
     for url, folder in remote_folders(args).items():
         if path.parent == folder:
-            with _alone(folder):
-                for other in list_checkpoints(folder) if url == args.save else ():
-                    if other != path:
-                        keep_manifest_only(other)  # of an earlier start
+            with _locked(folder):
+                for checkpoint in list_checkpoints(folder) if url == args.save else ():
+                    if checkpoint != path:
+                        keep_manifest_only(checkpoint)  # downloaded by an earlier start
                 fetch_checkpoint(ObjectStore(url, args.remote_patience), path.name, path)
 
 
 def with_local_model(args: NeoXArgs) -> NeoXArgs:
-    """The configuration for a command that only reads a model: with local folders as `load` and `save`.
+    """Downloads the model that a remote `load` (else `save`) names, for a command that only reads it.
 
-    The checkpoint or HuggingFace model that a remote `load` (else `save`) names is downloaded. Raises
-    CheckpointError.
+    Returns `args` with local folders as `load` and `save`. Raises CheckpointError.
     """
     folders = remote_folders(args)
     if not folders:
@@ -88,8 +86,8 @@ def with_local_model(args: NeoXArgs) -> NeoXArgs:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[Path]:
-    """Within the context no other process of this machine is in it; gives the locked file."""
+def _locked(folder: Path) -> Iterator[Path]:
+    """Within the context, no other process of this machine has the lock of `folder`; yields the lock file."""
     file = folder.parent / f".{folder.name}.stamp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,20 +100,18 @@ def _alone(folder: Path) -> Iterator[Path]:
 
 
 def remote_checkpoints(url: str) -> list[str]:
-    """The addresses of the whole checkpoints in a remote folder, by step; its own address if there are
-    none."""
+    """Returns addresses of complete checkpoints in remote folder `url`, by step; [url] if there are none."""
     store = _tool_store(url)
-    tags = sorted((name for name in store.whole() if is_tag(name)), key=step_of)
+    tags = sorted((name for name in store.finished_names() if is_tag(name)), key=step_of)
     return [f"{store.url}/{tag}" for tag in tags] or [store.url]
 
 
 @contextmanager
 def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
-    """Within the context a local folder with the content of `place`, which is itself where it is local.
+    """Yields a local folder with the content of `place`: `place` itself if it is local, else a download.
 
-    From a remote folder of checkpoints the one of `iteration` (None: that which `latest` names) is downloaded
-    whole, and the manifests of the others; any other remote folder is downloaded whole. Raises
-    CheckpointError.
+    From a remote folder of checkpoints, only the checkpoint of `iteration` (None: the one that `latest`
+    names) is complete; of the others only manifests are downloaded. Raises CheckpointError.
     """
     if not is_remote(str(place)):
         yield Path(place)
@@ -124,7 +120,7 @@ def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path
     with tempfile.TemporaryDirectory(prefix="neox-") as spare:
         parent, _, name = store.url.rpartition("/")
         folder = Path(spare) / name
-        if any(is_tag(entry) for entry in store.whole()):
+        if any(is_tag(entry) for entry in store.finished_names()):
             mirror_manifests(store, folder)
             path = find_checkpoint(folder, iteration)
             fetch_checkpoint(store, path.name, path)
@@ -137,10 +133,10 @@ def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path
 
 @contextmanager
 def upload_on_exit(place: str | Path) -> Iterator[Path]:
-    """Within the context a local folder to write to, which is uploaded to a remote `place` when no exception
-    came.
+    """Yields a local folder to write to: `place` itself if local, else a folder that is uploaded at the end.
 
-    Checkpoints that are there already are seen in it as empty folders. Raises CheckpointError.
+    Checkpoints that exist at a remote `place` appear in the folder as empty folders. After an exception
+    nothing is uploaded. Raises CheckpointError.
     """
     if not is_remote(str(place)):
         yield Path(place)
@@ -148,20 +144,20 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
     store = _tool_store(str(place))
     store.check_writable()
     parent, _, name = store.url.rpartition("/")
-    remote_names = store.whole()
+    remote_names = store.finished_names()
     tags = {remote_name for remote_name in remote_names if is_tag(remote_name)}
     with tempfile.TemporaryDirectory(prefix="neox-") as spare:
         folder = Path(spare) / name
         for tag in tags:
             (folder / tag).mkdir(parents=True)
         yield folder
-        made = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
-        if not any(is_tag(entry.name) for entry in made):
+        new_entries = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
+        if not any(is_tag(entry.name) for entry in new_entries):
             if remote_names or parent.endswith(":/"):
-                raise CheckpointError(f"{place}: is there already; remove it, or give another folder")
+                raise CheckpointError(f"{place}: already exists; remove it, or give another folder")
             ObjectStore(parent).send_folder(folder, name)
             return
-        for entry in sorted(made, key=lambda entry: entry.name == LATEST):
+        for entry in sorted(new_entries, key=lambda entry: entry.name == LATEST):
             if entry.is_dir():
                 store.send_folder(entry, entry.name)
             else:

@@ -1,4 +1,4 @@
-"""Resharding a checkpoint on disk for other tensor- and pipeline-parallel sizes, with its optimizer state.
+"""Reshards a checkpoint on disk for other tensor- and pipeline-parallel sizes, with its optimizer state.
 
 One layer is in memory at a time. Data-parallel size and ZeRO stage change only what the manifest records.
 """
@@ -42,42 +42,50 @@ def reshard(
     optimizer: bool = True,
     sequential: bool = False,
     naming: str | None = None,
-    each: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
+    progress: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
 ) -> Path:
-    """Write checkpoint `source` (of `args`) into `<save>/global_stepN` for layout `to` (its precision is the
-    source's); returns that directory.
+    """Writes checkpoint `source` for another layout to `<save>/global_stepN`; returns this directory.
 
-    optimizer: false leaves its state out.
-    sequential: GPT-NeoX's files without a pipeline, weights in mp_rank.
-    naming: of WEIGHT_NAMINGS; None: as `args` has them. each: goes through the layers, for a progress bar.
-    One layer at a time is in memory.
-    Nothing is visible until it is whole: an interrupted call is simply made again.
-    Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the
-    model.
+    args: the configuration of `source`.
+    to: the new layout; its precision is ignored, because the source's is kept.
+    optimizer: false leaves the optimizer's state out.
+    sequential: write GPT-NeoX's files for runs without a pipeline, with weights in mp_rank files.
+    naming: names of the weights in the files, a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`.
+    progress: wraps the layers, for a progress bar.
+
+    One layer is in memory at a time. The result appears when it is complete; you can repeat an interrupted
+    call. Raises CheckpointError if the source is damaged, if its optimizer state cannot be resharded, or if
+    the tensor-parallel size does not divide the model.
     """
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
     final = save / layout.step_tag(layout.step_of(source))
     opened = open_checkpoint(source)
     manifest = opened.manifest
-    ours = manifest or _first_manifest(source, args, optimizer)
-    to = replace(to, precision=ours.layout.precision)
+    source_manifest = manifest or _first_manifest(source, args, optimizer)
+    to = replace(to, precision=source_manifest.layout.precision)
     state = _optimizer_state(opened, args, optimizer)
     with_state, specs = optimizer and bool(state), layer_params(args)
-    asked = frozenset(name for layer in specs if layer >= 2 for name in _file_names(args, layer, specs[layer], naming))
+    tensor_names = frozenset(
+        name for layer in specs if layer >= 2 for name in _file_names(args, layer, specs[layer], naming)
+    )
     if final.exists():
         existing = read_manifest(final)
-        wanted = (to, ours.run_id, with_state)
-        same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == wanted
-        if same and describe_checkpoint(final).blocks == asked and bool(layout.layer_files(final)) != sequential:
+        expected = (to, source_manifest.run_id, with_state)
+        is_same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == expected
+        if (
+            is_same
+            and describe_checkpoint(final).blocks == tensor_names
+            and bool(layout.layer_files(final)) != sequential
+        ):
             verify(final)
             return final
-        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
+        raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
     check_sizes(specs, to.tensor)
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     with new_checkpoint(save, layout.step_of(source), size * (2 if sequential else 1)) as temporary:
         records: list[FileRecord] = []
-        for layer in each(sorted(specs), len(specs)):
+        for layer in progress(sorted(specs), len(specs)):
             weights = load_weights(opened, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
             written = save_layer(temporary, layer, weights, args, naming)
             records += [] if sequential else written
@@ -85,79 +93,85 @@ def reshard(
             if with_state:
                 records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
         if isinstance(state, NeoXOptimizer):
-            states = _model_states(opened, to, ours, {"loss_scaler": state.scaler()})
+            states = _model_states(opened, to, source_manifest, {"loss_scaler": state.scaler()})
         elif manifest is None:
-            states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
+            states = [bare_state(args, source_manifest.iteration)] * (to.pipe * to.tensor)
         else:
             states = _model_states(opened, to, manifest)
         records += [*write_model_files(temporary, states, sequential), *copy_folders(source, temporary)]
         files = {record.name: record for record in records}
-        made = replace(ours, layout=to, model=model_keys(args), optimizer=with_state, files=files)
+        new_manifest = replace(source_manifest, layout=to, model=model_keys(args), optimizer=with_state, files=files)
         configs = {} if (source / "configs").is_dir() else args.config_files
-        return publish(temporary, save, made.iteration, made, configs)
+        return publish(temporary, save, new_manifest.iteration, new_manifest, configs)
 
 
-def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, wanted: bool) -> OptimizerFiles | NeoXOptimizer:
-    """What reads the optimizer state of a checkpoint; without a manifest that is GPT-NeoX's. Raises
-    CheckpointError where it is wanted and only the layout that wrote it could read it."""
+def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, required: bool) -> OptimizerFiles | NeoXOptimizer:
+    """Returns a reader of a checkpoint's optimizer state, ours or (if required) GPT-NeoX's.
+
+    Raises CheckpointError if the state is required, but can be read only by the layout that wrote it."""
     source, manifest = checkpoint.path, checkpoint.manifest
-    if manifest is None and wanted:
+    if manifest is None and required:
         return NeoXOptimizer(source, args)
     state = OptimizerFiles(checkpoint)
-    if wanted and not state and manifest is not None and manifest.optimizer:
+    if required and not state and manifest is not None and manifest.optimizer:
         raise CheckpointError(
-            f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
-            "save again, or leave the state out"
+            f"{source}: only the layout that wrote its optimizer state can read it; resume in that layout and save "
+            "again, or leave the state out (--no-optimizer)"
         )
     return state
 
 
 def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
-    """The manifest for a checkpoint of GPT-NeoX, which has none.
+    """Makes a manifest for a checkpoint of GPT-NeoX, which has none.
 
-    With the optimizer's state a run continues from it; from weights alone a run starts at its iteration 0, as
-    from an import.
+    optimizer: the result keeps optimizer state, so a run can resume from it; false: a run starts from it at
+    iteration 0.
     """
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
-    given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
+    config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
     return Manifest(
         run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
         consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
         layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1), model={},
         tokenizer=None, data={}, versions={"torch": version("torch")},
-        created=datetime.now(UTC).isoformat(timespec="seconds"), config=given, optimizer=optimizer,
+        created=datetime.now(UTC).isoformat(timespec="seconds"), config=config, optimizer=optimizer,
     )  # fmt: skip
 
 
 def only_dtype(source: Path, dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """The one dtype that the weights of `source` have. Raises CheckpointError for several, or another than
-    fp32, bf16 and fp16."""
+    """Returns the only element of `dtypes`, the dtypes of the weights of checkpoint `source`.
+
+    Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
     if len(dtypes) != 1 or not set(dtypes) <= PRECISIONS.keys():
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({names})")
+        raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names})")
     return next(iter(dtypes))
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:
-    """The number of samples that GPT-NeoX had trained on."""
+    """Returns the number of samples that the GPT-NeoX run had trained on when it saved `source`."""
     state = load_tensors(layout.model_files(source)[0])
     return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
 def _file_names(args: NeoXArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
-    """The names of a layer's tensors under `naming`. Raises CheckpointError where they have no such names."""
+    """Returns a layer's tensor names in files of `naming`. Raises CheckpointError if it lacks such names.
+
+    naming: a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`."""
     return to_file_names(layer, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}, args, naming)
 
 
 def check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
-    """Raise CheckpointError where `tensor_size` ranks do not divide a parameter, by NeoX layer index."""
+    """Raise CheckpointError if some parameter cannot be split evenly over `tensor_size` ranks.
+
+    specs: the parameters, by NeoX layer index."""
     for layer, layer_specs in specs.items():
         for spec in layer_specs:
             if spec.axis is not None and any(block % tensor_size for block in spec.blocks):
                 raise CheckpointError(
-                    f"layer {layer}: {spec.name} has {' + '.join(map(str, spec.blocks))} rows or columns to cut, which "
-                    f"{tensor_size} tensor ranks do not divide"
+                    f"layer {layer}: {spec.name} has {' + '.join(map(str, spec.blocks))} rows or columns, which "
+                    f"{tensor_size} tensor ranks do not divide; choose another tensor-parallel size"
                 )
 
 
@@ -172,52 +186,56 @@ def _reshard_state(
     trained_specs = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
     if not trained_specs:
         return []
-    whole = {spec.name: state.read(layer, spec, 0, 1) for spec in trained_specs}
+    full_state = {spec.name: state.read(layer, spec, 0, 1) for spec in trained_specs}
     records = []
     for rank in range(tensor_size):
-        cut: dict[str, dict[str, Tensor]] = {
+        sharded: dict[str, dict[str, Tensor]] = {
             spec.name: {
                 key: (value if value.dim() == 0 else shard(value, spec, rank, tensor_size)).clone(
                     memory_format=torch.contiguous_format
                 )
-                for key, value in whole[spec.name].items()
+                for key, value in full_state[spec.name].items()
             }
             for spec in trained_specs
         }
-        records.append(save_tensors(cut, temporary / layout.optimizer_file(layer, rank)))
+        records.append(save_tensors(sharded, temporary / layout.optimizer_file(layer, rank)))
     return records
 
 
 def _model_states(
-    source: OpenCheckpoint, to: ParallelLayout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
+    source: OpenCheckpoint, to: ParallelLayout, manifest: Manifest, extra: Mapping[str, Any] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """The content of the new mp_rank files: counters, schedule and random states of the first rank for every
-    rank, and the logits of the last stage split over the new tensor ranks."""
+    """Returns the content of the mp_rank files of a resharded checkpoint, one per rank, without weights.
+
+    Every rank gets counters, schedule and random states of the first rank. Saved logits of the last pipeline
+    stage are sharded over the new tensor ranks. extra: further entries for every rank."""
     states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
-    first: dict[str, Any] = {
+    base_state: dict[str, Any] = {
         **states[0],
         "module": None,
         "optimizer": None,
         "mp_world_size": to.tensor,
-        **more,
+        **extra,
     }
-    if isinstance(first.get("args"), dict):
-        first["args"] = {**first["args"], "model_parallel_size": to.tensor}
+    if isinstance(base_state.get("args"), dict):
+        base_state["args"] = {**base_state["args"], "model_parallel_size": to.tensor}
     parts = [rank_state[layout.LOGITS] for rank_state in states if rank_state.get(layout.LOGITS) is not None]
     parts = parts[-manifest.layout.tensor :]
-    cut = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
-    made = []
+    sharded_logits = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
+    new_states = []
     for pipe in range(to.pipe):
         for rank in range(to.tensor):
-            state = dict(first)
-            if cut:
-                state[layout.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
-            made.append(state)
-    return made
+            state = dict(base_state)
+            if sharded_logits:
+                state[layout.LOGITS] = sharded_logits[rank].clone() if pipe == to.pipe - 1 else None
+            new_states.append(state)
+    return new_states
 
 
 def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
-    """The content of mp_rank files beside the weights, as GPT-NeoX's converters write it."""
+    """Returns the content of an mp_rank file without weights, schedule and random states.
+
+    GPT-NeoX's converters write the same."""
     keys = (
         "num_layers",
         "hidden_size",
@@ -233,7 +251,9 @@ def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
 
 
 def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:
-    """Write the mp_rank files of all ranks; sequential: the layer files of `path` move into them."""
+    """Write the mp_rank file of each rank; returns their records. states: content of each file.
+
+    sequential: move the weights from the layer files in `path` into the mp_rank files."""
     records = []
     for rank, state in enumerate(states):
         module = gather_layers(path, rank) if sequential else None
@@ -245,7 +265,7 @@ def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequentia
 
 
 def copy_folders(source: Path, temporary: Path) -> list[FileRecord]:
-    """Copy the files of the tokenizer, the configurations and the imported model unchanged."""
+    """Copy `tokenizer/`, `configs/` and `huggingface/` of a checkpoint; returns the files' records."""
     records = []
     for file in sorted(path for path in source.glob("*/**/*") if path.is_file()):
         name = str(file.relative_to(source))

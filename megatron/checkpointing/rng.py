@@ -13,12 +13,12 @@ KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state",
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed all random generators with `seed`, on every rank alike, as GPT-NeoX does.
+    """Seed all random generators with `seed`, the same on every rank, as GPT-NeoX does.
 
-    Training itself does not draw from them, a program's callbacks may: these then give the same numbers in
-    every run, and checkpoints, which hold the generators' states, have the same content.
+    Training itself does not draw from them, but a program's callbacks may. With the same seed they draw the
+    same numbers in every run, and checkpoints, which hold the generators' states, have the same content.
     """
-    seed %= 1 << 32  # all that numpy takes
+    seed %= 1 << 32  # numpy's limit
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -27,8 +27,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, numpy's, torch's and the device's generators; on a CPU the device's is
-    torch's."""
+    """Returns the states of Python's, numpy's, torch's and (on a GPU) CUDA's random generators, by key."""
     on_gpu = device.type == "cuda"
     return {
         "random_rng_state": random.getstate(),
@@ -39,14 +38,14 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> None:
-    """Set all random generators to the states that `rng_state` gave; where: the file, for errors.
+def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> None:
+    """Set all random generators to the states that `rng_state` returned.
 
-    Raises CheckpointError when a state is missing or of another kind of device.
+    file: the file that holds them, for errors. Raises CheckpointError if a state is missing or unusable.
     """
     missing = [key for key in KEYS[:4] if key not in state]
     if missing:
-        raise CheckpointError(f"{where}: no {', '.join(missing)}; set no_load_rng: true")
+        raise CheckpointError(f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true")
     try:
         version, internal, gauss = state["random_rng_state"]
         random.setstate((version, tuple(internal), gauss))
@@ -55,4 +54,4 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> N
         if device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise CheckpointError(f"{where}: random states of another kind of machine ({e}); set no_load_rng: true") from e
+        raise CheckpointError(f"{file}: its random states cannot be used here ({e}); set no_load_rng: true") from e

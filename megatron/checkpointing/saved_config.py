@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint on disk: the one it keeps, or the one in files that the user gives."""
+"""Reads the configuration of a checkpoint on disk: the saved one, or that of files from the user."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +12,9 @@ from megatron.neox_arguments.values.ffn_width import CONVENTIONS
 
 
 def checkpoint_args(source: str | Path) -> NeoXArgs:
-    """The configuration that a checkpoint keeps, with the padded vocabulary of its weights; also of one that
-    holds adapters alone. Raises CheckpointError where none is known."""
+    """Returns the configuration saved in a checkpoint, which may hold adapters only.
+
+    `padded_vocab_size` is set. Raises CheckpointError if no configuration is saved."""
     manifest = read_manifest(source)
     if manifest is None or manifest.base is None:
         return load_checkpoint_args(source)[0]
@@ -23,30 +24,29 @@ def checkpoint_args(source: str | Path) -> NeoXArgs:
 def load_checkpoint_args(
     source: str | Path, config_files: Sequence[str | Path] = ()
 ) -> tuple[NeoXArgs, CheckpointDescription]:
-    """The configuration of checkpoint `source`, and the description of its files.
+    """Returns (configuration of checkpoint `source`, description of its files).
 
-    config_files: NeoX configurations to read instead of those that the checkpoint keeps. The padded
-    vocabulary, and how intermediate_size is read where the configuration leaves it open (`compat_ffn_width`),
-    follow from the shapes in the files. Raises CheckpointError where no configuration is known, ConfigError
-    for an invalid one.
+    config_files: NeoX configurations to read instead of the saved one. `padded_vocab_size`, and how
+    intermediate_size is meant if `compat_ffn_width` is not set, come from the shapes of the weights. Raises
+    CheckpointError without a configuration, ConfigError for an invalid one.
     """
     path = Path(source)
     manifest = read_manifest(path)
     if manifest is not None and manifest.base is not None:
         raise CheckpointError(
-            f"{path}: holds adapters alone, over the weights of {manifest.base['path']}; lay them over these first "
-            "(tools/ckpts/adapter.py merge), or write them as peft's (export)"
+            f"{path}: holds adapters alone, over the weights of {manifest.base['path']}; merge them into these "
+            "first, or export them to peft's format (tools/ckpts/adapter.py merge, export)"
         )
     facts = describe_checkpoint(path)
-    known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
+    overrides = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
     files = list(config_files)
     if not files and manifest is not None and manifest.config:
-        return NeoXArgs.from_dict({**manifest.config, **known}), facts
+        return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not files:
         raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
     try:
-        args = load(files, known)
+        args = load(files, overrides)
         if args.compat_ffn_width is not None or as_tuple(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
     except ConfigError as problem:
@@ -54,9 +54,9 @@ def load_checkpoint_args(
             raise
     for reading in CONVENTIONS:
         try:
-            args = load(files, {**known, "compat_ffn_width": reading})
+            args = load(files, {**overrides, "compat_ffn_width": reading})
         except ConfigError:
             continue
         if as_tuple(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
-    return load(files, known), facts
+    return load(files, overrides), facts

@@ -1,5 +1,4 @@
-"""Tensor files: written with a checksum and synced, read without running any code that the file brings
-along."""
+"""Writes tensor files with a checksum and a sync, and reads them without running code from the file."""
 
 import errno
 import hashlib
@@ -22,15 +21,15 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.data.files import sync
 from megatron.neox_arguments.errors import lfs_pointer_error
 
-_WORTH_A_THREAD = 1 << 18  # bytes: their hash takes longer than it takes to hand them over
+_WORTH_A_THREAD = 1 << 18  # bytes: hashing them takes longer than passing them to a thread
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file.
+    """The manifest's record of one file.
 
-    name: path inside the checkpoint. size: in bytes. sha256: in hexadecimal. tensors: of a tensor file, dtype
-    and shape of each tensor by its keys, as `describe_tensors` gives them.
+    name: path inside the checkpoint. size: in bytes. sha256: in hexadecimal.
+    tensors: dtype and shape of each tensor in the file ("float32 [64]"), by the tensor's keys.
     """
 
     name: str
@@ -39,11 +38,11 @@ class FileRecord:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
-class OneBehind:
-    """Calls functions in a thread, in order and one at a time, so that what the next one needs can be made
-    meanwhile.
+class BackgroundCalls:
+    """A context that calls functions in a thread, in order and one at a time.
 
-    A context; leaving it waits for the last. What a function raises, the next call or the end raises.
+    Call the object with a function. The call waits for the function before, starts this one and returns.
+    Leaving the context waits for the last function. Waiting raises the exception that a function raised.
     """
 
     def __init__(self) -> None:
@@ -63,11 +62,11 @@ class OneBehind:
             self._last.result()
 
 
-class SyncBeside:
-    """Syncs files to disk in a thread, while others are written.
+class BackgroundSync:
+    """A context that syncs files to disk (fsync) in a thread, while other files are written.
 
-    A context; called with the path of a file that is written in full. Leaving it waits until all are on disk,
-    and raises CheckpointError for one that cannot be.
+    Call the object with the path of a complete file. Leaving the context waits until all files are on disk,
+    and raises CheckpointError for a file that cannot be synced.
     """
 
     def __init__(self) -> None:
@@ -89,8 +88,9 @@ class SyncBeside:
 
 
 class _HashingWriter:
-    """A file with the methods that `torch.save` needs, which hashes what is written; large pieces are hashed
-    in `thread` while they are written."""
+    """A file object for `torch.save` that computes size and SHA-256 of the bytes written to it.
+
+    Large pieces are hashed in `thread` while they are written."""
 
     def __init__(self, file: IO[bytes], thread: Executor) -> None:
         self.file, self.thread, self.sha256, self.size = file, thread, hashlib.sha256(), 0
@@ -104,7 +104,7 @@ class _HashingWriter:
         try:
             return self.file.write(data)
         finally:
-            hashed.result()  # `data` is torch's, and good for this call alone
+            hashed.result()  # torch may free `data` after this call
 
     def flush(self) -> None:
         self.file.flush()
@@ -126,18 +126,17 @@ def _write(
 def save_tensors(
     state: Any, path: str | Path, name: str | None = None, to_disk: Callable[[Path], None] = sync
 ) -> FileRecord:
-    """Write `state` to `path` by `torch.save`, synced to disk; the checksum is taken while writing.
+    """Write `state` to `path` by `torch.save`, synced to disk; returns the file's record for the manifest.
 
-    name: path inside the checkpoint; None: the file's name. to_disk: syncs the file, or sees to it
-    (`SyncBeside`). Raises CheckpointError where it cannot be written.
+    name: the file's path inside the checkpoint; None: the file's name. to_disk: called with `path` to sync
+    the file, now or later (`BackgroundSync`). Raises CheckpointError if the file cannot be written.
     """
     record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name, to_disk)
     return replace(record, tensors=describe_tensors(state))
 
 
 def describe_tensors(state: Any) -> dict[str, str]:
-    """Dtype and shape of every tensor in nested dicts, by their keys: {"norm.weight/exp_avg": "float32
-    [64]"}."""
+    """Returns dtype and shape of each tensor in nested dicts: {"norm.weight/exp_avg": "float32 [64]"}."""
     return {
         path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         for path, tensor in named_tensors(state)
@@ -145,7 +144,9 @@ def describe_tensors(state: Any) -> dict[str, str]:
 
 
 def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested dicts with its keys, joined by slashes: "norm.weight/exp_avg"."""
+    """Yields (keys joined by slashes, tensor) for each tensor in nested dicts: ("norm.weight/exp_avg", ...).
+
+    path: put before the keys."""
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, Mapping):
@@ -154,14 +155,16 @@ def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:
-    """Write a file that holds no tensors (config, tokenizer), synced to disk; arguments as of
-    `save_tensors`."""
+    """Write bytes to `path`, synced to disk; returns the file's record for the manifest.
+
+    name: the file's path inside the checkpoint; None: the file's name."""
     return _write(Path(path), lambda writer: writer.write(data), name)
 
 
 def copy_file(source: Path, path: Path, name: str) -> FileRecord:
-    """Copy a file of any size, synced to disk; the checksum is taken on the way. name: as of
-    `save_tensors`."""
+    """Copy a file to `path`, synced to disk; returns its record for the manifest.
+
+    name: the new file's path inside the checkpoint."""
 
     def fill(writer: _HashingWriter) -> None:
         with source.open("rb") as file:
@@ -171,7 +174,7 @@ def copy_file(source: Path, path: Path, name: str) -> FileRecord:
 
 
 def replace_file(path: str | Path, data: bytes) -> None:
-    """Write `path` so that a reader sees the old or the new content, never a part."""
+    """Write a file atomically and synced to disk: a reader sees the old or the new content, never a part."""
     path = Path(path)
     temporary = path.with_name(f".tmp_{path.name}")
     write_bytes(data, temporary)
@@ -180,30 +183,32 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def readable_size(count: float) -> str:
-    """A number of bytes as text in powers of 1000: `1.50 GB`, `0 bytes`."""
+    """Converts a number of bytes to text in powers of 1000: `1.50 GB`, `0 bytes`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
     return f"{count:.0f} bytes"
 
 
-def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
-    """Raises CheckpointError, before anything is written, where `needed` bytes are not free."""
+def need_free(folder: Path, size: int, label: str = "takes about") -> None:
+    """Raise CheckpointError if the disk of `folder` has less than `size` bytes free.
+
+    label: the words before the size in the error."""
     free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
+    if free < size:
+        raise CheckpointError(f"{folder}: {label} {readable_size(size)}, {readable_size(free)} are free; make room")
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Open a file that processes lock or keep a note in; it is made if it is not there, and never truncated.
+    """Opens a file for locks between processes; it is created if missing, and its content stays.
 
-    Raises CheckpointError for a link, whose target belongs to somebody else.
+    Raises CheckpointError if it is a symbolic link, whose target may be another file.
     """
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
     except OSError as problem:
         if problem.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: is a link, not a file of this run; remove it") from problem
+            raise CheckpointError(f"{path}: is a link, but must be a file of this run; remove it") from problem
         raise
 
 
@@ -211,14 +216,14 @@ def open_lock_file(path: Path) -> IO[str]:
 # hands the state on to DeepSpeed passes the real classes as `extra_safe` instead.
 @dataclass
 class FragmentAddress:
-    """deepspeed.utils.tensor_fragment.fragment_address: a slice of a flat ZeRO partition."""
+    """Stands in for DeepSpeed's fragment_address: a slice (start, numel) of a flat ZeRO partition."""
 
     numel: int
     start: int
 
 
 class LossScalerState:
-    """deepspeed.runtime.fp16.loss_scaler.*: attributes only."""
+    """Stands in for DeepSpeed's loss scalers when files are read: holds their attributes, without methods."""
 
 
 _STAND_INS: dict[str, Any] = {
@@ -230,11 +235,12 @@ _STAND_INS: dict[str, Any] = {
 
 
 def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
-    """The classes that a file may build: numpy's random state (names of numpy 1 and 2), DeepSpeed's data
-    classes, and `extra_safe`."""
+    """Returns the classes that a file of `torch.save` may create: the allow-list of `load_tensors`.
+
+    They are classes of numpy's random state, stand-ins of DeepSpeed's data classes, and `extra_safe`."""
     reconstruct = np.empty(0).__reduce__()[0]
     extra = list(extra_safe)
-    named = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in extra}
+    extra_names = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in extra}
     return [
         (reconstruct, "numpy._core.multiarray._reconstruct"),
         (reconstruct, "numpy.core.multiarray._reconstruct"),
@@ -242,16 +248,16 @@ def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
         np.dtype,
         type(np.dtype(np.uint32)),
         io.BytesIO,  # Transformer-Engine's _extra_state
-        *((stand_in, name) for name, stand_in in _STAND_INS.items() if name not in named),
+        *((stand_in, name) for name, stand_in in _STAND_INS.items() if name not in extra_names),
         *extra,
     ]
 
 
 def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
-    """Load what `torch.save` wrote, to the CPU; tensors stay in the file until they are used (memory map).
+    """Returns the content of a file of `torch.save`, on the CPU; tensors are memory-mapped if possible.
 
-    extra_safe: classes, or (class, "full.name") pairs, that may be built beside the allow-list.
-    Raises CheckpointError for a file that is missing, damaged, no tensor file, or that asks for other code.
+    extra_safe: classes, or (class, "full.name") pairs, that the file may create besides tensors and the like.
+    Raises CheckpointError if the file is missing, damaged or no tensor file, or needs other classes.
     """
     path = Path(path)
     if not path.is_file():
@@ -263,11 +269,11 @@ def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError,
             TypeError, OSError, AssertionError) as e:  # fmt: skip
-        asked = re.search(r"GLOBAL ([\w.]+)", str(e))
-        if asked:
+        global_name = re.search(r"GLOBAL ([\w.]+)", str(e))
+        if global_name:
             raise CheckpointError(
-                f"{path}: asks to run {asked[1]}, which is not on the allow-list; nothing was run. "
-                "Re-save the file with plain tensors, numbers and strings"
+                f"{path}: contains {global_name[1]}, which could run code and is not on the allow-list; nothing was "
+                "run. Save the file again with only tensors, numbers and strings"
             ) from e
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e

@@ -1,5 +1,6 @@
-"""From a dense checkpoint to one of the same model with experts, each a copy of the dense feed-forward
-(sparse upcycling, arXiv 2212.05055), one layer in memory at a time."""
+"""Converts a dense checkpoint to one with experts, each a copy of the dense feed-forward layer.
+
+This is sparse upcycling (arXiv 2212.05055). One layer is in memory at a time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from megatron.checkpointing.resharding import (
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights, save_layer
-from megatron.model.init import initial_whole
+from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
@@ -41,12 +42,13 @@ from megatron.neox_arguments.reading.files import parse_overrides, read_files
 from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 EXPERTS_FILE = "experts.yml"
-"""In `configs/` of the result: the keys that were added to those of the dense model."""
+"""The file in `configs/` of the result with the keys added to those of the dense model."""
 
 
 def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) -> dict[str, tuple[Any, str]]:
-    """The keys of experts that YAML files and `KEY=VALUE` settings give, each with its origin. Raises
-    ConfigError, also for other keys."""
+    """Reads keys of experts from YAML files and `KEY=VALUE` settings; returns {key: (value, origin)}.
+
+    An origin is a file and line, or `--set`. Raises ConfigError, also for keys that are not of experts."""
     config = read_files(files)
     for path, value, origin in parse_overrides(settings, "--set"):
         config.assign(path, value, origin)
@@ -54,7 +56,7 @@ def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) 
     problems.lines += config.problems
     for key in config.values:
         if key not in keys_of(MoEKeys):
-            problems.add(key, "is no key of experts; the dense model's stay as they are, the run sets its own")
+            problems.add(key, "is not a key of experts; leave it out: the model keeps its keys, the run sets others")
     problems.raise_if_any()
     if config.values.get("moe_num_experts") in (None, 1):
         problems.add("moe_num_experts", "is 1; set the number of experts, such as moe_num_experts: 8")
@@ -65,17 +67,18 @@ def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) 
 def upcycled_args(
     dense: NeoXArgs, keys: Mapping[str, tuple[Any, str]], tensor: int = 1, seed: int | None = None
 ) -> NeoXArgs:
-    """The configuration `dense` with experts. keys: as of `read_expert_keys`. tensor: its tensor-parallel
-    size. seed: of routers; None: that of `dense`.
+    """Returns the configuration `dense` with experts added.
 
-    Raises ConfigError where it is invalid, and where the first loss would not be the dense model's.
+    keys: from `read_expert_keys`. tensor: the tensor-parallel size. seed: for the routers' initial values;
+    None: that of `dense`. Raises ConfigError if the result is invalid, or if the new model's first loss would
+    differ from the dense model's.
     """
     if dense.moe_num_experts > 1:
-        raise dense.error("moe_num_experts", "the model has experts already; upcycling begins with a dense one")
+        raise dense.error("moe_num_experts", "the model has experts already, but upcycling needs a dense model")
     if dense.lora is not None:
-        raise dense.error("lora", "holds adapters; merge them into the weights first: tools/ckpts/adapter.py merge")
+        raise dense.error("lora", "the checkpoint has LoRA adapters; merge them first (tools/ckpts/adapter.py merge)")
     if set(dense.attention_config) - set(FULL_BLOCKS):
-        text = "upcycling is of blocks global and flash, which have attention and a feed-forward; this model has others"
+        text = "upcycling needs blocks global or flash (attention and a feed-forward), and this model has others"
         raise dense.error("attention_config", text)
     state = json.loads(dense.to_json())
     added = {**keys, "model_parallel_size": (tensor, "--tp"), "pipe_parallel_size": (1, "program")}
@@ -90,51 +93,52 @@ def upcycled_args(
 
 
 def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
-    """Note what would give another output than the dense model's: equal experts give it where a token's
-    scores add up to 1, and no token loses an expert."""
+    """Add a line to `problems` for each setting with which the output would differ from the dense model's.
+
+    Equal experts give the same output if a token's scores add up to 1 and no token is dropped."""
     experts = args.moe_num_experts
     if args.moe_top_k == 1:
-        text = "with 1 a token's only score is below 1, or divided by itself, so that the router would not learn"
+        text = "with 1 the output is scaled by a score below 1, or (score divided by itself) the router cannot learn"
         problems.add("moe_top_k", f"{text}; set 2 or more")
     elif not args.norm_topk_prob and (args.router_scores != "softmax" or args.moe_top_k < experts):
-        text = "the scores of a token's experts would not add up to 1, and its output would not be the dense model's"
+        text = "scores of a token's experts would not add up to 1, so the output would differ from the dense model's"
         problems.add("norm_topk_prob", f"{text}; set norm_topk_prob: true")
     if args.moe_router_topk_scaling_factor != 1.0:
-        text = f"{args.moe_router_topk_scaling_factor} would multiply the dense model's output; leave it out"
+        text = f"{args.moe_router_topk_scaling_factor} would scale the dense model's output; leave it out"
         problems.add("moe_router_topk_scaling_factor", text)
     widths = {as_tuple(args.ffn_size)[block % len(as_tuple(args.ffn_size))] for block in _blocks(args)}
     if len(widths) > 1:
-        text = f"the dense blocks chosen have several widths ({', '.join(map(str, sorted(widths)))}), experts one"
+        text = f"the chosen blocks have several MLP widths ({', '.join(map(str, sorted(widths)))}), experts only one"
         problems.add("moe_layer_freq", f"{text}; choose blocks of one width")
     elif widths != {args.expert_ffn_size}:
         (width,) = widths
-        text = f"experts would be {args.expert_ffn_size} wide, and the dense feed-forward is {width}"
+        text = f"experts would have width {args.expert_ffn_size}, but the dense feed-forward has {width}"
         problems.add("moe_intermediate_size", f"{text}; set moe_intermediate_size: {width}")
     if args.moe_shared_expert_intermediate_size is not None:
         text = "a shared expert would add to the dense model's output; leave it out"
         problems.add("moe_shared_expert_intermediate_size", text)
     if args.moe_latent_size is not None:
-        text = "the dense feed-forward reads all of a token, experts would read a projection of it; leave it out"
+        text = "experts would read a projection of a token's hidden state, the dense MLP reads all of it; leave it out"
         problems.add("moe_latent_size", text)
     factor = args.moe_expert_capacity_factor
     if factor is not None and factor < experts / args.moe_top_k:  # below it an expert may have no room for all tokens
-        text = f"tokens that find no room would lose their output; leave it out, or set {experts / args.moe_top_k:g}"
+        text = f"experts could be full and drop tokens; leave it out, or set {experts / args.moe_top_k:g}"
         problems.add("moe_expert_capacity_factor", f"{text} or more for the first steps")
     if args.use_bias_in_mlp and not args.moe_expert_bias:
         problems.add("moe_expert_bias", "the dense feed-forward has biases; set moe_expert_bias: true")
 
 
 def upcycle(
-    source: str | Path, save: str | Path, dense: NeoXArgs, args: NeoXArgs, each: LayerProgress = no_progress
+    source: str | Path, save: str | Path, dense: NeoXArgs, args: NeoXArgs, progress: LayerProgress = no_progress
 ) -> Path:
-    """Write `<save>/global_step0` with the weights of `source` (of `dense`) and experts as `args` has them,
-    and let `latest` name it; returns that directory.
+    """Writes a dense checkpoint as one with experts to `<save>/global_step0`; returns this folder.
 
-    args: of `upcycled_args`. Experts, and all that a block has beside its feed-forward, have the bits of the
-    source; routers have the initial values of a fresh model of `args.seed`, and biases that the source lacks
-    are 0. A run of any layout loads it with `finetune: true`. Tokenizer and configurations go along,
-    optimizer state does not. One layer is in memory at a time. Nothing is visible until it is whole. Raises
-    CheckpointError.
+    source: the dense checkpoint. dense: its configuration. args: that of the result, from `upcycled_args`.
+
+    Each expert is an exact copy of the dense feed-forward. Routers have the initial values of `args.seed`;
+    biases that the source lacks are 0. Other weights, tokenizer and configurations are copied, optimizer
+    state is not. `latest` is set to the result, which a run of any layout loads with `finetune: true`. One
+    layer is in memory at a time. The result appears when it is complete. Raises CheckpointError.
     """
     source, save = Path(source), Path(save)
     if layout.list_checkpoints(save):
@@ -142,26 +146,26 @@ def upcycle(
     opened, dtype = open_checkpoint(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
-    needed = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
-    with new_checkpoint(save, 0, needed, check_space) as temporary:
+    size = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
+    with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
-        for layer in each(sorted(specs), len(specs)):
-            whole = load_weights(opened, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
-            records += save_layer(temporary, layer, _with_experts(whole, layer, specs[layer], args, dtype), args)
-            del whole
+        for layer in progress(sorted(specs), len(specs)):
+            tensors = load_weights(opened, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            records += save_layer(temporary, layer, _with_experts(tensors, layer, specs[layer], args, dtype), args)
+            del tensors
         records += write_model_files(temporary, [bare_state(args, 0)] * args.tp, sequential=False)
         records += copy_folders(source, temporary)
-        given = json.loads(args.to_json())["given"]
-        made = Manifest(
+        config = json.loads(args.to_json())["given"]
+        manifest = Manifest(
             run_id=f"experts of {source.resolve()}", iteration=0, consumed_samples=0, model=model_keys(args),
             seed=args.seed, tokenizer=opened.manifest.tokenizer if opened.manifest is not None else None, data={},
             layout=ParallelLayout(1, 1, args.tp, 0, PRECISIONS[dtype], args.tp), versions={"torch": version("torch")},
-            created=datetime.now(UTC).isoformat(timespec="seconds"), config=given,
+            created=datetime.now(UTC).isoformat(timespec="seconds"), config=config,
             files={record.name: record for record in records}, optimizer=False,
         )  # fmt: skip
-        added = {key: given[key] for key in given if key in keys_of(MoEKeys)}
+        added = {key: config[key] for key in config if key in keys_of(MoEKeys)}
         text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"
-        return publish(temporary, save, 0, made, {EXPERTS_FILE: text})
+        return publish(temporary, save, 0, manifest, {EXPERTS_FILE: text})
 
 
 def _blocks(args: NeoXArgs) -> list[int]:
@@ -171,28 +175,31 @@ def _blocks(args: NeoXArgs) -> list[int]:
 def _with_experts(
     dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: NeoXArgs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The whole tensors of a layer: the dense ones, copies for experts, initial values for what is new."""
-    known = {**dense, **_copies(dense, args)} if any(spec.experts for spec in specs) else dict(dense)
+    """Returns a layer's full tensors by name: dense ones, copies for experts, initial values for new ones.
+
+    dense: the dense layer's tensors. layer: its NeoX index. specs: parameters of the new layer."""
+    available = {**dense, **_copies(dense, args)} if any(spec.experts for spec in specs) else dict(dense)
     return {
-        spec.name: known[spec.name]
-        if spec.name in known
-        else initial_whole(spec, layer, args).to(dtype if spec.trained else torch.float32)
+        spec.name: available[spec.name]
+        if spec.name in available
+        else initial_weight(spec, layer, args).to(dtype if spec.trained else torch.float32)
         for spec in specs
     }
 
 
 def _copies(dense: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Tensor]:
-    """The experts' parameters, from those of a dense feed-forward, whose rows are [up; gate] where it is
-    gated."""
-    made: dict[str, Tensor] = {}
+    """Returns the experts' tensors by name, each the dense feed-forward's repeated for every expert.
+
+    dense: the dense layer's tensors; rows of a gated linear1 are [up; gate]."""
+    expert_tensors: dict[str, Tensor] = {}
     names = ("w3", "w1") if args.is_gated else ("w1",)
-    for kind, of_names in (("weight", "{}"), ("bias", "{}_bias")):
-        if (first := dense.get(f"mlp.linear1.{kind}")) is None:
+    for kind, name_format in (("weight", "{}"), ("bias", "{}_bias")):
+        if (linear1 := dense.get(f"mlp.linear1.{kind}")) is None:
             continue
-        parts = dict(zip(names, first.chunk(len(names)), strict=True))
-        second = dense[f"mlp.linear2.{kind}"]
-        parts["w2"] = second.t() if kind == "weight" else second.unsqueeze(0)
+        parts = dict(zip(names, linear1.chunk(len(names)), strict=True))
+        linear2 = dense[f"mlp.linear2.{kind}"]
+        parts["w2"] = linear2.t() if kind == "weight" else linear2.unsqueeze(0)
         for name, value in parts.items():
             copies = (args.moe_num_experts, *([1] * (value.dim() - 1)))
-            made[f"mlp.experts.mlp.{of_names.format(name)}"] = value.repeat(copies)
-    return made
+            expert_tensors[f"mlp.experts.mlp.{name_format.format(name)}"] = value.repeat(copies)
+    return expert_tensors

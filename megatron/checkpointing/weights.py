@@ -1,6 +1,6 @@
-"""Model weights: reading a layer at any tensor-parallel size, and writing the file of a layer.
+"""Reads weights of a layer at any tensor-parallel size, and writes the file of a layer.
 
-How a parameter is split over tensor ranks is the knowledge of the weight map (`megatron.model.weight_map`).
+The weight map (`megatron.model.weight_map`) knows how a parameter is sharded over tensor ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
 SCORE_HEAD = "rm_linear.weight"
-_NO_SCORE = ": a language model, from which train_impl: rm begins with finetune: true"
-_ONLY_SCORES = ": a reward model, which gives scores and no text"
-_SHOWN = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
+_NO_SCORE = ": it is a language model; to train a reward model from it, set train_impl: rm and finetune: true"
+_ONLY_SCORES = ": it is a reward model, which gives scores, not text; load a language model"
+_MAX_NAMED = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
 
 
 def has_score_head(path: str | Path, args: NeoXArgs) -> bool:
-    """Whether the weights of a checkpoint directory are a reward model's; none is read."""
+    """Whether a checkpoint holds a reward model's score head; no weight is read. path: its directory."""
     source, head = open_weight_files(OpenCheckpoint(path, verified=False)), args.num_layers + 4
     return head in source.layers and SCORE_HEAD in source.tensors(head, 0)
 
@@ -44,16 +44,18 @@ def load_weights(
     params: Mapping[int, Sequence[ParamSpec]] | None = None,
     copy: bool = True,
 ) -> dict[int, dict[str, Tensor]]:
-    """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
+    """Loads `layers`, sharded for tensor rank `tensor_rank` of `tensor_size`, to the CPU.
 
-    checkpoint: one checkpoint, opened where several calls read it, or its directory (`find_checkpoint`);
-    files are checked against the manifest before they are read. Returns the tensors by NeoX layer index and
-    our name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
-    layer of its own, and that of the files is left out. params: those that the files hold, where that is a
-    part of the model; None: all. copy: false leaves tensors in the files (memory maps) until they are used,
-    where they need not be put together; they may be views. A row-parallel bias that is a sum over
-    ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
-    shapes that do not fit.
+    Returns {NeoX layer index: {our name: tensor}}, in the dtypes of the files; {} for a layer without
+    parameters. Files are checked against the manifest before they are read. A row-parallel bias, of which
+    each rank's file holds a summand, is returned summed.
+
+    checkpoint: an opened checkpoint (if several calls read it), or its directory.
+    args: the model's configuration. layers: NeoX indices.
+    new_head: leave out the output layer of the files, because the model has its own.
+    params: the parameters in the files, if the files lack some of the model's; None: all of the model's.
+    copy: false returns memory-mapped tensors and views where possible.
+    Raises CheckpointError that lists every missing or extra tensor and wrong shapes.
     """
     source = open_weight_files(checkpoint)
     path = source.path
@@ -71,30 +73,34 @@ def load_weights(
         loaded[layer] = {}
         if specs:
             loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
-            if copy:  # off the memory map, off other tensors
+            if copy:  # independent of the memory map and of other tensors
                 for name, tensor in loaded[layer].items():
                     loaded[layer][name] = tensor.clone(memory_format=torch.contiguous_format)
     for name, owner in shared_params(args).items():
         spec = [spec for spec in expected.get(owner, ()) if spec.name == name]
         if not spec:
             continue
-        first = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
-        problems += _shared_problems(owner, first, loaded)
-    problems += mismatches[:_SHOWN]
-    if len(mismatches) > _SHOWN:
-        problems.append(f"and {len(mismatches) - _SHOWN} more tensors of another shape")
+        reference = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
+        problems += _shared_problems(owner, reference, loaded)
+    problems += mismatches[:_MAX_NAMED]
+    if len(mismatches) > _MAX_NAMED:
+        problems.append(f"and {len(mismatches) - _MAX_NAMED} more tensors of another shape")
     _refuse(path, problems)
     return loaded
 
 
-def _shared_problems(owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]) -> list[str]:
-    """A line for each copy of a shared parameter that differs from that of layer `owner`."""
+def _shared_problems(
+    owner: int, reference: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]
+) -> list[str]:
+    """Returns an error line for each layer whose copy of a shared parameter differs from that of `owner`.
+
+    reference: tensors of layer `owner`, by name. loaded: tensors of other layers."""
     return [
-        f"layer {layer}: {name} is another than layer {owner}'s (GPT-NeoX trained one a pipeline stage); the blocks "
-        "share one"
+        f"layer {layer}: {name} differs from layer {owner}'s, but all blocks must share it (GPT-NeoX trained one for "
+        "each pipeline stage)"
         for layer, tensors in loaded.items()
-        for name in first
-        if name in tensors and not torch.equal(tensors[name], first[name])
+        for name in reference
+        if name in tensors and not torch.equal(tensors[name], reference[name])
     ]
 
 
@@ -104,8 +110,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 
 
 def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
-    """A line for each layer that only the checkpoint or only the model has, with the key that would fix
-    it."""
+    """Returns an error line for each layer that only checkpoint or model has, with the key to set."""
     want = {layer for layer, specs in expected.items() if specs}
     # NeoX writes an empty file for a norm without parameters.
     extra = sorted(layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0))
@@ -139,15 +144,15 @@ def _load_layer(
     problems: list[str],
     mismatches: list[str],
 ) -> dict[str, Tensor]:
-    same_cut = source.tensor_size == tensor_size
-    need_all = not same_cut or (tensor_size > 1 and any(spec.sum_over_tensor for spec in specs))
+    same_size = source.tensor_size == tensor_size
+    need_all = not same_size or (tensor_size > 1 and any(spec.sum_over_tensor for spec in specs))
     names = {spec.name for spec in specs}
     parts: dict[int, dict[str, Tensor]] = {}
     for rank in range(source.tensor_size) if need_all else (tensor_rank,):
         file = source.file(layer, rank)
         rows = rows_key(source.path, args)
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
-        # A bias that the checkpoint's run did not have was 0 there.
+        # A bias that the checkpoint's run lacked starts at 0.
         state |= {spec.name: torch.zeros(spec.shape) for spec in specs if not spec.trained and spec.name not in state}
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
@@ -163,27 +168,27 @@ def _load_layer(
         if any(spec.name not in state for state in parts.values()):
             continue
         tensors = {rank: state[spec.name] for rank, state in parts.items()}
-        wrong_shape = next((t for t in tensors.values() if not _fits(t, spec, source.tensor_size)), None)
+        wrong_shape = next((t for t in tensors.values() if not _has_local_shape(t, spec, source.tensor_size)), None)
         if wrong_shape is not None:
             mismatches.append(f"layer {layer}: {_shape_problem(spec, wrong_shape, source.tensor_size, args)}")
             continue
-        out[spec.name] = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
+        out[spec.name] = _local_part(spec, tensors, same_size, tensor_rank, tensor_size)
     return out
 
 
-def _fits(tensor: Tensor, spec: ParamSpec, tensor_size: int) -> bool:
+def _has_local_shape(tensor: Tensor, spec: ParamSpec, tensor_size: int) -> bool:
     divides = all(n % tensor_size == 0 for n in spec.blocks) if spec.axis is not None else True
     return divides and tuple(tensor.shape) == spec.local_shape(tensor_size)
 
 
 def _local_part(
-    spec: ParamSpec, parts: Mapping[int, Tensor], same_cut: bool, tensor_rank: int, tensor_size: int
+    spec: ParamSpec, parts: Mapping[int, Tensor], same_size: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor:
     if spec.sum_over_tensor:
-        # In float64 the sum is exact, so that what `local_layer_state` divided comes back bit for bit.
+        # In float64 the sum is exact, so it restores the value that `local_layer_state` divided bit for bit.
         total = torch.stack([part.double() for part in parts.values()]).sum(0)
         return total.to(next(iter(parts.values())).dtype)
-    if same_cut:
+    if same_size:
         return parts[tensor_rank]
     if spec.axis is None:
         return parts[0]
@@ -191,23 +196,23 @@ def _local_part(
 
 
 def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoXArgs) -> str:
-    """One line: the tensor, both shapes of one tensor rank, and the key that is most likely wrong."""
-    got, want = tuple(tensor.shape), spec.local_shape(tensor_size)
-    at = f" (tensor rank of {tensor_size})" if tensor_size > 1 else ""
-    text = f"{spec.name}: shape {got} in the file, {want} in the model{at}"
-    if len(got) != len(want):
+    """Returns an error line with the shapes in file and model, and the key that is likely wrong."""
+    file_shape, model_shape = tuple(tensor.shape), spec.local_shape(tensor_size)
+    rank_text = f" (tensor rank of {tensor_size})" if tensor_size > 1 else ""
+    text = f"{spec.name}: shape {file_shape} in the file, {model_shape} in the model{rank_text}"
+    if len(file_shape) != len(model_shape):
         return text
-    if got == spec.shape:
-        return f"{text}; the file holds the whole tensor in each tensor rank: convert it again for one rank"
-    whole = [n * tensor_size if i == spec.axis else n for i, n in enumerate(got)]
-    differs = [i for i, (a, b) in enumerate(zip(whole, spec.shape, strict=True)) if a != b]
-    hidden = [whole[i] for i in differs if spec.shape[i] == args.hidden_size]
+    if file_shape == spec.shape:
+        return f"{text}; each tensor rank's file holds the full tensor: convert it again for one rank"
+    full_shape = [n * tensor_size if i == spec.axis else n for i, n in enumerate(file_shape)]
+    differs = [i for i, (a, b) in enumerate(zip(full_shape, spec.shape, strict=True)) if a != b]
+    hidden = [full_shape[i] for i in differs if spec.shape[i] == args.hidden_size]
     if differs == [0] and spec.name in ("word_embeddings.weight", "final_linear.weight"):
-        return f"{text}; the vocabulary is padded differently: set padded_vocab_size: {whole[0]}"
+        return f"{text}; the vocabulary is padded differently: set padded_vocab_size: {full_shape[0]}"
     if differs == [0] and spec.name == "position_embeddings.weight":
-        return f"{text}; the checkpoint has max_position_embeddings: {whole[0]}"
+        return f"{text}; set max_position_embeddings: {full_shape[0]} as in the checkpoint"
     if hidden:
-        return f"{text}; the checkpoint has hidden_size: {hidden[0]}"
+        return f"{text}; set hidden_size: {hidden[0]} as in the checkpoint"
     if "linear" in spec.name:
         return f"{text}; check intermediate_size, activation and compat_ffn_width"
     if "query_key_value" in spec.name:
@@ -226,28 +231,29 @@ def local_layer_state(
     copy: bool = True,
     params: Mapping[int, Sequence[ParamSpec]] | None = None,
 ) -> dict[str, Tensor]:
-    """The content of this tensor rank's file of one layer, by the names of `to_file_names`.
+    """Returns what tensor rank `tensor_rank` writes to its file of one layer, by the names in files.
 
-    tensors: this rank's parameters by our names. The result is on the CPU, each tensor contiguous and with
-    its own storage. copy: false for tensors that are so already, and may be kept. params: as of
-    `load_weights`.
-    A bias that is a sum over ranks is divided by tensor_size; the last rank writes the rest, so that the sum
-    is exact where the division is not. Raises CheckpointError when `tensors` are not exactly the layer's
-    parameters.
+    layer: its NeoX index. tensors: this rank's parameters, by our names.
+    naming: a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`.
+    copy: copy each tensor to the CPU; false: they are already there, contiguous and with their own storage.
+    params: the parameters to write, if not all of the model's; None: all.
+
+    Each rank writes a summand of a row-parallel bias: the bias / tensor_size; the last rank the remainder, so
+    the sum is exact. Raises CheckpointError if `tensors` are not exactly the layer's parameters.
     """
     specs = {spec.name: spec for spec in (layer_params(args) if params is None else params).get(layer, ())}
     if specs.keys() != tensors.keys():
         raise CheckpointError(
             f"layer {layer}: holds {', '.join(sorted(tensors)) or 'nothing'}; "
-            f"the weight map says {', '.join(sorted(specs)) or 'nothing'}"
+            f"by the weight map it needs {', '.join(sorted(specs)) or 'nothing'}"
         )
     state: dict[str, Tensor] = {}
     for name, spec in specs.items():
         tensor = tensors[name].detach()
         if spec.sum_over_tensor and tensor_size > 1:
             share = tensor / tensor_size
-            rest = tensor - share.double() * (tensor_size - 1)
-            tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
+            remainder = tensor - share.double() * (tensor_size - 1)
+            tensor = remainder.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
         state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) if copy else tensor
     return to_file_names(layer, state, args, naming)
 
@@ -255,21 +261,20 @@ def local_layer_state(
 def save_layer(
     folder: Path,
     layer: int,
-    whole: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     args: NeoXArgs,
     naming: str | None = None,
     to_disk: Callable[[Path], None] = sync,
 ) -> list[FileRecord]:
-    """Split the whole tensors of a layer over the tensor ranks of `args` and write the layer file of each
-    rank.
+    """Shards a layer over the tensor ranks of `args`, writes each rank's file, and returns their records.
 
-    naming: of `WEIGHT_NAMINGS`, as of `to_file_names`. to_disk: as of `save_tensors`. Returns a record of
-    each file.
+    layer: its NeoX index. tensors: its full tensors, by our names. naming: a key of WEIGHT_NAMINGS; None:
+    GPT-NeoX's for `args`. to_disk: called with the path of each file, to sync it now or later.
     """
     records, specs = [], layer_params(args)[layer]
     params = {layer: specs}
     for rank in range(args.tp):
-        local = {spec.name: _with_own_storage(shard(whole[spec.name], spec, rank, args.tp)) for spec in specs}
+        local = {spec.name: _with_own_storage(shard(tensors[spec.name], spec, rank, args.tp)) for spec in specs}
         state = local_layer_state(
             layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming, copy=False, params=params
         )
@@ -278,14 +283,15 @@ def save_layer(
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it is a view of more: torch.save writes all that a view is of."""
-    own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+    """Returns the tensor, or a copy if it is a view: torch.save would write the storage behind the view."""
+    owns_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:
-    """All tensors in the layer files of one tensor rank under GPT-NeoX's names without a pipeline:
-    `sequential.N.name`."""
+    """Returns all tensors in the layer files of one tensor rank, as {"sequential.N.name": tensor}.
+
+    mp_rank files of runs without a pipeline have these names; N is the NeoX layer index."""
     return {
         f"sequential.{layer}.{name}": value
         for (layer, rank), file in sorted(layout.layer_files(path).items())

@@ -1,5 +1,4 @@
-"""What training reads: `.bin/.idx` files, their index maps, the sets of a run, and the Batch that the model
-reads.
+"""Training data: `.bin/.idx` files, their index maps, the sets of a run, and the model's Batch.
 
 `preprocessing/` makes these files from raw text and `inspection/` looks at them: training imports neither.
 The names that need torch (Batch, the loaders) are imported on first use, so that tools start without torch.
@@ -9,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.blending import build_blend
-from megatron.data.build import build_datasets, epoch_iterations, with_sequences
+from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
@@ -22,7 +21,7 @@ from megatron.data.run_datasets import Datasets, SampleSet
 from megatron.data.set_config import rows_per_sample, split_boundaries, trains_preferences
 
 if TYPE_CHECKING:
-    from megatron.data.batch import Batch, Role
+    from megatron.data.batch import Batch
     from megatron.data.loader import collation, eval_batches, root_cause, train_loader
 
 
@@ -33,7 +32,6 @@ __all__ = [
     "Datasets",
     "IndexedDataset",
     "IndexedDatasetWriter",
-    "Role",
     "SampleSet",
     "build_blend",
     "build_datasets",
@@ -57,13 +55,11 @@ __all__ = [
     "step_length",
     "train_loader",
     "trains_preferences",
-    "with_sequences",
     "write_npy",
 ]
 
 _NEED_TORCH = {
     "Batch": "batch",
-    "Role": "batch",
     "collation": "loader",
     "eval_batches": "loader",
     "root_cause": "loader",

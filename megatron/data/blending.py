@@ -1,8 +1,8 @@
-"""Several sets read as one, in the proportion of their weights and in GPT-NeoX's order.
+"""Blends several sets in proportion to their weights, in GPT-NeoX's order.
 
 Sample i comes from the set d with the largest error weights[d] * max(i, 1) - drawn[d] (the first of equal
-ones, all in float64), and is the next one of that set. So the order does not depend on the number of samples:
-more of them only continue it.
+ones, all in float64), and is the next sample of that set. So the order does not depend on the number of
+samples: more of them only continue it.
 """
 
 import math
@@ -27,9 +27,12 @@ UINT32_MAX = np.iinfo(np.uint32).max
 
 @dataclass(frozen=True)
 class BlendMaps:
-    """dataset_index [samples]: the set of every sample;
-    dataset_sample_index [samples]: its number in that set;
-    drawn [sets] int64: how many samples are taken of each set."""
+    """The order of the samples of a blend.
+
+    dataset_index [samples]: for each sample, the index of the set that it comes from.
+    dataset_sample_index [samples]: the index of the sample in that set.
+    drawn [sets] int64: how many samples the blend takes from each set.
+    """
 
     dataset_index: np.ndarray
     dataset_sample_index: np.ndarray
@@ -37,16 +40,16 @@ class BlendMaps:
 
 
 class BlendingKey(CacheKey):
-    """The base of the keys of blends; the names of the fields are part of the names of cached files."""
+    """Base class of the cache keys of blends; the field names are part of the names of cached files."""
 
     def build(self) -> BlendMaps:
-        """The maps that the fields decide."""
+        """Build the `BlendMaps` that this key describes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BlendKey(BlendingKey):
-    """All that decides the maps of a blend of num_samples samples in the proportion of the weights."""
+    """The cache key of a blend of num_samples samples in proportion to the weights."""
 
     weights: tuple[float, ...]
     num_samples: int
@@ -58,8 +61,8 @@ class BlendKey(BlendingKey):
 
 @dataclass(frozen=True)
 class OnePassKey(BlendingKey):
-    """All that decides the maps of a blend of each sample once, in the proportion of the weights while all
-    sets last; a set that has given its samples is left out of what follows."""
+    """The cache key of a blend that takes each sample once. Sets are drawn in proportion to their weights; a
+    set with no samples left is skipped."""
 
     weights: tuple[float, ...]
     samples: tuple[int, ...]
@@ -71,10 +74,9 @@ class OnePassKey(BlendingKey):
 
 @dataclass(frozen=True)
 class EpochKey(BlendingKey):
-    """All that decides the maps of one pass over several sets: each sample once, every set spread evenly over
-    the pass.
+    """The cache key of one pass over several sets: each sample once, every set spread evenly over the pass.
 
-    (GPT-NeoX draws from all sets alike, so that small ones come again and large ones never end.)
+    (GPT-NeoX draws equally from all sets, so small sets repeat and large sets are not used in full.)
     """
 
     samples: tuple[int, ...]
@@ -89,7 +91,7 @@ Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one af
 
 @dataclass(frozen=True)
 class PhasesKey(BlendingKey):
-    """All that decides the maps of blends that follow each other, each with weights of its own."""
+    """The cache key of consecutive blends, each with its own weights."""
 
     phases: Phases
     phases_version: int = 1
@@ -99,42 +101,47 @@ class PhasesKey(BlendingKey):
 
 
 def normalized(weights: Sequence[float]) -> np.ndarray:
-    """The weights divided by their sum, float64; they are added from left to right as in NeoX."""
+    """Return the weights divided by their sum, float64; the sum is taken from left to right as in NeoX."""
     values = np.asarray(weights, dtype=np.float64)
     return values / np.cumsum(values)[-1]
 
 
 def samples_per_member(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever
-    drawn."""
+    """Return how many samples to prepare of each set for a blend of num_samples: its share plus 0.5 %, as in
+    NeoX. The blend never draws more than that."""
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
 
 
-def weight_phases(until: Sequence[int], weights: Sequence[tuple[float, ...]], batch: int, num_samples: int) -> Phases:
-    """The weights that hold up to step until[0], until[1], ... and then to the end, by samples; `batch` a
-    step."""
-    borders = [0, *(min(step * batch, num_samples) for step in until), num_samples]
+def weight_phases(
+    end_steps: Sequence[int], weights: Sequence[tuple[float, ...]], batch: int, num_samples: int
+) -> Phases:
+    """Return phases (number of samples, weights of the sets) for blend weights that change during the run.
+
+    weights[0] apply up to step end_steps[0], weights[1] up to end_steps[1], and so on; the last weights apply
+    to the end. batch: samples per step. num_samples: of all phases together.
+    """
+    borders = [0, *(min(step * batch, num_samples) for step in end_steps), num_samples]
     return tuple((end - begin, phase) for (begin, end), phase in zip(pairwise(borders), weights, strict=True))
 
 
 def build_phases(phases: Phases) -> BlendMaps:
-    """Blends one after another: in each phase a set goes on where it stopped in the one before. A weight of 0
-    leaves a set out of a phase."""
-    drawn = np.zeros(len(phases[0][1]), np.int64)
-    which, number = [], []
+    """Return the maps of consecutive blends, one for each phase. A set continues after its last sample of the
+    earlier phases. A set with weight 0 is not drawn in that phase."""
+    num_drawn = np.zeros(len(phases[0][1]), np.int64)
+    set_indices, number = [], []
     for samples, weights in phases:
         present = np.flatnonzero(weights)
         blend = build_blend([weights[i] for i in present.tolist()], samples)
-        which.append(present.astype(np.min_scalar_type(len(drawn) - 1))[blend.dataset_index])
-        number.append(blend.dataset_sample_index + drawn[which[-1]])
-        drawn[present] += blend.drawn
-    return BlendMaps(np.concatenate(which), np.concatenate(number), drawn)
+        set_indices.append(present.astype(np.min_scalar_type(len(num_drawn) - 1))[blend.dataset_index])
+        number.append(blend.dataset_sample_index + num_drawn[set_indices[-1]])
+        num_drawn[present] += blend.drawn
+    return BlendMaps(np.concatenate(set_indices), np.concatenate(number), num_drawn)
 
 
 def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
-    """Each sample of all sets once, in the order of (its number + 1/2) / the share of its set.
+    """Return maps that take every sample of all sets once, ordered by (index in its set + 1/2) / share.
 
-    samples: how many each set has. shares [sets]: in any unit.
+    samples: number of samples of each set. shares [sets]: how fast each set is drawn; only ratios count.
     """
     counts = np.asarray(samples, dtype=np.int64)
     numbers = np.concatenate([np.arange(count) for count in counts])
@@ -144,9 +151,10 @@ def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = False) -> tuple[float, ...]:
-    """Weights (n_d / N) ^ alpha, summing to 1, of sets of n_d documents (XLM-R, arXiv 1911.02116).
+    """Return one blend weight for each set: (n_d / N) ^ alpha, scaled to sum to 1 (XLM-R, arXiv 1911.02116).
 
-    compat: each multiplied by 1 - n_d / N besides, as GPT-NeoX does contrary to its documentation.
+    documents: n_d, the documents of each set; N is their sum.
+    compat: also multiply each by 1 - n_d / N, as GPT-NeoX does contrary to its documentation.
     """
     if len(documents) == 1:
         return (1.0,)
@@ -164,67 +172,71 @@ def build_blend(
     lane_length: int = LANE_LENGTH,
     warm_up: int = WARM_UP,
 ) -> BlendMaps:
-    """The order of the first num_samples samples.
+    """Return the maps of the first num_samples samples of a blend of sets in proportion to `weights`.
 
-    lanes, lane_length, warm_up: how the work is cut up (see `_block`); the result does not depend on them.
+    lanes, lane_length, warm_up: how the work is split (see `_block`); the result does not depend on them.
     """
     # NeoX normalises once more, with numpy's sum
     shares = normalized(weights)
     shares /= np.sum(shares)
     dataset_index = np.empty(num_samples, np.min_scalar_type(len(shares) - 1))
     sample_index = np.empty(num_samples, np.uint32 if num_samples <= UINT32_MAX else np.int64)
-    drawn = np.zeros(len(shares), np.int64)
-    for first in range(0, num_samples, lanes * lane_length):
+    num_drawn = np.zeros(len(shares), np.int64)
+    for start in range(0, num_samples, lanes * lane_length):
         look_for_stop()
-        block = slice(first, min(num_samples, first + lanes * lane_length))
-        count = block.stop - first
+        block = slice(start, min(num_samples, start + lanes * lane_length))
+        count = block.stop - start
         chosen, number = _block(
-            shares, first, drawn, -(-count // lane_length), min(lane_length, count), min(warm_up, lane_length)
+            shares, start, num_drawn, -(-count // lane_length), min(lane_length, count), min(warm_up, lane_length)
         )
         dataset_index[block], sample_index[block] = chosen[:count], number[:count]
-        drawn += np.bincount(chosen[:count], minlength=len(drawn))
-    return BlendMaps(dataset_index, sample_index, drawn)
+        num_drawn += np.bincount(chosen[:count], minlength=len(num_drawn))
+    return BlendMaps(dataset_index, sample_index, num_drawn)
 
 
 def _block(
-    weights: np.ndarray, first: int, drawn: np.ndarray, lanes: int, length: int, warm_up: int
+    weights: np.ndarray, start: int, num_drawn: np.ndarray, lanes: int, length: int, warm_up: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(set, number in the set) of samples [first, first + lanes * length), the sets having given `drawn`
-    before.
+    """Return (set, index in the set) for samples [start, start + lanes * length). num_drawn: samples drawn
+    from each set before `start`.
 
-    One sample after the other would take minutes in Python. So the block is cut into lanes that go on
-    together, each from a guess of what was drawn before it, made better by a run-up of `warm_up` samples: two
-    runs that differ soon fall into step, since what one of them has drawn too little of is what it draws
-    next. A lane is right if it begins exactly as the lane before it ends; those that are not begin again,
-    from that very state.
+    Drawing samples one by one would take minutes in Python. So the block is split into lanes that advance
+    together. The state at a lane's start (samples drawn so far from each set) is guessed, and corrected by
+    drawing the `warm_up` samples before it: wrong states soon converge to the right one, because the next
+    sample always comes from the set that is furthest behind. A lane is right if it starts in the state in
+    which the lane before it ends; the other lanes are computed again from that state.
     """
-    begins = first + length * np.arange(lanes)
+    begins = start + length * np.arange(lanes)
     state = np.empty((lanes, len(weights)))
-    state[0] = drawn
+    state[0] = num_drawn
     state[1:] = _share_out(weights, begins[1:] - warm_up)
     _draw(weights, begins[1:] - warm_up, state[1:], warm_up)
-    start = state.copy()
+    lane_start = state.copy()
     chosen, number = _draw(weights, begins, state, length)
-    while len(wrong := 1 + np.flatnonzero((start[1:] != state[:-1]).any(axis=1))):
-        start[wrong] = state[wrong - 1]
-        end = start[wrong]
+    while len(wrong := 1 + np.flatnonzero((lane_start[1:] != state[:-1]).any(axis=1))):
+        lane_start[wrong] = state[wrong - 1]
+        end = lane_start[wrong]
         chosen[wrong], number[wrong] = _draw(weights, begins[wrong], end, length)
         state[wrong] = end
     return chosen.ravel(), number.ravel()
 
 
 def _share_out(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """`samples` [lanes] divided by weight among the sets [lanes, sets], rounded by largest remainder."""
+    """Return how many of each lane's `samples` [lanes] come from each set by weight, [lanes, sets].
+
+    Fractions are rounded by the largest-remainder method.
+    """
     due = samples[:, None] * weights
-    whole = np.floor(due)
-    left = samples[:, None] - whole.sum(axis=1, keepdims=True)
-    return whole + (np.argsort(np.argsort(whole - due)) < left)
+    floors = np.floor(due)
+    remainder = samples[:, None] - floors.sum(axis=1, keepdims=True)
+    return floors + (np.argsort(np.argsort(floors - due)) < remainder)
 
 
 def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Go on by `steps` samples in every lane: (set, number in the set), each [lanes, steps] int64.
+    """Draw the next `steps` samples of every lane; return (set, index in the set), each [lanes, steps] int64.
 
-    begins [lanes] sample each lane is at; state [lanes, sets] float64 drawn before it, changed in place.
+    begins [lanes]: the number of each lane's next sample. state [lanes, sets] float64: how many samples each
+    lane has drawn from each set before; updated in place.
     """
     lanes, sets = state.shape
     chosen, number = np.empty((2, steps, lanes), np.int64)
@@ -245,35 +257,34 @@ def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int
 
 
 class BlendedDataset:
-    """Item i: sample dataset_sample_index[i] of member dataset_index[i].
+    """A dataset whose item i is sample dataset_sample_index[i] of member dataset_index[i].
 
-    Upstream starts a member again, with a warning, that has given all its samples; here that does not occur.
+    Raises DataError if a member has fewer samples than the blend draws (GPT-NeoX would repeat them).
     """
 
     def __init__(self, name: str, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
         self.name, self.members, self.maps = name, tuple(members), maps
-        for member, drawn in zip(members, maps.drawn.tolist(), strict=True):
-            if drawn > len(member):
-                raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but {drawn} are drawn of it")
+        for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
+            if num_drawn > len(member):
+                raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}")
 
     def __len__(self) -> int:
         return len(self.maps.dataset_index)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """(member, and what `pieces` of that member gives) of each document in sample `index`."""
+        """Yield (index of the member, *piece) for each piece that the member's `pieces` yields."""
         member = int(self.maps.dataset_index[index])
         for piece in self.members[member].pieces(int(self.maps.dataset_sample_index[index])):
             yield member, *piece
 
 
 class RepeatedDataset:
-    """`epochs` passes over a dataset (`train_epochs`): every window once, then again in the same order, as
-    NeoX's."""
+    """Repeats a dataset `epochs` times (`train_epochs`), in the same order each time, as NeoX does."""
 
     def __init__(self, dataset: PackedDataset | BlendedDataset, epochs: int):
         self.dataset, self.epochs = dataset, epochs
@@ -283,9 +294,9 @@ class RepeatedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
         return self.dataset[index % len(self.dataset)]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """The documents that sample `index` is made from, as the dataset under it gives them."""
+        """Yield the tuples that the repeated dataset's `pieces` yields for the sample, one per document."""
         return self.dataset.pieces(index % len(self.dataset))

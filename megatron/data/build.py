@@ -1,16 +1,13 @@
-"""From the configuration to the train, validation and test sets of a run."""
+"""Builds the train, validation and test sets of a run from its configuration."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
-from megatron.data.packed_dataset import PackedDataset
 from megatron.data.preferences.preference_sets import build_preference_sets, preference_samples_per_epoch
 from megatron.data.run_datasets import Datasets
-from megatron.data.sequences import SequenceDataset
-from megatron.data.set_config import masked_token_ids, names_missing_data, trains_preferences
+from megatron.data.set_config import names_missing_data, trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
@@ -21,47 +18,34 @@ def build_datasets(
     args: NeoXArgs,
     *,
     train_batch_size: int,
-    once: Callable[[Callable[[], Any]], Any],
+    on_one_rank: Callable[[Callable[[], Any]], Any],
     epochs: int | None = None,
     data_state: DataState | None = None,
 ) -> Datasets:
-    """Build the sets of `data_path` + `split`, or of the listed paths; several paths of one list are blended
-    by weight.
+    """Build the train, validation and test sets of `data_path` + `split`, or of the listed data paths. If a
+    list has several paths, they are blended by weight.
 
-    once: called on every rank with a function that does all work on whole files: checks, hashes, and writing
-    the index maps that the cache does not hold. It must call that function on one rank, return its result on
-    all ranks, and raise on all ranks what it raised there.
+    on_one_rank: called on every rank with a function that does all work on full files: checks, hashes, and
+      writing missing index maps. It must call that function on one rank, return its result on all ranks, and
+      raise its exception on all ranks.
     epochs: passes over the training set (see `epoch_iterations`); None: as many samples as `train_iters`
-    steps take. data_state: of the run that is resumed, whose samples keep their order; None: a new run.
-    Raises DataError for data that cannot be used. A run that writes its own samples has no sets.
+      steps take.
+    data_state: the position of a resumed run in its data; its samples keep their order. None: a new run.
+    Raises DataError for unusable data. A run that trains on its own generations (rollouts) has no sets.
     """
-    if sample_kind(args) == "rollouts":
+    if sample_kind(args) == "generated":
         return Datasets(None, None, None)
     build = build_preference_sets if trains_preferences(args) else build_text_sets
-    return build(args, train_batch_size, once, epochs, data_state or DataState())
-
-
-def with_sequences(args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
-    """The sets, that to forget by its sequences where the loss is of these (`ga_loss_type`)."""
-    if args.ga_loss_type == "nll" or not isinstance(datasets.forget, PackedDataset):
-        return datasets
-    forget = SequenceDataset(
-        datasets.forget,
-        apart=args.reset_attention_mask,
-        eod=eod,
-        mask_after_eod=args.eod_mask_loss,
-        masked_ids=masked_token_ids(args),
-    )
-    return replace(datasets, forget=forget)
+    return build(args, train_batch_size, on_one_rank, epochs, data_state or DataState())
 
 
 @names_missing_data
 def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataState | None = None) -> int:
-    """Optimizer steps of `train_epochs` passes over the training data; last samples that fill no batch are
-    left out.
+    """Return the optimizer step at which `train_epochs` passes over the training data end. An incomplete last
+    batch is dropped.
 
-    data_state: of the run that is resumed, whose steps so far may have had another batch size.
-    Raises DataError for data that cannot be used, or that is less than one batch.
+    data_state: the position of a resumed run; its earlier steps may have used another batch size. Raises
+    DataError for unusable data, or if all passes together do not fill one batch.
     """
     assert args.train_epochs is not None
     per_epoch = (preference_samples_per_epoch if trains_preferences(args) else text_samples_per_epoch)(args)

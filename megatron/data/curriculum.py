@@ -1,11 +1,10 @@
-"""Short sequences first.
+"""Trains on short sequences first.
 
-`curriculum_learning`: how many tokens of each sample an optimizer step reads; their ends are left out. The
-formulas are those of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et
-al., "The Stability-Efficiency Dilemma" (arXiv 2108.06084).
-`seq_curriculum`: nothing is left out. The micro-batch [batch, seq_length] of a step is read as [batch *
-seq_length / seq_len, seq_len], so that steps, their tokens, and where a run goes on are those of the run
-without it.
+`curriculum_learning`: each optimizer step reads only the first tokens of each sample. The formulas are those
+of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et al., "The
+Stability-Efficiency Dilemma" (arXiv 2108.06084). `seq_curriculum`: no token is dropped. The micro-batch
+[batch, seq_length] of a step is read as [batch * seq_length / seq_len, seq_len], so steps, their tokens and
+the resume position equal those without it.
 """
 
 import math
@@ -17,13 +16,14 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def curriculum_section(args: NeoXArgs) -> Mapping[str, Any] | None:
-    """The section `curriculum_learning`, None when it is off."""
+    """Return the section `curriculum_learning`; None when it is off."""
     section = args.curriculum_learning
     return section if section is not None and section["enabled"] else None
 
 
 def step_length(args: NeoXArgs, step: int) -> int:
-    """Tokens that optimizer step `step` (the first is 1) reads of each sample; at most `seq_length`."""
+    """Return how many tokens of each sample optimizer step `step` (the first is 1) reads; at most
+    `seq_length`."""
     section = curriculum_section(args)
     return args.seq_length if section is None else min(args.seq_length, difficulty(section, step))
 
@@ -33,13 +33,13 @@ def has_curriculum(args: NeoXArgs) -> bool:
 
 
 def row_length(args: NeoXArgs, step: int) -> int:
-    """Tokens of a row in optimizer step `step` (the first is 1)."""
+    """Return the length in tokens of the model's input rows in optimizer step `step` (the first is 1)."""
     section = args.seq_curriculum
     return step_length(args, step) if section is None else section["seq_len"][bisect_left(section["until"], step)]
 
 
 def difficulty(section: Mapping[str, Any], step: int) -> int:
-    """What the schedule of a `curriculum_learning` section says for a step."""
+    """Return the sequence length of a step by the schedule of a `curriculum_learning` section."""
     schedule = section["schedule_config"]
     if section["schedule_type"] == "fixed_discrete":
         for length, last in zip(schedule["difficulty"], schedule["max_step"], strict=False):
@@ -47,27 +47,27 @@ def difficulty(section: Mapping[str, Any], step: int) -> int:
                 return length
         return schedule["difficulty"][-1]
     root = schedule["root_degree"] if section["schedule_type"] == "fixed_root" else 1
-    least, most, multiple = section["min_difficulty"], section["max_difficulty"], schedule["difficulty_step"]
+    min_length, max_length, multiple = section["min_difficulty"], section["max_difficulty"], schedule["difficulty_step"]
     share = (step / schedule["total_curriculum_step"]) ** (1.0 / root)
-    length = math.floor(share * (most - least) + least) // multiple * multiple
-    return min(max(length, -(-least // multiple) * multiple), most)
+    length = math.floor(share * (max_length - min_length) + min_length) // multiple * multiple
+    return min(max(length, -(-min_length // multiple) * multiple), max_length)
 
 
 def check_curriculum(args: NeoXArgs) -> None:
-    """Raise ConfigError for lengths that are none, or that tensor ranks cannot share under sequence
-    parallelism."""
+    """Raise ConfigError for sequence lengths below 1, or, with `sequence_parallel`, for lengths that the
+    number of tensor-parallel ranks does not divide."""
     section = curriculum_section(args)
     if args.seq_curriculum is not None:
         lengths, path = args.seq_curriculum["seq_len"], "seq_curriculum.seq_len"
     elif section is not None:
         name = "difficulty" if section["schedule_type"] == "fixed_discrete" else "difficulty_step"
-        given = section["schedule_config"][name]
-        lengths, path = given if name == "difficulty" else (given,), f"curriculum_learning.schedule_config.{name}"
+        value = section["schedule_config"][name]
+        lengths, path = value if name == "difficulty" else (value,), f"curriculum_learning.schedule_config.{name}"
     else:
         return
     if min(lengths) < 1:
         raise args.error(path, "expected lengths of at least one token")
     odd = [length for length in lengths if length % args.tp]
     if args.sequence_parallel and odd:
-        problem = f"sequence_parallel cuts sequences over {args.tp} ranks, which does not divide {odd[0]}"
+        problem = f"sequence_parallel splits rows over {args.tp} ranks, but {args.tp} does not divide length {odd[0]}"
         raise args.error(path, f"{problem}; use multiples of {args.tp}")

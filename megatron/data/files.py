@@ -1,4 +1,4 @@
-"""Small file helpers: durable writes, hashes that do not read a whole file at once, and maps of files."""
+"""File helpers: durable writes, hashes computed block by block, and memory maps."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ _SETTLED = 2_000_000_000  # nanoseconds
 
 
 def sync(path: str | Path) -> None:
-    """Force a file or folder to disk, so that a rename after it never publishes half of it."""
+    """Flush a file or folder to disk (fsync), so that a later rename never exposes a partly written file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -32,14 +32,17 @@ def sync(path: str | Path) -> None:
 
 
 def temporary(path: str | Path) -> Path:
-    """A name beside `path` (same file system, so that `os.replace` is atomic), different in every process."""
+    """Return a temporary name in the folder of `path`, different in every process. Moving that file to `path`
+    with `os.replace` is atomic."""
     path = Path(path)
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a JSON value into a file, which appears whole and durable, in the place of an earlier one. Raises
-    OSError with the file's name, and leaves the earlier one, where the disk is full."""
+    """Write `content` as JSON into the file `path`, atomically and durably; an existing file is replaced.
+
+    If writing fails, as on a full disk, OSError names `path` and the existing file stays unchanged.
+    """
     unfinished = temporary(path)
     try:
         unfinished.write_text(to_json(content, indent=1) + "\n")
@@ -52,7 +55,7 @@ def write_json(path: str | Path, content: Any) -> None:
 
 
 def sha256(path: str | Path) -> str:
-    """Hex SHA-256 of a file's content. Raises StopRequested where a stop signal comes first."""
+    """Return the hex SHA-256 of a file's content. Raises StopRequested at a stop signal."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -62,19 +65,19 @@ def sha256(path: str | Path) -> str:
 
 
 def cached_sha256(path: str | Path, folder: Path) -> str:
-    """Hex SHA-256 of a file's content, kept in `folder` for as long as the file's size, times and inode stay
-    the same.
+    """Return the hex SHA-256 of a file's content, cached in `folder` while the file's size, times and inode
+    stay the same.
 
-    Nothing is kept of a file that changed in the last seconds: it might change again without another time.
+    A file that changed in the last seconds is not cached: it might change again within the same time stamp.
     """
     path = Path(path).resolve()
     stat = path.stat()
     now = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     note = folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValueError, KeyError):
-        known = json.loads(note.read_text())
-        if known["path"] == str(path) and known["stat"] == now:
-            return known["sha256"]
+        cached = json.loads(note.read_text())
+        if cached["path"] == str(path) and cached["stat"] == now:
+            return cached["sha256"]
     digest = sha256(path)
     if time.time_ns() - max(now[1:3]) > _SETTLED:
         # Only time is lost without a note: a folder that cannot be written is told of where something must
@@ -97,9 +100,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
-    """The content of a file from byte `offset` on as a read-only array, paged in as it is read.
+    """Return the content of a file from byte `offset` on as a read-only, memory-mapped array.
 
-    Unlike numpy.memmap it keeps no file open: thousands of sets would meet the limit of open files.
+    Unlike numpy.memmap it keeps no file open: thousands of sets would exceed the limit of open files.
     """
     size = os.path.getsize(path)
     if size <= offset:  # nothing cannot be mapped
@@ -117,9 +120,9 @@ def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
 
 
 def map_npy(path: str | Path) -> np.ndarray:
-    """The array of a `.npy` file, read-only and paged in as it is read (see `map_file`).
+    """Return the array of a `.npy` file, read-only and memory-mapped (see `map_file`).
 
-    Raises ValueError for a file that is none, or that holds objects or an array in Fortran order.
+    Raises ValueError for another file format, and for objects or an array in Fortran order.
     """
     with open(path, "rb") as file:
         read_header = {
@@ -129,5 +132,5 @@ def map_npy(path: str | Path) -> np.ndarray:
         shape, fortran_order, dtype = read_header(file)
         offset = file.tell()
     if dtype.hasobject or fortran_order:
-        raise ValueError("not an array of numbers in C order")
+        raise ValueError("not a C-contiguous array of numbers")
     return map_file(path, dtype, offset).reshape(shape)

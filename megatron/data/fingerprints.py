@@ -1,5 +1,4 @@
-"""What identifies the data of a run and decides the order of its samples. How many are drawn is no part of
-it."""
+"""Fingerprints of the data of a run and of the order of its samples; the number of samples does not count."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +12,6 @@ from megatron.data.preferences.preference_sets import preference_files
 from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
-    UNLEARNING_KEYS,
     blend_weights,
     companion_paths,
     data_prefixes,
@@ -22,6 +20,7 @@ from megatron.data.set_config import (
     storage,
 )
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.methods import declaration_of, declarations, further_sets
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.losses import least_prefix_saving, sample_kind
 
@@ -34,16 +33,14 @@ ORDER_KEYS = (
     "compat_group_texts_batch", "compat_pack_impl", "max_length", "max_prompt_length", "limit_samples",
 )  # fmt: skip
 """Keys that decide which samples the files give, and in which order."""
-ORDER_OF_PROMPTS = (
-    "prompt_key", "chat", "num_generations", "shuffle", "max_prompt_length", "steps_per_generation", "num_iterations",
-)  # fmt: skip
-"""Sub-keys of `rollout` that do."""
 
 
 def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
-    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and
-    SHA-256 over 64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over
-    all `.npy` files)."""
+    """Return values that identify the content of a dataset, without reading all of it.
+
+    idx_sha256: SHA-256 of the `.idx`. bin_bytes: size of the `.bin`. bin_blocks_sha256: SHA-256 over 64
+    evenly spaced blocks of 64 KiB of the `.bin` (all of it if smaller; as many blocks over all `.npy` files).
+    """
     return _fingerprint(open_dataset(prefix, data_impl))
 
 
@@ -65,16 +62,16 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
 
 @names_missing_data
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
-    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are
-    `train_0`, `train_1`, ..., each with its normalised weight."""
+    """Return {set name: `fingerprint` of its files}; the paths of the files do not count. The members of a
+    blend are named `train_0`, `train_1`, ..., each with its normalised weight."""
     fingerprints: dict[str, dict[str, Any]] = {}
-    if sample_kind(args) == "rollouts":
-        assert args.rollout is not None
-        return {f"prompts_{i}": _of_file(path) for i, path in enumerate(args.rollout["prompts"])}
+    if sample_kind(args) == "generated":
+        prompts = declaration_of(args).prompt_files(args)
+        return {f"prompts_{i}": _file_fingerprint(path) for i, path in enumerate(prompts)}
     if args.dataset_impl == "pairwise":
         files = preference_files(args).items()
-        listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
-        return {name: fingerprint(path, args.data_impl) for name, path in listed}
+        named_paths = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
+        return {name: fingerprint(path, args.data_impl) for name, path in named_paths}
     for name, prefixes in data_prefixes(args).items():
         if len(prefixes) == 1:
             data = fingerprint(prefixes[0], storage(args, name))
@@ -92,7 +89,7 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     return fingerprints
 
 
-def _of_file(path: str) -> dict[str, str | int]:
+def _file_fingerprint(path: str) -> dict[str, str | int]:
     try:
         content = Path(path).read_bytes()
     except OSError as problem:
@@ -106,30 +103,34 @@ def _companion_fingerprints(args: NeoXArgs, name: str, member: int) -> dict[str,
 
 
 def path_key(name: str, kind: str = "") -> str:
-    """The configuration key of an entry of `data_fingerprint`; kind: "labels" or "rewards" in it."""
+    """Return the configuration key that lists the files of entry `name` of `data_fingerprint`.
+
+    kind: "labels" or "rewards" for the key of these files; "" for the key of the text, as `train_data_paths`.
+    """
     split, *side = name.rstrip("0123456789").rstrip("_").split("_")
     if split == "prompts":
-        return "rollout.prompts"
+        return next(declaration.prompts_key for declaration in declarations() if declaration.prompts_key)
     if split == "all":
         return "data_path"
-    if split in UNLEARNING_KEYS:
-        return UNLEARNING_KEYS[split][kind == "labels"]
+    if (declared := further_sets().get(split)) is not None:
+        return declared.labels if kind == "labels" else declared.data
     kind = kind or "".join(part for part in side if part in ("labels", "rewards"))
     words = [part for part in side if part != kind] + [split] + ([kind.rstrip("s")] if kind else [])
     return "_".join([*words, "data_paths"])
 
 
 def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
-    """The keys that decide the order of samples and which of their tokens are trained, besides
-    `data_fingerprint` and `seed`. epochs: `train_epochs`, which is not in args any more when a run begins;
-    whether there is any decides, not how many."""
+    """Return {key: value} of the configuration keys that, besides `data_fingerprint` and `seed`, decide the
+    order of samples and the trained tokens.
+
+    epochs: `train_epochs`, which a started run no longer has in args; only whether it is None counts.
+    """
     keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
     keys["data_seed"] = data_seed(args)
     if sample_kind(args) == "pairs" and args.pack_impl == "best_fit":
         keys["prefix_sharing"] = least_prefix_saving(args) is not None
-    if sample_kind(args) == "rollouts":
-        assert args.rollout is not None
-        keys |= {f"rollout.{key}": args.rollout[key] for key in ORDER_OF_PROMPTS}
+    keys |= declaration_of(args).order_keys(args)
+    if sample_kind(args) == "generated":
         keys["train_batch_size"] = args.train_batch_size  # a generation is so many answers
     keys["split"] = args.split.replace(" ", "") if args.data_path or cuts_listed_paths(args) else None
     keys["loss_mask_token_ids"] = sorted(masked_token_ids(args)) or None
@@ -139,10 +140,9 @@ def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
 
 
 def order_sha256(dataset: SampleSet, samples: int) -> str:
-    """Hex SHA-256 of where up to 64 evenly spaced ones of the first `samples` samples begin: document and
-    token.
+    """Return a hex SHA-256 that identifies the order of the first `samples` samples of a dataset.
 
-    The first and the last of these samples are among them.
+    It hashes where up to 64 evenly spaced samples begin (document and token), the first and last included.
     """
     digest, count = hashlib.sha256(), min(samples, SAMPLES_HASHED)
     for number in range(count):

@@ -1,10 +1,10 @@
-"""Arrays derived from data, kept in one file a set, named by all that decides them: whole or not there, never
+"""Caches arrays derived from data, one file a set, named by a digest of its keys: complete or absent, never
 stale.
 
-`<digest of the keys>.maps` holds the arrays one after another, each from a multiple of 64 bytes on; then JSON
-with the keys, the type, shape and place of every array, and the CRC-32 of every 16 MiB before it; last,
-`TAIL`: the length of that JSON, and its own CRC-32. The process that sees to it that a file is there checks
-it whole, once a start; one that was damaged is said and made again.
+`<digest of the keys>.maps` holds the arrays one after another, each aligned to 64 bytes. JSON follows: the
+keys, the type, shape and position of every array, and the CRC-32 of every 16 MiB before it. Last comes
+`TAIL`: the length of that JSON, and its CRC-32. At each start the process that ensures the file checks all of
+it; a damaged file is reported and rebuilt.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ MapBuilders = Mapping["CacheKey", Callable[[], Any]]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """The base of dataclasses whose fields are all that decides some arrays. Their names are part of file
-    names."""
+    """Base class of cache keys: dataclasses whose fields decide the content of the cached arrays. Renaming a
+    field changes the names of cached files."""
 
     @property
     def digest(self) -> str:
@@ -50,10 +50,11 @@ class CacheKey:
 
 @dataclass(frozen=True, eq=False)
 class CachedMaps:
-    """A file of the cache, mapped into memory.
+    """A memory-mapped file of the cache.
 
-    places: for each key, the type, shape and first byte of every array by its name. checksums: the CRC-32 of
-    every BLOCK bytes of `content`, which ends where the arrays do.
+    content: the bytes of all arrays.
+    places: for each cache key, {name of an array: (dtype, shape, offset in bytes)}.
+    checksums: the CRC-32 of every BLOCK bytes of `content`.
     """
 
     content: np.ndarray
@@ -61,7 +62,7 @@ class CachedMaps:
     checksums: list[int]
 
     def maps(self, key: CacheKey, kind: type[Maps]) -> Maps:
-        """The arrays of `key` as the dataclass `kind`."""
+        """Return the arrays of `key` as an object of the dataclass `kind`, whose fields have their names."""
         return kind(**{name: self._array(*place) for name, place in self.places[key].items()})
 
     def _array(self, dtype: str, shape: list[int], start: int) -> np.ndarray:
@@ -70,18 +71,19 @@ class CachedMaps:
 
 
 def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
-    """Make sure that one file of cache_dir holds the arrays of all keys, undamaged.
+    """Write the cache file for these builders into cache_dir, unless an undamaged file exists. A damaged file
+    is rebuilt.
 
-    The arrays of a key are the fields of what its builder returns. A missing file is written under a
-    temporary name, then renamed; what other processes have mapped stays what it was.
-    Raises DataError where it cannot be written, StopRequested where a stop signal comes first.
+    builders: {cache key: function without arguments that returns a dataclass of arrays}; the file holds these
+      arrays. It is written under a temporary name, then renamed, so processes keep a file they have mapped.
+    Raises DataError if the file cannot be written, StopRequested at a stop signal.
     """
     path = _path(cache_dir, builders)
     if path.is_file():
         damage = _damage(path, builders)
         if damage is None:
             return
-        logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); these index maps are made again")
+        logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); these index maps are rebuilt")
     unfinished = temporary(path)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
 
 
 def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARED_FILE_SYSTEM_DELAY) -> CachedMaps:
-    """Map the file of `keys`, of which some process has made sure; waits for it up to `wait` seconds.
+    """Map the file of `keys`, which `ensure_cached` wrote in some process; waits up to `wait` seconds for it.
 
     Raises DataError for a file that does not appear, or that is damaged.
     """
@@ -105,12 +107,12 @@ def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARE
     deadline = time.monotonic() + wait
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DataError(f"{path}: not there; index_cache_dir must be a folder that every node sees")
+            raise DataError(f"{path}: no such file; set index_cache_dir to a folder that every node sees")
         time.sleep(0.1)
     try:
         return _open(path, keys)
     except (OSError, ValueError) as problem:
-        raise DataError(f"{path}: damaged index maps ({problem}); delete this file, it is made again") from problem
+        raise DataError(f"{path}: damaged index maps ({problem}); delete this file, it is rebuilt") from problem
 
 
 def _described(keys: Collection[CacheKey]) -> str:
@@ -128,7 +130,7 @@ def _path(cache_dir: Path, keys: Collection[CacheKey]) -> Path:
 def _write(path: Path, builders: MapBuilders) -> None:
     places: list[dict[str, tuple[str, tuple[int, ...], int]]] = []
     with open(path, "wb") as file:
-        for maps in _made(list(builders.values())):
+        for maps in _built_maps(list(builders.values())):
             places.append({})
             for name, array in vars(maps).items():
                 file.write(bytes(-file.tell() % ALIGNMENT))
@@ -142,9 +144,9 @@ def _write(path: Path, builders: MapBuilders) -> None:
     sync(path)
 
 
-def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
-    """What the builders return, in order and a few at a time: maps of large sets need not all fit into
-    memory."""
+def _built_maps(builders: list[Callable[[], Any]]) -> Iterator[Any]:
+    """Call the builders and yield their results in order. At most THREADS results are in memory, because the
+    maps of all large sets might not fit."""
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(builders), THREADS):
             yield from pool.map(_unless_stopped, builders[start : start + THREADS])
@@ -156,25 +158,25 @@ def _unless_stopped(make: Callable[[], Any]) -> Any:
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
-    """Read a file whole and return in words what is wrong with it, None if nothing is."""
+    """Check the full content of the cache file of `keys`; return what is damaged, None if nothing is."""
     try:
         entry = _open(path, keys)
     except (OSError, ValueError) as problem:
         return str(problem)
-    return None if _checksums(entry.content) == entry.checksums else "its checksums do not fit"
+    return None if _checksums(entry.content) == entry.checksums else "its checksums do not match"
 
 
 def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
-    """Raises ValueError for a file whose end does not describe the arrays of `keys`; they themselves are not
-    read."""
+    """Memory-map the cache file of `keys` without reading its arrays. Raises ValueError if the description at
+    its end is damaged or belongs to other keys."""
     content = map_file(path, np.uint8)
     length, checksum = TAIL.unpack(content[-TAIL.size :].tobytes().ljust(TAIL.size, b"\0"))
     text = content[-TAIL.size - length : -TAIL.size].tobytes() if length <= len(content) - TAIL.size else b""
     if not text or zlib.crc32(text) != checksum:
-        raise ValueError("cut off, or its end was changed")
+        raise ValueError("truncated, or its last bytes were changed")
     facts = json.loads(text)
     if facts["digest"] != _digest(_described(keys)):
-        raise ValueError("it holds other maps")
+        raise ValueError("it holds maps of other data or settings")
     return CachedMaps(content[: -TAIL.size - length], dict(zip(keys, facts["places"], strict=True)), facts["crc32"])
 
 

@@ -37,13 +37,13 @@ def data_path(prefix: str | Path) -> Path:
 
 
 def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
-    """The token type for a vocabulary, by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else
+    """Return the token type for a vocabulary by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else
     int32."""
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
-def fits(values: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether all values can be stored as `dtype` without a change."""
+def can_store(values: np.ndarray, dtype: np.dtype) -> bool:
+    """Return whether all values can be stored as `dtype` without a change."""
     if dtype.kind == "f":
         return values.dtype.kind in "iuf"
     limits = np.iinfo(dtype)
@@ -53,10 +53,11 @@ def fits(values: np.ndarray, dtype: np.dtype) -> bool:
 class IndexedDataset:
     """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
 
-    sizes [n] int32 (tokens), pointers [n] int64 (bytes), boundaries int64 (of documents, in sequences).
-    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin.
-    known_sha256: its `index_sha256`, from a process that has checked the files: they are not read whole
-    again.
+    sizes: [n] int32, tokens of each sequence.
+    pointers: [n] int64, the byte offset of each sequence in the `.bin`.
+    boundaries: [documents + 1] int64, the index of each document's first sequence; the last value is n.
+    known_sha256: `index_sha256` from a process that has already checked the files; the check is then skipped.
+    Raises DataError if a file is missing, truncated, of another format, or does not match its partner.
     """
 
     def __init__(self, prefix: str | Path, known_sha256: str | None = None):
@@ -98,28 +99,28 @@ class IndexedDataset:
         return type(self), (self.prefix, self.__dict__.get("index_sha256"))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (None: all that are left) of sequence `index`, from token `offset` on."""
+        """Return `length` tokens (None: all that are left) of sequence `index`, from token `offset` on."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         stop = int(self.sizes[index]) if length is None else offset + length
         return self.tokens[start + offset : start + stop]
 
-    def span(self, first: int, last: int) -> np.ndarray:
-        """All tokens of sequences [first, last), as they lie in the file."""
-        if first >= last:
+    def span(self, begin: int, stop: int) -> np.ndarray:
+        """Return all tokens of sequences [begin, stop), joined in the order of the file."""
+        if begin >= stop:
             return self.tokens[:0]
-        start, end = int(self.pointers[first]), int(self.pointers[last - 1])
-        return self.tokens[start // self.dtype.itemsize : end // self.dtype.itemsize + int(self.sizes[last - 1])]
+        start, end = int(self.pointers[begin]), int(self.pointers[stop - 1])
+        return self.tokens[start // self.dtype.itemsize : end // self.dtype.itemsize + int(self.sizes[stop - 1])]
 
     @cached_property
     def doc_idx(self) -> np.ndarray:
-        """The document boundaries, int64, in sequences: what is wrong among them is refused when they are
-        first used, with DataError. Training, which goes by sequences, does not read them."""
+        """`boundaries`, checked at the first use, which raises DataError if they are wrong. Training does not
+        read them, because it goes by sequences."""
         check_boundaries(self.index_file, self.boundaries, len(self.sizes))
         return self.boundaries
 
     @cached_property
     def index_sha256(self) -> str:
-        """Hex SHA-256 of the `.idx`: the content key of everything derived from the sequence lengths."""
+        """Hex SHA-256 of the `.idx`; the cache key of everything computed from the sequence lengths."""
         return sha256(self.index_file)
 
     def _check_layout(self) -> None:
@@ -137,53 +138,55 @@ class IndexedDataset:
         if size != expected:
             raise DataError(
                 f"{self.data_file}: {size} bytes, but {self.index_file} describes {expected}: "
-                f"the file is cut off or belongs to another index; {remedy}"
+                f"the file is truncated or belongs to another index; {remedy}"
             )
 
 
 def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
-    """Raise DataError, naming the document, for boundaries that do not lead from 0 to `n` without falling.
+    """Raise DataError, naming the document, if document boundaries do not begin at 0, decrease, or do not end
+    at `n`, the number of sequences.
 
-    So, too, where all documents hold one sequence or none, but for some that hold two beside one of none: a
-    boundary there is off by one. Files of sentences, with documents of several throughout, are not judged by
-    this.
+    It also raises if a document of two sequences is next to an empty document while all other documents hold
+    at most one sequence: the boundary between the two is then off by one. Files in which other documents hold
+    several sequences, such as files of sentences, are exempt.
     """
     if boundaries[0] != 0 or boundaries[-1] != n:
         raise _wrong_boundary(index_file, boundaries, 0 if boundaries[0] != 0 else len(boundaries) - 2, n)
     shifted: int | None = None
     sentences = False
     for start in range(0, len(boundaries) - 1, CHUNK):
-        first = max(0, start - 1)  # with a neighbour on each side
-        part = boundaries[first : start + CHUNK + 2]
+        chunk_start = max(0, start - 1)  # with a neighbour on each side
+        part = boundaries[chunk_start : start + CHUNK + 2]
         falling = part[1:] < part[:-1]  # a difference could overflow
         if falling.any():
-            raise _wrong_boundary(index_file, boundaries, first + int(np.argmax(falling)), n)
+            raise _wrong_boundary(index_file, boundaries, chunk_start + int(np.argmax(falling)), n)
         sequences = np.diff(part)  # of each document
         empty = np.pad(sequences == 0, 1)
         off = (sequences == 2) & (empty[:-2] | empty[2:])
         # At the edges of a chunk the neighbours are not all here: the chunk beside it judges them
-        judged = slice(start - first, start - first + CHUNK)
+        judged = slice(start - chunk_start, start - chunk_start + CHUNK)
         sentences |= bool(((sequences > 1) & ~off)[judged].any())
         if shifted is None and off[judged].any():
             shifted = start + int(np.argmax(off[judged]))
     if shifted is not None and not sentences:
         raise DataError(
             f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, beside "
-            "a document of none, and the others hold one or none: the boundary between them is wrong; make or copy it "
-            "again"
+            "an empty document, but all others hold at most one sequence: the boundary between these two documents "
+            "is wrong; make or copy the file again"
         )
 
 
 def _wrong_boundary(index_file: Path, boundaries: np.ndarray, document: int, n: int) -> DataError:
     end = boundaries[min(document + 1, len(boundaries) - 1)]
     return DataError(
-        f"{index_file}: document {document} is sequences {boundaries[document]} to {end} of {n}; they must follow each "
-        f"other from 0 to {n}"
+        f"{index_file}: document {document} is sequences {boundaries[document]} to {end}, but documents must follow "
+        f"each other from 0 to {n}; make or copy the file again"
     )
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """(token dtype, number of sequences, number of document boundaries), checked against the file's size."""
+    """Return (token dtype, number of sequences, number of document boundaries) of an `.idx`, checked against
+    its size."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
@@ -194,7 +197,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if not head.startswith(MAGIC[: len(head)]):
         raise DataError(f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX)")
     if len(head) < HEADER.size:
-        raise DataError(f"{path}: cut off after {size} bytes; make or copy it again")
+        raise DataError(f"{path}: truncated after {size} bytes; make or copy it again")
     _, version, code, n, boundaries = HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: format version {version}; this reader knows version {VERSION}")
@@ -203,8 +206,8 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     expected = HEADER.size + 12 * n + 8 * boundaries
     if n and size == expected + n:
         raise DataError(
-            f"{path}: Megatron's multimodal index, with a mode of each sequence behind its tables; text alone is read "
-            "here: make the pair from the text with tools/datasets/preprocess_data.py"
+            f"{path}: an index of Megatron's multimodal data, which is not supported; make a pair from the text alone "
+            "with tools/datasets/preprocess_data.py"
         )
     if size != expected or boundaries < 1:
         raise DataError(
@@ -216,8 +219,8 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _float_type(index_file: Path, n: int) -> type:
-    """float32 or float64 for a code that two projects number differently; the size of the data tells which it
-    is."""
+    """Return float32 or float64, told by the size of the `.bin`: GPT-NeoX and Megatron-core use the same two
+    dtype codes the other way round."""
     sizes = np.memmap(index_file, mode="r", dtype="<i4", offset=HEADER.size, shape=(n,)) if n else np.zeros(0)
     wide = data_path(str(index_file).removesuffix(".idx")).stat().st_size == 8 * int(sizes.sum(dtype=np.int64))
     return np.float64 if n and wide else np.float32
@@ -227,13 +230,17 @@ DocumentBlock = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of d
 
 
 def documents_of(lengths: np.ndarray) -> DocumentBlock:
-    """Documents of one sequence each, from their lengths; an empty one is a boundary without a sequence, as
-    in NeoX."""
+    """Return the `DocumentBlock` of documents with these lengths, each of one sequence. A document of length
+    0 has a boundary but no sequence, as in NeoX."""
     return lengths[lengths > 0], np.cumsum(lengths > 0)
 
 
 def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[DocumentBlock]]) -> None:
-    """Write and sync an `.idx` at `path`. blocks: called anew for each table. Memory: one block."""
+    """Write and sync an `.idx` at `path`.
+
+    blocks: returns all documents in blocks; called again for each table of the file. Only one block is held
+      in memory at a time.
+    """
     sequences = documents = 0
     for sizes, ends in blocks():
         sequences, documents = sequences + len(sizes), documents + len(ends)
@@ -247,17 +254,17 @@ def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Docum
             file.write((written + np.cumsum(lengths) - lengths).astype("<i8").tobytes())
             written += int(lengths.sum())
         file.write(np.zeros(1, "<i8").tobytes())
-        before = 0
+        num_sequences = 0
         for sizes, ends in blocks():
-            file.write((before + ends).astype("<i8").tobytes())
-            before += len(sizes)
+            file.write((num_sequences + ends).astype("<i8").tobytes())
+            num_sequences += len(sizes)
         file.flush()
         os.fsync(file.fileno())
 
 
 def publish(data: Path, index: Path, prefix: str | Path) -> None:
-    """Give a finished pair (synced, on the same file system) its names. May be called again where it was cut
-    short."""
+    """Rename the finished files `data` and `index` to the `.bin` and `.idx` of `prefix`. They must be synced
+    and on the same file system. If interrupted, call it again."""
     if data.exists():
         # The old index goes first: at no moment do an old and a new file stand as a pair
         index_path(prefix).unlink(missing_ok=True)
@@ -271,7 +278,7 @@ class IndexedDatasetWriter:
     """Writes a `.bin/.idx` pair: `.bin` streams to a temporary name; both get their names only when complete.
 
     Use as a context manager: leaving it normally publishes the pair, an exception leaves nothing behind.
-    Memory: 4 bytes a document.
+    It holds 4 bytes per document in memory.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike):
@@ -296,27 +303,30 @@ class IndexedDatasetWriter:
             self.discard()
 
     def add_document(self, tokens: ArrayLike) -> None:
-        """One document. Without tokens it is only a boundary, as in NeoX."""
+        """Add a document. Without tokens it is only a boundary, as in NeoX."""
         row = np.asarray(tokens)
         self.add_documents(row, [len(row)])
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
-        """Many documents: their tokens joined [sum(sizes)], and the length of each."""
+        """Add documents: their tokens joined [sum(sizes)], and the length of each."""
         lengths = np.asarray(sizes, dtype=np.int64)
         if lengths.sum() != len(tokens):
-            raise DataError(f"{self.prefix}: {len(tokens)} tokens for documents of {lengths.sum()} in all")
+            raise DataError(f"{self.prefix}: {len(tokens)} tokens, but the document lengths sum to {lengths.sum()}")
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-            raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; the format ends at 2,147,483,647")
+            raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens, more than 2,147,483,647; split it")
         if len(tokens) and tokens.dtype != self.dtype:
-            if not fits(tokens, self.dtype):
-                raise DataError(f"{self.prefix}: tokens do not fit {self.dtype}: {tokens.min()} to {tokens.max()}")
+            if not can_store(tokens, self.dtype):
+                raise DataError(
+                    f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}; choose a "
+                    "larger dtype"
+                )
         self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).tobytes())
         self._lengths.append(lengths.astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
     def finalize(self) -> None:
-        """Sync both files and give them their names."""
+        """Write the `.idx`, sync both files and rename them to their final names."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -325,6 +335,6 @@ class IndexedDatasetWriter:
         publish(self._temporary, index, self.prefix)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Close and delete the unfinished `.bin`."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)

@@ -1,5 +1,4 @@
-"""What lies beside the tokens: labels (`X_label_document`) and rewards (`X_reward_document`), checked against
-them.
+"""Opens labels (`X_label_document`) and rewards (`X_reward_document`), and checks them against the tokens.
 
 Labels are int32, as many as tokens, not shifted: the token itself, or -100 where it is not trained. Rewards
 are one number a document.
@@ -16,11 +15,11 @@ CHUNK = 1 << 24  # labels looked at in one go
 
 
 def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """The labels of `text`. Raises DataError, naming the first document, where they are not one for each
-    token."""
+    """Open the labels of the tokens of `text`. Raises DataError, naming the first wrong document, unless
+    there is one integer label for each token."""
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
-        raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels are int32, -100 where masked")
+        raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels must be int32, -100 where masked")
     _check_documents(labels, text, "labels")
     differ = np.flatnonzero(labels.sizes != text.sizes)
     if len(differ):
@@ -33,7 +32,7 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
 
 
 def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """The rewards of the documents of `text`. Raises DataError where one is missing or not finite."""
+    """Open the rewards of the documents of `text`. Raises DataError if a document has no finite reward."""
     rewards = IndexedDataset(prefix)
     _check_documents(rewards, text, "rewards")
     present = np.flatnonzero(rewards.sizes)
@@ -45,41 +44,43 @@ def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
     return rewards
 
 
-def _check_documents(companion: IndexedDataset, text: IndexedDataset, what: str) -> None:
+def _check_documents(companion: IndexedDataset, text: IndexedDataset, kind: str) -> None:
     if len(companion) != len(text):
         raise DataError(
-            f"{companion.data_file}: {what} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
+            f"{companion.data_file}: {kind} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
             f"document {min(len(companion), len(text))} is only in one of them; make both again in one go"
         )
 
 
-def has_label(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
-    """Which of documents [first, last) have a label among their tokens [begin, end), boolean [last -
-    first]."""
-    return first_labelled_token(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
+def has_label(labels: IndexedDataset, start: int, stop: int, begin: int, end: int) -> np.ndarray:
+    """Return a boolean [stop - start]: whether each document has an unmasked label at tokens [begin, end)."""
+    return first_labelled_token(labels, begin, start, stop) < np.minimum(labels.sizes[start:stop], end)
 
 
-def first_labelled_token(labels: IndexedDataset, begin: int = 1, first: int = 0, last: int | None = None) -> np.ndarray:
-    """The first token from number `begin` on that has a label, for each of documents [first, last), int64.
+def first_labelled_token(labels: IndexedDataset, begin: int = 1, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Return, for each document of [start, stop), the index of its first token at or after `begin` whose
+    label is not masked, int64.
 
-    Where no token has a label it is the length of the document. last: None for all.
+    It is the length of the document if no such token exists. stop: None for all documents.
     """
-    sizes = labels.sizes[first:last].astype(np.int64)
+    sizes = labels.sizes[start:stop].astype(np.int64)
     ends, tokens = np.cumsum(sizes), sizes.copy()
     begins, done = ends - sizes, 0
     while done < len(sizes):
         count = max(1, int(np.searchsorted(ends, begins[done] + CHUNK, side="right")) - done)
-        here = slice(done, done + count)
-        places = begins[done] + np.flatnonzero(labels.span(first + done, first + done + count) >= 0)
-        labelled_place = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + begin)]
-        tokens[here] = np.minimum(labelled_place, ends[here]) - begins[here]
+        block = slice(done, done + count)
+        places = begins[done] + np.flatnonzero(labels.span(start + done, start + done + count) >= 0)
+        labelled_place = np.append(places, ends[-1])[np.searchsorted(places, begins[block] + begin)]
+        tokens[block] = np.minimum(labelled_place, ends[block]) - begins[block]
         done += count
     return tokens
 
 
 def unlisted_labels(prefix: str, key: str) -> str | None:
-    """A line for the log on labels that lie beside a set but are not listed in `key`; None where there are
-    none."""
+    """Return a log line about a label file beside the data `prefix` that the configuration does not list.
+
+    Returns None if there is no such file. key: the configuration key that should list it.
+    """
     stem = prefix.removesuffix("_document")
     for label_prefix in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
         if stem != prefix and index_path(label_prefix).is_file() and data_path(label_prefix).is_file():
@@ -87,7 +88,7 @@ def unlisted_labels(prefix: str, key: str) -> str | None:
                 tokens = IndexedDataset(label_prefix).tokens
             except DataError as problem:
                 return f"{prefix}: all tokens are trained; the labels beside them cannot be read ({problem})"
-            masked = sum(int((tokens[at : at + CHUNK] < 0).sum()) for at in range(0, len(tokens), CHUNK))
+            masked = sum(int((tokens[start : start + CHUNK] < 0).sum()) for start in range(0, len(tokens), CHUNK))
             share = 100 * masked / max(1, len(tokens))
             return (
                 f"{prefix}: all tokens are trained; the labels beside them would mask {masked} of {len(tokens)} "

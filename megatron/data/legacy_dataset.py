@@ -1,5 +1,4 @@
-"""Reader of the cached/lazy format (TNTIDX) that GPT-NeoX still writes with `--dataset-impl lazy` or
-`cached`.
+"""Reads the cached/lazy format (TNTIDX) that GPT-NeoX still writes with `--dataset-impl lazy` or `cached`.
 
 `.idx`, little-endian: magic `TNTIDX\\0\\0` (8 bytes), u64 version = 1, u64 dtype code, u64 bytes of a token,
 u64 n sequences, u64 n sizes, u64 n document boundaries, i64 dimension offsets [n + 1], i64 token offsets into
@@ -35,10 +34,13 @@ class LegacyDataset(IndexedDataset):
                 f"{boundaries} document boundaries, {expected} bytes; make or copy it again"
             )
         if code not in DTYPES or np.dtype(DTYPES[code]).itemsize != width or sizes != n:
-            raise DataError(f"{file}: dtype code {code} of {width} bytes, {sizes} sizes of {n} rows: no integer tokens")
+            raise DataError(
+                f"{file}: dtype code {code}, {width} bytes an item, {sizes} sizes for {n} sequences: "
+                "unsupported or damaged; make or copy it again"
+            )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         numbers = map_file(file, "<i8", HEADER.size)
-        first = n + 1
-        self.pointers = np.asarray(numbers[first : first + n]) * width
-        self.sizes = numbers[2 * first : 2 * first + n]
-        self.boundaries = numbers[2 * first + n :]
+        num_offsets = n + 1
+        self.pointers = np.asarray(numbers[num_offsets : num_offsets + n]) * width
+        self.sizes = numbers[2 * num_offsets : 2 * num_offsets + n]
+        self.boundaries = numbers[2 * num_offsets + n :]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, Role, collate_preferences, collate_samples, rechunk
+from megatron.data.batch import Batch, collate_samples, rechunk
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint
 from megatron.data.preferences.preference_dataset import PreferenceSample
+from megatron.data.preferences.responses import collate_preferences
 from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.data.set_config import masked_token_ids, trains_preferences
@@ -23,9 +24,9 @@ from megatron.neox_arguments.values.losses import row_places
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
-    """Dropout seed (63 bits) of the micro-batch that begins at `first_sample` of the global order.
+    """Return the dropout seed (63 bits) of the micro-batch that begins at `first_sample` of the global order.
 
-    A hash of the two numbers: the same in every process, after every restart.
+    It is a hash of the two numbers: the same in every process, after every restart.
     """
     digest = hashlib.blake2b(f"{seed}:{first_sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -33,23 +34,22 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 
 @dataclass(frozen=True)
 class _MicroBatches(Dataset):
-    """A slice of sample numbers -> Batch: what the workers of the loader run.
+    """Dataset of the torch DataLoader: maps a range of sample numbers to a Batch, in the loader's workers.
 
-    Bad data comes out as the error itself: raised in a worker, it would reach the user wrapped in a
-    traceback.
+    It returns DataError instead of raising it, because torch would wrap it in the worker's traceback.
     """
 
     dataset: SampleSet
     seed: int
     collate: Callable[..., Batch]
-    cut: bool = False
-    role: Role = "train"
+    split_rows: bool = False
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
-        """The batch of item: sample numbers, and how many tokens are read of each sample (None: all).
+        """Return the batch of item (sample numbers, length). length: how many tokens of each sample are
+        read; None: all.
 
-        With `cut` all tokens are read, in rows of that many. Data that cannot be used comes back as
-        DataError.
+        With `split_rows` all tokens are read, and each row is split into rows of `length` tokens. DataError
+        is returned, not raised.
         """
         samples, length = item
         try:
@@ -57,23 +57,24 @@ class _MicroBatches(Dataset):
         except DataError as problem:
             return problem
         seed = micro_batch_seed(self.seed, samples.start)
-        if self.cut and length is not None:
+        if self.split_rows and length is not None:
             return rechunk(self.collate(rows, seed=seed), length)
-        return replace(self.collate(rows, length, seed=seed), role=self.role)
+        return self.collate(rows, length, seed=seed)
 
 
-def collation(args: NeoXArgs, eod: int | None, role: Role = "train") -> Callable[..., Batch]:
-    """The function by which this configuration makes a Batch of samples, their length and a seed."""
+def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
+    """Return the collate function of the configuration: f(samples, length=None, seed=...) -> Batch.
+
+    length: to how many tokens each sample is truncated; None: not at all.
+    """
     if trains_preferences(args):
         return partial(
             collate_preferences,
             packed=args.pack_impl != "unpacked",
             rotate=args.kto_kl == "rotated",
             max_length=args.max_length,
-            whole=row_places(args) == args.seq_length,
+            read_last_token=row_places(args) == args.seq_length,
         )
-    if role == "forget" and args.ga_loss_type != "nll":
-        return partial(collate_preferences, packed=args.reset_attention_mask)
     return partial(
         collate_samples,
         eod=eod,
@@ -90,20 +91,25 @@ def train_loader(
     *,
     data_rank: int,
     data_size: int,
-    role: Role = "train",
     consumed_samples: int = 0,
     eod: int | None = None,
+    collate: Callable[..., Batch] | None = None,
+    num_workers: int | None = None,
     pin_memory: bool = False,
     length: Callable[[int], int] | None = None,
-    cut: bool = False,
+    split_rows: bool = False,
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an
+    """Iterate over the micro-batches of this data rank: a list of `gradient_accumulation_steps` for each
     optimizer step.
 
-    Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has
-    handed out. role: of the micro-batches. length: tokens that the n-th list, from 0 on, reads of each
-    sample; None: all. cut: all are read, in rows of it. Raises DataError at the step that holds data which
-    cannot be used. The `num_workers` processes start at once; closing or dropping the iterator ends them.
+    It begins at `consumed_samples`, ends with the last complete step of the dataset, and keeps no batch it
+    has returned. The `num_workers` processes start at once; closing or dropping the iterator ends them.
+    collate: makes a micro-batch of samples; None: as `collation` for this `eod`.
+    num_workers: None: the configuration's.
+    length: called with the number of a step, from 0 on; returns how many tokens of each sample are read.
+      None: all.
+    split_rows: read all tokens, and split each row into rows of that length instead.
+    Raises DataError at the step with unusable data.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
@@ -112,9 +118,9 @@ def train_loader(
             f"x gradient_accumulation_steps {accumulation} x {data_size} data-parallel ranks"
         )
     steps = max(0, len(dataset) - consumed_samples) // batch
-    workers = args.num_workers if role == "train" else min(args.num_workers, 1)  # few steps are of the others
+    workers = args.num_workers if num_workers is None else num_workers
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, collation(args, eod, role), cut, role),
+        _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows),
         batch_size=None,  # a slice of samples is one item: it comes out as one Batch
         sampler=_with_lengths(
             train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
@@ -140,11 +146,10 @@ def eval_batches(
     data_size: int,
     collate: Callable[..., Batch] = collate_samples,
 ) -> Iterator[Batch]:
-    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size, made by
-    `collate`.
+    """Yield samples [0, n_samples) of the dataset (all if it has fewer) in micro-batches of fixed size.
 
-    Every data rank gets as many; places without a sample repeat sample 0 with loss weights 0, so that nothing
-    is dropped and nothing is counted twice.
+    Every data rank gets the same number of micro-batches. They are padded with sample 0 at loss weight 0, so
+    every sample counts exactly once. collate: turns a list of samples into a Batch.
     """
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
@@ -169,11 +174,11 @@ _TRIES = 3  # of looking for what is wrong with the data, each of which the deat
 
 
 def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
-    """The error itself, or where a worker of the loader has died, what is wrong with the data now.
+    """Return the DataError behind the death of a loader's worker; any other error is returned as it is.
 
-    A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the
-    middle of whatever is under way, advises more memory then; a process that takes over a batch at that
-    moment finds its end of a connection gone.
+    A file that is truncated while it is mapped kills the process that reads it. Torch then raises an error in
+    unrelated code that advises more memory; a process that receives a batch at that moment reports a closed
+    connection.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):
@@ -208,8 +213,8 @@ def _as_is(item: Any) -> Any:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Terminal and scheduler signals go to the whole process group; the main process decides when workers
-    end."""
+    """Ignore terminal and scheduler signals, which go to the full process group; the main process ends the
+    workers."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see root_cause

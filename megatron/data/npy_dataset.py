@@ -1,8 +1,8 @@
-"""Packed data as a folder of `.npy` files: rows of one length, ready to be read with numpy alone.
+"""Reads and writes packed data as a folder of `.npy` files: rows of one length, readable with numpy alone.
 
 Every shard is an integer array [rows, width]; shards follow each other by name, or as `metadata.json` lists
-them (`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`), which our writer adds and other
-tools may leave out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents:
+them (`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`); our writer adds that file, other
+tools may leave it out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents:
 `pack_impl: packed` joins them, `unpacked` takes each as one sample of width - 1 tokens and labels.
 """
 
@@ -24,20 +24,20 @@ METADATA = "metadata.json"
 class NpyDataset(IndexedDataset):
     """An `IndexedDataset` over the rows of a folder of `.npy` files; item i is row i.
 
-    Raises DataError for shards that cannot be read, are no rows of integers, or not those that
-    `metadata.json` lists.
+    Raises DataError for shards that cannot be read, do not hold rows of integers, or differ from the list in
+    `metadata.json`.
     """
 
     def __init__(self, prefix: str | Path, known_sha256: str | None = None):
         folder = Path(prefix)
         self.prefix, self.data_file, self.index_file = str(prefix), folder, folder / METADATA
-        self.data_files = self._listed(folder)
+        self.data_files = self._shard_files(folder)
         self.shards = [_map(file) for file in self.data_files]
         kinds = {(shard.dtype, shard.shape[1]) for shard in self.shards}
         if len(kinds) != 1:
             present = ", ".join(sorted(f"{dtype} [rows, {width}]" for dtype, width in kinds))
             raise DataError(
-                f"{folder}: shards of different kinds ({present}); a dataset has rows of one length and type"
+                f"{folder}: its shards differ ({present}), but all shards must have one dtype and row length"
             )
         (self.dtype, self.width) = kinds.pop()
         rows = [len(shard) for shard in self.shards]
@@ -53,28 +53,28 @@ class NpyDataset(IndexedDataset):
         row = self.shards[shard][index - self.first_rows[shard]]
         return row[offset:] if length is None else row[offset : offset + length]
 
-    def span(self, first: int, last: int) -> np.ndarray:
-        return np.concatenate([self.get(row) for row in range(first, last)] or [np.empty(0, self.dtype)])
+    def span(self, start: int, stop: int) -> np.ndarray:
+        return np.concatenate([self.get(row) for row in range(start, stop)] or [np.empty(0, self.dtype)])
 
     @property
     def tokens(self) -> np.ndarray:  # type: ignore[override]
-        """All tokens, joined; a copy when there are several shards."""
+        """The tokens of all rows, joined; a copy if there are several shards, else a view."""
         return self.shards[0].reshape(-1) if len(self.shards) == 1 else np.concatenate([s.ravel() for s in self.shards])
 
-    def _listed(self, folder: Path) -> tuple[Path, ...]:
+    def _shard_files(self, folder: Path) -> tuple[Path, ...]:
         if not self.index_file.is_file():
             files = tuple(sorted(folder.glob("*.npy")))
             if not files:
-                raise DataError(f"{folder}: a folder without .npy files; a data path is such a folder, or a prefix")
+                raise DataError(f"{folder}: no .npy files in it; a data path is a folder of .npy files, or a prefix")
             return files
         try:
             shards = json.loads(self.index_file.read_text())["shards"]
             files = tuple(folder / name for name in shards)
             wrong = [file for file in files if not file.is_file() or len(_map(file)) != shards[file.name]]
         except (ValueError, KeyError, TypeError) as problem:
-            raise DataError(f"{self.index_file}: not a list of shards ({problem!r}); copy the folder again") from None
+            raise DataError(f"{self.index_file}: lists no shards ({problem!r}); copy the folder again") from None
         if wrong or not files:
-            raise DataError(f"{wrong[0] if wrong else folder}: not as {METADATA} lists it; copy the folder again")
+            raise DataError(f"{wrong[0] if wrong else folder}: does not match {METADATA}; copy the folder again")
         return files
 
 
@@ -89,15 +89,15 @@ def _map(file: Path) -> np.ndarray:
 
 
 def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_shard: int = 1 << 16) -> tuple[int, int]:
-    """Write the documents of `source`, joined in their order, as rows of `width` tokens; (rows, tokens left
-    over).
+    """Write the documents of `source`, joined in order, as rows of `width` tokens; return (number of rows,
+    number of dropped tokens).
 
-    The last tokens that fill no row are left out. The folder appears when it is complete.
+    The last tokens are dropped if they do not fill a row. `folder` appears only when it is complete.
     """
     folder = Path(folder)
-    rows, rest = divmod(len(source.tokens), width)
+    rows, remainder = divmod(len(source.tokens), width)
     if not rows:
-        raise DataError(f"{source.data_file}: {rest} tokens do not fill a row of {width}")
+        raise DataError(f"{source.data_file}: its {remainder} tokens do not fill one row of {width}")
     if folder.exists():
         raise DataError(f"{folder}: exists already; remove it first")
     table = source.tokens[: rows * width].reshape(rows, width)
@@ -120,4 +120,4 @@ def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_s
         raise DataError(f"{folder}: cannot be written ({problem.strerror or problem})") from problem
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return rows, rest
+    return rows, remainder

@@ -1,4 +1,4 @@
-"""Opening a data path, whatever lies there."""
+"""Opens a data path of any supported format."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megatron.neox_arguments.values.remote_paths import remote_data_error
 
 
 def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
-    """A folder of `.npy` files, or the `.bin/.idx` pair of a prefix.
+    """Open a folder of `.npy` files, or the `.bin/.idx` pair of a prefix.
 
     data_impl: mmap (format MMIDIDX), cached (TNTIDX, cached/lazy), infer (by the file's first bytes). Raises
     DataError.

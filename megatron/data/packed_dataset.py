@@ -1,4 +1,4 @@
-"""Samples of seq_length + 1 tokens, cut from documents as index maps say, with their labels and rewards."""
+"""Samples of seq_length + 1 tokens, taken from documents by index maps, with labels and rewards."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +14,11 @@ from megatron.data.sliced_documents import PromptMaskedLabels, SlicedDocuments
 
 
 class TopRow(NamedTuple):
-    """A teacher's most likely tokens at the places of a row: ids `[seq_length, k]` int64, log-probabilities
-    of these and of all others together `[seq_length, k + 1]` float32."""
+    """A teacher's k most likely tokens at each position of a row.
+
+    ids: `[seq_length, k]` int64.
+    logprobs: `[seq_length, k + 1]` float32; the last column is of all other tokens together.
+    """
 
     ids: np.ndarray
     logprobs: np.ndarray
@@ -23,7 +26,7 @@ class TopRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenSample:
-    """One row of a batch: arrays of seq_length + 1 places."""
+    """One row of a batch: arrays with one entry for each of its seq_length + 1 tokens."""
 
     tokens: np.ndarray  # int64; 0 in padding
     labels: np.ndarray  # int64, of the token in the same place; negative where it is not trained, as in padding
@@ -35,11 +38,11 @@ class TokenSample:
 
 
 class PackedDataset:
-    """Item i: the `TokenSample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards
-    beside it.
+    """A dataset over one `.bin/.idx` pair, its labels and rewards: item i is the `TokenSample` of row
+    shuffle_idx[i].
 
-    `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or
-    label that is not below vocab_size (None: any goes).
+    `len()` counts every row; GPT-NeoX leaves the last one out. An item raises DataError for a row with a
+    token or label that is not below vocab_size (None: no limit).
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
         tokens = np.zeros(self.seq_length + 1, np.int64)
         labels = np.full(self.seq_length + 1, MASKED, np.int64)
         begins = np.zeros(self.seq_length + 1, bool)
@@ -87,14 +90,14 @@ class PackedDataset:
         return TokenSample(tokens, labels, begins, self.labels is not None, reward, filled)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(document, its token to begin at, how many tokens) of each document in sample `index`."""
+        """Yield (document, first token, number of tokens) of each document in sample `index`."""
         row = int(self.maps.shuffle_idx[index])
         (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
         places_left = self.packing.width(self.seq_length)
         documents = self.maps.doc_idx[place : last_place + 1].tolist()
-        for here, document in enumerate(documents, start=place):
+        for position, document in enumerate(documents, start=place):
             end = int(self.packing.lengths(self.indexed.sizes[document]))
-            if here == last_place:
+            if position == last_place:
                 end = min(end, last_offset + self.packing.overlap)
             count = min(end - offset, places_left)
             if count > 0:

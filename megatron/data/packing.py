@@ -1,7 +1,7 @@
-"""Which documents, or blocks of their joined tokens, make the rows of an epoch (`pack_impl`, `drop_last`).
+"""Assigns documents, or blocks of their joined tokens, to the rows of an epoch (`pack_impl`, `drop_last`).
 
-All but GPT-NeoX's windows are laid out once and are the same in every epoch, in another order each time:
-every usable document is in one row of every epoch, and more samples only continue the order.
+All but GPT-NeoX's windows are laid out once; epochs differ only in the order of rows. Every usable document
+is in one row of every epoch, and more samples only continue the order.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ _LOOKS = 1 << 14  # documents, after which it looks for a stop signal
 
 
 def packing_from_args(args: NeoXArgs) -> Packing:
-    """The `Packing` that the configuration asks for."""
+    """Return the `Packing` of the configuration."""
     return Packing(
         args.pack_impl,
         args.allow_chopped,
@@ -33,32 +33,34 @@ def packing_from_args(args: NeoXArgs) -> Packing:
 
 def build_maps(
     sizes: np.ndarray,
-    first: int,
-    last: int,
+    start: int,
+    stop: int,
     num_samples: int,
     seq_length: int,
     seed: int,
     packing: Packing,
     labels: IndexedDataset | None = None,
-    before: Sequence[int] = (),
+    earlier_ends: Sequence[int] = (),
 ) -> IndexMaps:
-    """Maps over sequences [first, last) whose lengths in tokens are sizes [n].
+    """Build the index maps of sequences [start, stop), laid out in rows as `packing` says.
 
-    They are of whole epochs with at least num_samples samples; there may be no row at all. labels: documents
-    without any are left out of samples of whole documents. before: where the earlier segments of an order
-    that is `packing.joint` end, in samples (see `build_packed`).
+    They cover complete epochs with at least num_samples samples; there may be no row at all.
+    sizes: [n] tokens of each sequence.
+    labels: if rows hold full documents, documents whose labels are all masked are left out.
+    earlier_ends: if `packing.joint`, the ends of the earlier segments of the order, in samples (see
+      `build_packed`).
     """
     lengths, width = packing.lengths(sizes), packing.width(seq_length)
     if packing.windows:
-        return build_packed(lengths, first, last, num_samples, seq_length, seed, before)
+        return build_packed(lengths, start, stop, num_samples, seq_length, seed, earlier_ends)
     if packing.compat:
-        return _neox(lengths, last - first, (*before, num_samples), seq_length, seed, packing, labels)
+        return _neox(lengths, stop - start, (*earlier_ends, num_samples), seq_length, seed, packing, labels)
     random = np.random.RandomState(seed)
-    if packing.whole_documents:
-        documents = _usable(lengths, first, last, width, packing, labels)
+    if packing.unsplit_documents:
+        documents = _usable(lengths, start, stop, width, packing, labels)
         if packing.pack_impl == "pack_until_overflow":
             random.shuffle(documents)
-            starts = until_overflow(lengths[documents], width)
+            starts = next_fit(lengths[documents], width)
         elif packing.pack_impl == "best_fit":
             order, starts = best_fit(np.minimum(lengths[documents], width), width)
             documents = documents[order]
@@ -66,15 +68,17 @@ def build_maps(
             starts = np.arange(len(documents) + 1)
         sample_idx = np.stack([starts, np.zeros_like(starts)], axis=1)
     else:
-        documents = np.arange(first, last)
+        documents = np.arange(start, stop)
         batch = packing.group_texts_batch or max(1, len(documents))
-        sample_idx = _blocks(lengths[first:last], width, batch, bool(packing.drop_last))
+        sample_idx = _blocks(lengths[start:stop], width, batch, bool(packing.drop_last))
     return IndexMaps(documents, sample_idx, _epochs(len(sample_idx) - 1, num_samples, random))
 
 
-def until_overflow(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Where rows begin [rows + 1] in documents laid out in order: a row ends before the document that does
-    not fit. A document longer than `capacity` is cut to it."""
+def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Pack documents in order; return the index of the first document of each row, [rows + 1].
+
+    A row ends before the first document that does not fit. A document longer than `capacity` is truncated.
+    """
     ends = np.cumsum(np.minimum(lengths, capacity), dtype=np.int64)
     begins = ends - np.minimum(lengths, capacity)
     following = memoryview(np.searchsorted(ends, begins + capacity, side="right"))
@@ -85,12 +89,13 @@ def until_overflow(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """(documents in order of rows [n], where rows begin in it [rows + 1]) for lengths from 1 to capacity.
+    """Pack documents with lengths from 1 to capacity into rows by best-fit decreasing.
 
+    Returns (documents, row after row [n]; the index in them at which each row begins [rows + 1]).
     Best-fit decreasing ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830), the same bins as
-    TRL's `bfd`: the longest document first, the first of equal ones, into the row with the least room that is
-    enough, of equal ones that which came to it first. Documents of one length go into the rows of one room
-    together: a row that is the best for one of them remains so until no other fits.
+    TRL's `bfd`. The longest document comes first (of equal ones, the earlier) and goes into the row with the
+    least sufficient room (of equal rows, the one that got that room first). For speed, documents of one
+    length are placed together: the best row for one of them stays the best until no more fit.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
@@ -120,35 +125,39 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
                 chunk = np.arange(rows, rows - (-count // (room // length)))
                 rows += len(chunk)
             fit = room // length
-            used = min(len(chunk), -(-count // fit))
-            items = min(count, used * fit)
-            full, rest = divmod(items, fit)
-            row_of[done : done + items] = np.repeat(chunk[:used], fit)[:items]
-            put(room, chunk[used:], front=True)
+            num_filled = min(len(chunk), -(-count // fit))
+            items = min(count, num_filled * fit)
+            full, remainder = divmod(items, fit)
+            row_of[done : done + items] = np.repeat(chunk[:num_filled], fit)[:items]
+            put(room, chunk[num_filled:], front=True)
             put(room - fit * length, chunk[:full])
-            put(room - rest * length, chunk[full:used])
+            put(room - remainder * length, chunk[full:num_filled])
             done, count = done + items, count - items
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
     return order[np.argsort(row_of, kind="stable")], starts
 
 
 def _usable(
-    lengths: np.ndarray, first: int, last: int, width: int, packing: Packing, labels: IndexedDataset | None
+    lengths: np.ndarray, start: int, stop: int, width: int, packing: Packing, labels: IndexedDataset | None
 ) -> np.ndarray:
-    """Documents of [first, last) with something to learn, and short enough if they must not be cut."""
-    keep = lengths[first:last] > 0
+    """Return the indices of the documents in [start, stop) with a trained token. If documents must not be
+    truncated, those that do not fit a row are left out."""
+    keep = lengths[start:stop] > 0
     if not packing.allow_chopped:
-        keep &= lengths[first:last] <= width
+        keep &= lengths[start:stop] <= width
     if labels is not None:
         # Nothing precedes the first token: its label is never predicted
-        keep &= has_label(labels, first, last, 1, min(width, packing.truncate_documents or width))
-    return first + np.flatnonzero(keep)
+        keep &= has_label(labels, start, stop, 1, min(width, packing.truncate_documents or width))
+    return start + np.flatnonzero(keep)
 
 
 def _blocks(lengths: np.ndarray, width: int, batch: int, drop_last: bool) -> np.ndarray:
-    """sample_idx of blocks of `width` tokens that do not overlap, of every `batch` documents by themselves;
-    their last block, when it is not full, is left out or short. As `group_texts` of HuggingFace's
-    run_clm.py."""
+    """Return `IndexMaps.sample_idx` of blocks of `width` tokens that do not overlap, as `group_texts` of
+    HuggingFace's run_clm.py makes them.
+
+    Each group of `batch` documents is joined and split separately. If its last block is incomplete, it is
+    dropped or stays shorter.
+    """
     ends = np.cumsum(lengths, dtype=np.int64)
     group_ends = ends[np.minimum(np.arange(batch, len(lengths) + batch, batch), len(lengths)) - 1]
     group_begins = np.concatenate([[0], group_ends[:-1]]) if len(lengths) else group_ends
@@ -162,7 +171,8 @@ def _blocks(lengths: np.ndarray, width: int, batch: int, drop_last: bool) -> np.
 
 
 def _epochs(rows: int, num_samples: int, random: np.random.RandomState) -> np.ndarray:
-    """Rows in order of training: shuffled anew in every epoch."""
+    """Return the indices of rows in training order: full epochs of at least num_samples rows, each epoch
+    shuffled anew."""
     dtype = np.uint32 if rows < UINT32_MAX else np.int64
     shuffle_idx = np.tile(np.arange(rows, dtype=dtype), max(1, -(-num_samples // max(1, rows))))
     for epoch in range(0, len(shuffle_idx), max(1, rows)):
@@ -179,12 +189,12 @@ def _neox(
     packing: Packing,
     labels: IndexedDataset | None,
 ) -> IndexMaps:
-    """GPT-NeoX's order of whole documents: it counts them from 0 wherever the split begins, and mixes the
-    epochs.
+    """Build the index maps of GPT-NeoX's layout of full documents (`compat_pack_impl`).
 
-    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the
-    segments, in samples; the documents of a further one go on from those of the one before, whose last row
-    then has the token that follows it, as every other row.
+    As in GPT-NeoX, documents are counted from 0 wherever the split begins, and epochs are mixed. (If the last
+    document of an epoch is left out, GPT-NeoX fails; here the next epoch begins.)
+    ends: the ends of the segments of the order, in samples. A segment begins with the document after the
+      last of the segment before, so the last row of that segment also has a token that follows it.
     """
     num_samples = ends[-1]
     shuffle_idx = np.arange(num_samples)
@@ -220,7 +230,7 @@ def _neox(
 
 
 def _endless(documents: np.ndarray, random: np.random.RandomState | None) -> Iterator[int]:
-    """Epoch after epoch, each shuffled when there is a generator."""
+    """Yield documents epoch after epoch, each epoch shuffled if there is a generator."""
     while True:
         if random is not None:
             random.shuffle(documents)

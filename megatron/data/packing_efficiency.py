@@ -1,4 +1,4 @@
-"""How full the rows of a set are at the start of a run, and those of its batches."""
+"""Measures how full the rows of a set, and of its batches, are."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -23,30 +23,35 @@ def packing_efficiency_line(
     labels: IndexedDataset | None,
     batch: int,
 ) -> str:
-    """The line for the log on a set of whole documents: documents and rows of one epoch, the share of
-    padding, and the share of the tokens that is trained. batch: rows of a step. labels: None where all tokens
-    are trained."""
+    """Return a log line on how full the rows of a set of full documents are.
+
+    It gives documents and rows of one epoch, the share of padding and, with labels, that of trained tokens.
+
+    batch: rows of an optimizer step.
+    labels: None if all tokens are trained.
+    """
     documents, rows, width = np.asarray(maps.doc_idx), len(maps.sample_idx) - 1, packing.width(seq_length)
-    used = np.minimum(packing.lengths(indexed.sizes[documents]).astype(np.int64), width)
+    used_lengths = np.minimum(packing.lengths(indexed.sizes[documents]).astype(np.int64), width)
     line = (
         f"{name}: {indexed.data_file}: {len(documents)} documents in {rows} rows of {seq_length} tokens, "
         f"{len(documents) / rows * batch:.1f} documents a step on average; "
-        f"{100 * (1 - used.sum() / (rows * width)):.1f} % padding"
+        f"{100 * (1 - used_lengths.sum() / (rows * width)):.1f} % padding"
     )
-    return line if labels is None else f"{line}, {_trained(labels, documents, used)}"
+    return line if labels is None else f"{line}, {_trained(labels, documents, used_lengths)}"
 
 
-def _trained(labels: IndexedDataset, documents: np.ndarray, used: np.ndarray) -> str:
-    step = max(1, -(-int(used.sum()) // LABELS_COUNTED))
-    counted = list(zip(documents[::step].tolist(), used[::step].tolist(), strict=True))
+def _trained(labels: IndexedDataset, documents: np.ndarray, used_lengths: np.ndarray) -> str:
+    step = max(1, -(-int(used_lengths.sum()) // LABELS_COUNTED))
+    sampled = list(zip(documents[::step].tolist(), used_lengths[::step].tolist(), strict=True))
     # Nothing stands before the first token: its label is never predicted
-    trained = sum(int((labels.get(document, 1, count - 1) >= 0).sum()) for document, count in counted)
-    share = 100 * trained / max(1, sum(count for _, count in counted))
-    return f"{share:.1f} % of the tokens are trained" + (f" (of {len(counted)} documents)" if step > 1 else "")
+    trained = sum(int((labels.get(document, 1, count - 1) >= 0).sum()) for document, count in sampled)
+    share = 100 * trained / max(1, sum(count for _, count in sampled))
+    return f"{share:.1f} % of the tokens are trained" + (f" (of {len(sampled)} documents)" if step > 1 else "")
 
 
 def count_places(batches: "Iterable[Batch]") -> tuple[int, int, int]:
-    """(places, places that hold no document, places that are trained), each summed over micro-batches."""
+    """Return the number of positions, of padding positions, and of trained positions, summed over
+    micro-batches."""
     counts = [(b.tokens.numel(), b.padding, int(b.loss_weights.sum())) for b in batches]
     places, padding, trained = (sum(column) for column in zip(*counts, strict=True))
     return places, padding, trained

@@ -1,34 +1,31 @@
-"""What building the data of a run gives: its train, validation and test sets."""
+"""The datasets of a run: its train, validation and test sets."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
-from megatron.data.blending import BlendedDataset, RepeatedDataset
 from megatron.data.index_maps import SegmentEnds
-from megatron.data.packed_dataset import PackedDataset
-from megatron.data.preferences.preference_dataset import PreferenceDataset
-from megatron.data.preferences.reference_scores import ReferenceScoredDataset
-from megatron.data.sequences import SequenceDataset
-from megatron.data.teacher_scores import TeacherScoredDataset
 
-SampleSet = (
-    PackedDataset
-    | BlendedDataset
-    | RepeatedDataset
-    | PreferenceDataset
-    | SequenceDataset
-    | ReferenceScoredDataset
-    | TeacherScoredDataset
-)
+
+class SampleSet(Protocol):
+    """The samples of a set, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def pieces(self, index: int, /) -> Iterator[tuple[int, ...]]:
+        """Return (document, first token, ...) of each piece of sample `index`."""
 
 
 @dataclass(frozen=True)
 class SetContents:
-    """All that decides the rows of a set, for caches that are made from them.
+    """The data that decides the rows of a set; caches derived from the rows use it as their key.
 
-    layout: hex SHA-256 of labels, keys and order. files: those with the tokens. hash_cache: the folder in
-    which the hashes of these files are kept (`cached_sha256`).
+    layout: hex SHA-256 of labels, keys and order.
+    files: the files with the tokens.
+    hash_cache: the folder that caches the hashes of these files (`cached_sha256`).
     """
 
     layout: str
@@ -38,11 +35,12 @@ class SetContents:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The sets of one run; a set is None where the split leaves it no document or no sample is asked of it.
+    """The sets of one run; a set is None if the split leaves it no document or the run takes no sample of it.
 
-    forget, retain: those of unlearning, `ga_dataset` and `gd_retain_dataset`. log_lines: lines about the sets
-    for the start of the log. contents: of sets that a reference scores. segment_ends: how the order of
-    each set is laid out, as `DataState` takes it when the run is resumed.
+    further: those of `further_sets` that the run has, by name.
+    log_lines: lines about the sets for the start of the log.
+    contents: for sets that a reference model scores, the data that decides their rows.
+    segment_ends: the ends of the segments of each set's order, which `DataState` needs when a run is resumed.
     """
 
     train: SampleSet | None
@@ -51,5 +49,15 @@ class Datasets:
     log_lines: tuple[str, ...] = ()
     contents: Mapping[str, SetContents] = field(default_factory=dict)
     segment_ends: SegmentEnds = field(default_factory=dict)
-    forget: SampleSet | None = None
-    retain: SampleSet | None = None
+    further: Mapping[str, SampleSet] = field(default_factory=dict)
+
+    def get(self, name: str) -> SampleSet | None:
+        """Return the set of this name: train, valid, test, or a further one."""
+        sets = {"train": self.train, "valid": self.valid, "test": self.test}
+        return sets[name] if name in sets else self.further.get(name)
+
+    def with_sets(self, sets: Mapping[str, SampleSet | None]) -> "Datasets":
+        """Return a copy with these sets, by name."""
+        own_sets: dict[str, Any] = {name: value for name, value in sets.items() if name in ("train", "valid", "test")}
+        further = {name: value for name, value in sets.items() if name not in own_sets and value is not None}
+        return replace(self, further={**self.further, **further}, **own_sets)

@@ -1,5 +1,4 @@
-"""What the configuration says of the sets of a run: their files, weights, sizes, and where their caches
-lie."""
+"""Reads from the configuration the files, weights, sizes and cache folders of the sets of a run."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,48 +14,45 @@ from megatron.data.index_maps import DataState
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.methods import further_sets
 from megatron.neox_arguments.values.losses import sample_kind, writes_pairs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 P = ParamSpec("P")
 T = TypeVar("T")
 SET_NAMES = ("train", "valid", "test")
-UNLEARNING_KEYS = {
-    "forget": ("ga_dataset", "ga_label_dataset"),
-    "retain": ("gd_retain_dataset", "gd_retain_label_dataset"),
-}
-"""The sets of unlearning, and the keys that name their files and their labels."""
 
 
 def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
-    """The ids of `loss_mask_token_ids`. Raises DataError for a text that no tokenizer has looked up."""
+    """Return the ids of `loss_mask_token_ids`. Raises DataError if it holds a text that was not replaced by
+    its token id."""
     ids = []
     for token in args.loss_mask_token_ids or ():
         if isinstance(token, str):
-            raise DataError(f'loss_mask_token_ids: "{token}" is a text; only a tokenizer knows its id: give the id')
+            raise DataError(f'loss_mask_token_ids: "{token}" was not replaced by its token id; write the id instead')
         ids.append(token)
     return tuple(ids)
 
 
 def trains_preferences(args: NeoXArgs) -> bool:
-    """Whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not plain
-    tokens."""
+    """Return whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not
+    plain tokens."""
     return sample_kind(args) in ("pairs", "answers")
 
 
 def rows_per_sample(args: NeoXArgs) -> int:
-    """Rows of seq_length tokens in one sample: two for a pair, unless its responses are packed into one
-    row."""
-    apart = sample_kind(args) == "pairs" and args.pack_impl != "best_fit"
-    return 2 if apart or writes_pairs(args) else 1
+    """Return the rows of seq_length tokens in one sample: two for a pair, unless its responses are packed
+    into one row."""
+    separate_rows = sample_kind(args) == "pairs" and args.pack_impl != "best_fit"
+    return 2 if separate_rows or writes_pairs(args) else 1
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
-    """Boundaries of train, validation and test among `size` documents for a `split` such as "969, 30, 1" or
-    "949/50/1".
+    """Return the boundaries of train, validation and test among `size` documents for a `split` such as "969,
+    30, 1" or "949/50/1".
 
-    Rounding is NeoX's: the excess is taken from every boundary, so that train carries it. Raises DataError
-    for a split that is not up to three numbers, none of them negative and at least one above zero.
+    Sizes are rounded as in NeoX. All boundaries are then shifted so that the last is `size`, which changes
+    the size of train only. Raises DataError unless `split` is one to three numbers, none negative, not all 0.
     """
     try:
         parts = [float(part) for part in split.split("," if "," in split else "/")][:3]
@@ -64,7 +60,7 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
         raise DataError(f'split: "{split}" is not up to three numbers such as "969, 30, 1"') from None
     total = sum(parts)
     if min(parts) < 0 or not 0 < total < math.inf:
-        raise DataError(f'split: "{split}" needs numbers that are not negative, at least one above zero')
+        raise DataError(f'split: "{split}" needs numbers that are 0 or more, at least one of them above 0')
     boundaries = [0]
     for part in parts + [0.0] * (3 - len(parts)):
         boundaries.append(boundaries[-1] + round(part / total * float(size)))
@@ -75,9 +71,9 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
 
 
 def requested_samples(args: NeoXArgs, train_batch_size: int, data_state: DataState) -> tuple[int, int, int]:
-    """NeoX's sample counts of the train, validation and test sets.
+    """Return how many samples the train, validation and test sets need, counted as in NeoX.
 
-    The training set has the samples consumed so far and those of the steps still to come.
+    The training set needs the samples consumed so far and those of the remaining steps.
     """
     evaluations = args.train_iters // args.eval_interval + 1
     return (
@@ -88,8 +84,8 @@ def requested_samples(args: NeoXArgs, train_batch_size: int, data_state: DataSta
 
 
 def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
-    """The folder of index maps: `index_cache_dir`, else `index_cache` in the `save` folder, else beside the
-    data."""
+    """Return the folder of index maps: `index_cache_dir`, else `index_cache` in the `save` folder, else next
+    to the data."""
     if args.index_cache_dir:
         return Path(args.index_cache_dir)
     # A `save` folder that stands for a remote one is each machine's own, so it cannot be shared
@@ -98,72 +94,71 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
 
 
 def hash_cache_dir(args: NeoXArgs, prefix: str) -> Path:
-    """The folder in which the hashes of a set's files are kept (`cached_sha256`)."""
+    """Return the folder that caches the hashes of a set's files (`cached_sha256`)."""
     return index_cache_dir(args, prefix) / "file_hashes"
 
 
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Set name (or "all" for `data_path`, which `split` divides) -> prefixes of its `.bin/.idx` pairs.
+    """Return {set name: prefixes of its `.bin/.idx` pairs}.
 
-    Raises DataError when there is no training data.
+    Names: train, valid, test, or "all" for `data_path`, which `split` divides; those of `further_sets` that
+    the run has. Raises DataError when there is no training data.
     """
-    unlearning = {name: (path,) for name in UNLEARNING_KEYS if (path := unlearning_path(args, name)) is not None}
+    further = {n: (path,) for n, declared in further_sets().items() if (path := declared.path(args)) is not None}
     if args.data_path:
-        return {"all": (args.data_path,), **unlearning}
+        return {"all": (args.data_path,), **further}
     lists = zip(SET_NAMES, (args.train_data_paths, args.valid_data_paths, args.test_data_paths), strict=True)
     prefixes = {name: paths for name, paths in lists if paths}
     if "train" not in prefixes:
         raise DataError("no training data: set data_path (with split), or train_data_paths")
-    return {**prefixes, **unlearning}
-
-
-def unlearning_path(args: NeoXArgs, name: str) -> str | None:
-    """The prefix of the forget or retain set; None where the run has none."""
-    if name == "forget":
-        return args.ga_dataset
-    return args.gd_retain_dataset if args.gd_mode else None
+    return {**prefixes, **further}
 
 
 def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the configuration that opens its sets; what it says of a file that is not there begins
-    with the key that names it, and where that was set."""
+    """Decorate a function whose first argument is the configuration. If a data file is missing, its DataError
+    then begins with the configuration key that lists the file, and where that key was set."""
 
     @wraps(function)
-    def named(*given: P.args, **options: P.kwargs) -> T:
+    def wrapper(*arguments: P.args, **options: P.kwargs) -> T:
         try:
-            return function(*given, **options)
+            return function(*arguments, **options)
         except MissingDataError as problem:
-            args: Any = given[0]
+            args: Any = arguments[0]
             keys = [name for name in keys_of(type(args)) if name.endswith(("data_path", "data_paths"))]
-            for key in (*keys, *(key for names in UNLEARNING_KEYS.values() for key in names)):
+            further_keys = [key for declared in further_sets().values() for key in (declared.data, declared.labels)]
+            for key in (*keys, *further_keys):
                 value = getattr(args, key) or ()
                 if problem.prefix in ((value,) if isinstance(value, str) else value):
-                    more = f"; without validation: --set {key}=null eval_iters=0" if key == "valid_data_paths" else ""
-                    raise DataError(f"{args.origin(key)}: {key}: {problem}{more}") from problem
+                    hint = f"; without validation: --set {key}=null eval_iters=0" if key == "valid_data_paths" else ""
+                    raise DataError(f"{args.origin(key)}: {key}: {problem}{hint}") from problem
             raise
 
-    return named
+    return wrapper
 
 
 def storage(args: NeoXArgs, name: str) -> str:
-    """How the files of a set are read (`data_impl`)."""
-    if name == "forget":
-        return args.ga_dataset_impl
-    return args.gd_retain_dataset_impl if name == "retain" else args.data_impl
+    """Return the `data_impl` of a set: how its files are read."""
+    declared = further_sets().get(name)
+    return args.data_impl if declared is None else getattr(args, declared.storage)
 
 
 def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """(label paths, reward paths) of a set, one for each of its data paths; None where none are listed."""
+    """Return (label paths, reward paths) of a set, each with one path for each of its data paths, or None if
+    the configuration lists none."""
     labels = (args.train_label_data_paths, args.valid_label_data_paths, args.test_label_data_paths)
     rewards = (args.train_reward_data_paths, args.valid_reward_data_paths, args.test_reward_data_paths)
-    if name in UNLEARNING_KEYS:
-        path = {"forget": args.ga_label_dataset, "retain": args.gd_retain_label_dataset}[name]
+    if (declared := further_sets().get(name)) is not None:
+        path = getattr(args, declared.labels)
         return (None if path is None else (path,)), None
     return (None, None) if name == "all" else (labels[SET_NAMES.index(name)], rewards[SET_NAMES.index(name)])
 
 
 def blend_weights(args: NeoXArgs, name: str, members: Sequence[IndexedDataset]) -> tuple[float, ...]:
-    """The weights by which the members of a set are blended: listed, or from their sizes; not normalised."""
+    """Return one weight for each member of set `name`, not normalised.
+
+    They are computed from the sizes of the members if `weight_by` or `weight_by_num_documents` is set;
+    otherwise they are the listed weights, or all 1.
+    """
     unit = "documents" if args.weight_by_num_documents else args.weight_by
     if unit is not None:
         sizes = [_size(indexed, unit) for indexed in members]

@@ -1,5 +1,5 @@
-"""Documents made of parts of others: a response cut to a length, or a prompt with the response to another
-one."""
+"""Documents made of parts of others: a truncated response, or a prompt with the response to another
+prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ from megatron.data.labels import MASKED
 
 @dataclass(frozen=True, eq=False)
 class DocumentSlices:
-    """One part of each of n documents, as arrays [n]: the source it is taken from, the document of that
-    source, its first token there, and how many tokens."""
+    """For each of n new documents, a slice of a source's document, as arrays [n].
+
+    source: index of the source. document: index of the document in it. begin: first token of the slice.
+    count: its number of tokens.
+    """
 
     source: np.ndarray
     document: np.ndarray
@@ -23,8 +26,8 @@ class DocumentSlices:
 
 
 class SlicedDocuments:
-    """Reads like an `IndexedDataset` whose document d is `parts[0][d]`, then `parts[1][d]`, and so on, of
-    `sources`."""
+    """Reads like an `IndexedDataset` whose document d is made of slices of documents in `sources`: the slices
+    `parts[0][d]`, `parts[1][d]`, ..., joined."""
 
     def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[DocumentSlices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
@@ -35,22 +38,20 @@ class SlicedDocuments:
         return len(self.sizes)
 
     def get(self, index: int, offset: int, length: int) -> np.ndarray:
-        """`length` tokens of document `index` from its token `offset` on, in the stored type."""
+        """Return `length` tokens of document `index` from its token `offset` on, in the stored type."""
         pieces, end = [], offset + length
         for part in self.parts:
             count = int(part.count[index])
-            first, last = max(0, offset), min(count, end)
-            if first < last:
+            start, stop = max(0, offset), min(count, end)
+            if start < stop:
                 source, document = self.sources[int(part.source[index])], int(part.document[index])
-                pieces.append(source.get(document, int(part.begin[index]) + first, last - first))
+                pieces.append(source.get(document, int(part.begin[index]) + start, stop - start))
             offset, end = offset - count, end - count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.int64)])
 
     def origin(self, index: int, place: int) -> tuple[Path, int, int]:
-        """(file, document, token) that token `place` of document `index` comes from.
-
-        Raises IndexError for a token behind its end.
-        """
+        """Return where token `place` of document `index` was taken from: (file, document, token). Raises
+        IndexError if the document is shorter."""
         for part in self.parts:
             count = int(part.count[index])
             if place < count:
@@ -61,14 +62,14 @@ class SlicedDocuments:
 
 
 class PromptMaskedLabels:
-    """Labels where none are given: the tokens themselves, masked for the first `prompts` [documents] tokens
-    of each."""
+    """Labels for data without label files: the tokens themselves, but the first `prompts[d]` tokens of
+    document d are masked."""
 
     def __init__(self, documents: SlicedDocuments, prompts: np.ndarray):
         self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file
 
     def get(self, index: int, offset: int, length: int) -> np.ndarray:
-        """The labels of `length` tokens of document `index` from its token `offset` on, int64."""
+        """Return the labels of `length` tokens of document `index` from its token `offset` on, int64."""
         labels = self.documents.get(index, offset, length).astype(np.int64)
         labels[: max(0, int(self.prompts[index]) - offset)] = MASKED
         return labels

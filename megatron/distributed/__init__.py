@@ -1,5 +1,6 @@
-"""What launchers and ranks share at the start and end of a run: the store, the rendezvous and its checks, the
-process group, work that all ranks do together, the watch over ranks that do not move.
+"""Brings the ranks of a run together: store, rendezvous and its checks, process group, watchdog.
+
+Launchers and ranks share it at the start and end of a run. It also has the work that all ranks do together.
 
 Launchers import `distributed.store` alone; the other names import torch, which takes seconds, when they are
 first used.

@@ -23,7 +23,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class World(Protocol):
-    """All ranks of the run, as one of them sees it; `mpu.ParallelGroups` is one."""
+    """The number of ranks, and this rank's number and device. `mpu.ParallelGroups` is a World."""
 
     @property
     def world_rank(self) -> int: ...
@@ -34,18 +34,18 @@ class World(Protocol):
 
 
 class _AroundBars(logging.StreamHandler):
-    """Lines on a terminal that has progress bars: these are taken away for the line, and drawn again below
-    it."""
+    """A log handler that hides progress bars of the terminal while it writes a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # Without bars also without tqdm's lock, which a fork may have left taken
-        drawn = bool(getattr(tqdm, "_instances", ()))
-        with tqdm.external_write_mode(file=self.stream) if drawn else nullcontext():
+        has_bars = bool(getattr(tqdm, "_instances", ()))
+        with tqdm.external_write_mode(file=self.stream) if has_bars else nullcontext():
             super().emit(record)
 
 
 def configure_logging(rank: int) -> logging.Logger:
-    """The run's logger: plain lines on stdout from rank 0, warnings of the other ranks on theirs."""
+    """Returns the run's logger, which writes plain lines to stdout: all lines of rank 0, only warnings of
+    other ranks."""
     logger = logging.getLogger("megatron")
     logger.handlers = [_AroundBars(sys.stdout)]
     logger.handlers[0].setFormatter(logging.Formatter("%(message)s"))
@@ -57,11 +57,12 @@ def configure_logging(rank: int) -> logging.Logger:
 def init_process_group(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None
 ) -> torch.device:
-    """Initialise torch.distributed, unless it already is, for all ranks of `args`. The device of this rank.
+    """Initialises torch.distributed, unless it already is, and returns this rank's device.
 
-    store: what `rendezvous_and_check` gave, where a command lets ranks meet before each machine fetches what
-    it needs. Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does
-    not see, or fewer of them than ranks.
+    store: the result of `rendezvous_and_check`; None: `rendezvous_and_check` is called here.
+
+    Raises ConfigError for `distributed_backend: nccl` if the machine has GPUs that torch does not see, or
+    fewer GPUs than ranks.
     """
     backend = _backend(args, logger)
     device = _gpu(args, process) if backend == "nccl" else torch.device("cpu")
@@ -83,21 +84,28 @@ def init_process_group(
 
 
 def _gpu(args: NeoXArgs, process: Process) -> torch.device:
-    """The GPU of this rank: that of its number on this machine, or the only one it sees, where the starter
-    shows each task its own (srun --gpus-per-task, --gpu-bind, wrappers of MPI)."""
+    """Returns the GPU with this rank's local number, or the only visible one. Raises ConfigError if there are
+    too few GPUs.
+
+    Some launchers show each rank only its own GPU (srun --gpus-per-task, --gpu-bind, wrappers of MPI).
+    """
     count = torch.cuda.device_count()
     if count > 1 and process.local_rank >= count:
         raise args.error(
             "distributed_backend",
-            f"nccl needs a GPU for each rank: rank {process.rank} is number {process.local_rank} of "
-            f"{process.local_world_size} on its machine and sees {count}; start {count} ranks there, or show each "
-            "its own GPU",
+            f"nccl needs a GPU for each rank: rank {process.rank} has local rank {process.local_rank} of "
+            f"{process.local_world_size} on its machine, where it sees {count} GPUs; start {count} ranks there, or "
+            "let each rank see only its own GPU",
         )
     return torch.device("cuda", process.local_rank if count > 1 else 0)
 
 
 def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
-    """nccl or gloo. All files of GPT-NeoX say nccl: where there is no GPU that is gloo, and said."""
+    """Returns "nccl" or "gloo", and logs it if `distributed_backend` has another value.
+
+    On machines without a GPU, nccl becomes gloo, because every GPT-NeoX file sets nccl. Raises ConfigError if
+    the machine has GPUs that torch does not see.
+    """
     backend, has_gpu = args.distributed_backend, torch.cuda.is_available()
     if backend == "auto":
         backend = "nccl" if has_gpu else "gloo"
@@ -106,8 +114,8 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if _GPUS.is_dir() and not hidden:
             raise args.error(
-                "distributed_backend", "nccl, but torch sees none of this machine's GPUs: `python deepy.py doctor` "
-                "says why (distributed_backend: gloo trains on CPUs)",
+                "distributed_backend", "nccl, but torch sees none of this machine's GPUs; `python deepy.py doctor` "
+                "says why (to train on CPUs, set distributed_backend: gloo)",
             )  # fmt: skip
         backend = "gloo"
         logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
@@ -115,7 +123,8 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
 
 
 def on_rank_zero(world: World, work: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank its result; what it raises is raised on every rank."""
+    """Runs `work` on rank 0 and returns its result on every rank. If `work` raises an exception, every rank
+    raises it."""
     if world.world_size == 1:
         return work()
     outcome: list[object] = [None, None]
@@ -131,13 +140,14 @@ def on_rank_zero(world: World, work: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(world: World, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and give every rank all results, by rank; the first problem is raised on
-    all."""
+    """Runs `work` on every rank and returns the results of all ranks, in rank order. If it fails on some
+    ranks, every rank raises the exception of the lowest of them."""
     return run_on_all_ranks_of(None, world.world_size, work)
 
 
 def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callable[[], T]) -> list[T]:
-    """Do as `run_on_all_ranks` over the `size` ranks of a group; group None: all ranks of the run."""
+    """Runs `work` on the `size` ranks of a group, as `run_on_all_ranks` does. group: None: all ranks of the
+    run."""
     if size == 1:
         return [work()]
     local_outcome: tuple[object, object] = (None, None)
@@ -154,7 +164,8 @@ def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callab
 
 
 def run_on_each_rank(world: World, work: Callable[[], T]) -> T:
-    """Do something on every rank; every rank keeps its own result, the first problem is raised on all."""
-    kept: list[T] = []
-    run_on_all_ranks(world, lambda: kept.append(work()))
-    return kept[0]
+    """Runs `work` on every rank and returns this rank's result. If it fails on some ranks, every rank raises
+    the exception of the lowest of them."""
+    results: list[T] = []
+    run_on_all_ranks(world, lambda: results.append(work()))
+    return results[0]

@@ -18,13 +18,14 @@ IDLE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class RunOperation(Protocol):
-    """Run an operation on every rank; rank 0's result, or what the first rank to fail raised."""
+    """Runs the named operation on every rank. Returns rank 0's result, or raises the exception of the lowest
+    rank that failed."""
 
     def __call__(self, operation: str, /, *arguments: Any) -> Any: ...
 
 
 class Rank0Error(RuntimeError):
-    """What rank 0 ran into, as told to ranks that do not know its kind of exception."""
+    """Replaces an exception of rank 0 whose class other ranks cannot import."""
 
 
 def run_rank0_driver(
@@ -34,14 +35,16 @@ def run_rank0_driver(
     *,
     on_beat: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it
-    together.
+    """Runs `work(call)` in a thread of rank 0. With `call`, the thread runs operations on every rank.
 
-    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments
-    (picklable); once a stop signal has come to a rank, StopRequested is raised where the work calls one. No
-    collective waits for the work itself: rank 0 says every few seconds that nothing is to be done yet.
-    on_beat: called on every rank at each message from rank 0. What the work raises is raised on
-    every rank.
+    Returns the result of `work` on rank 0, None on other ranks. An exception of `work` is raised on every
+    rank. All ranks call it together.
+
+    operations: functions by name. `call("name", ...)` runs one in the main thread of every rank, with rank
+        0's arguments (picklable), and returns rank 0's result. After a stop signal to any rank, `call` raises
+        StopRequested.
+    on_beat: called on every rank at each message of rank 0. Rank 0 sends one every few seconds while `work`
+        calls nothing, so no collective times out.
     """
     if world.world_size == 1:
         return work(lambda name, *arguments: operations[name](*arguments))
@@ -67,7 +70,7 @@ def run_rank0_driver(
 
 
 class _DriverThread:
-    """The thread of rank 0 that does the work, and the two queues between it and the main thread."""
+    """The thread of rank 0 that runs `work`, and the two queues between it and the main thread."""
 
     def __init__(self, work: Callable[[RunOperation], Any]) -> None:
         self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -78,14 +81,14 @@ class _DriverThread:
         threading.Thread(target=self._work, args=(work,), name="rank0-driver", daemon=True).start()
 
     def next_message(self) -> tuple[Any, ...]:
-        """The next message of rank 0 to all ranks, which says what they do now; `wait` if none comes."""
+        """Returns the thread's next message to all ranks; ("wait",) if none comes within IDLE_S seconds."""
         try:
             return self._messages.get(timeout=IDLE_S)
         except queue.Empty:
             return ("wait",)
 
     def answer(self, result: Any, problem: Exception | None) -> None:
-        """Give the thread what the operation that it asked for returned or raised."""
+        """Passes the result or exception of an operation to the thread that called the operation."""
         self._answers.put((result, problem))
 
     def _work(self, work: Callable[[RunOperation], Any]) -> None:
@@ -118,7 +121,8 @@ def _unless_stopped(work: Callable[[], T]) -> T:
 
 
 def _portable(problem: Exception) -> Exception:
-    """The problem, or its words where another process could not read it (or would import a library to)."""
+    """Returns the exception if other ranks can unpickle it without importing a library, else a Rank0Error
+    with its text."""
     if type(problem).__module__.partition(".")[0] in ("builtins", "megatron"):
         try:
             if isinstance(pickle.loads(pickle.dumps(problem)), type(problem)):

@@ -21,7 +21,7 @@ from megatron.distributed.store import (
     reach_store,
     says_everywhere,
     wait_for_arrivals,
-    wait_until,
+    wait_for_condition,
 )
 from megatron.neox_arguments.errors import UserError
 
@@ -32,12 +32,13 @@ _LIKELY = "they ended earlier (see their output), were not started, or do not re
 
 
 class StartError(UserError, RuntimeError):
-    """Ranks that do not find each other, are not alike, or whose machines are not fit; a line for each
-    problem."""
+    """Raised when ranks do not find each other, differ, or run on unsuitable machines. The message has a line
+    for each problem."""
 
 
 class Process(Protocol):
-    """This process's place in the run, as a launcher left it in the environment."""
+    """The rank of this process, the number of ranks and the address of rank 0, as a launcher set them in the
+    environment."""
 
     @property
     def rank(self) -> int: ...
@@ -56,11 +57,11 @@ class Process(Protocol):
 
 
 class Rendezvous:
-    """All ranks of a run, each with a mapping (its rank info) that says what it is.
+    """Connects all ranks of a run over one store before torch.distributed is initialised.
 
-    Every rank comes by `arrive`; then rank 0 may `ask` and ends with `release` or `abort`, while the others
-    `answer_until_released`. No rank waits longer than `timeout_s` after the latest arrival. Raises
-    StartError, on every rank that has come the same.
+    Every rank calls `arrive` with a mapping that describes it (its rank info). Rank 0 may then `ask`
+    questions, and ends with `release` or `abort`; the other ranks call `answer_until_released`. No rank waits
+    longer than `timeout_s` after the latest arrival. Every rank that has arrived raises the same StartError.
     """
 
     def __init__(self, process: Process, timeout_s: float, logger: logging.Logger) -> None:
@@ -81,49 +82,54 @@ class Rendezvous:
         self._base, self._store = store, dist.PrefixStore(f"neox/{start}", store)
 
     def arrive(self, rank_info: dict[str, Any]) -> None:
-        """Say that this rank is here, and wait for all others."""
+        """Registers this rank and waits for all others. Raises StartError if this rank number is taken, or if
+        ranks are missing after the time limit."""
         rank, store = self._process.rank, self._store
         described = json.dumps({"host": self.host, "pid": os.getpid(), **rank_info})
-        taken = claim(store, f"rank_info/{rank}", described)
-        if taken is not None:
-            other = json.loads(taken)
+        claimed = claim(store, f"rank_info/{rank}", described)
+        if claimed is not None:
+            holder = json.loads(claimed)
             raise StartError(
                 f"rank {rank} (host {self.host}, process {os.getpid()}) is already at {self._address}, from host "
-                f"{other['host']}, process {other['pid']}: two runs use one address, or two ranks one number; give "
-                "each run a master_port of its own"
+                f"{holder['host']}, process {holder['pid']}: two runs share this address, or two processes are "
+                "the same rank; set another master_port for each run"
             )
         store.append("arrivals", f"{rank} {self.host}\n")  # type: ignore[attr-defined]  # not in torch's stubs
         store.add("count", 1)
         patience_s = self._timeout_s + (0 if rank == 0 else 1)  # rank 0 says who is missing, if it is there
         if not wait_for_arrivals(self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind):
             self.abort(
-                f"{self._who_is_missing()} within {self._timeout_s:g} s of the latest arrival "
+                f"{self._describe_missing()} within {self._timeout_s:g} s of the latest arrival "
                 f"(rendezvous_timeout_s): {_LIKELY}"
             )
 
     def rank_infos(self) -> list[dict[str, Any]]:
-        """The information that each rank gave about itself on arrival, in order of ranks."""
+        """Returns what each rank passed to `arrive`, with its host and process id, in order of ranks."""
         keys = [f"rank_info/{rank}" for rank in range(self._process.world_size)]
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def ask(self, question: dict[str, Any], ranks: Sequence[int]) -> dict[int, Any]:
-        """On rank 0: the answers of these ranks to one question."""
+        """Sends a question to these ranks, from rank 0, and returns the answer of each. Raises StartError, on
+        every rank, if one does not answer."""
         self._send({"ask": question, "of": list(ranks)})
         answers = {}
         for rank in ranks:
             key = f"answer/{self._messages}/{rank}"
             if not self._wait_for_key(key, _ANSWER_S):
-                self.abort(f"rank {rank} came to {self._address}, but does not answer any more; see its output")
+                self.abort(f"rank {rank} connected to {self._address}, then stopped answering; see its output")
             answers[rank] = json.loads(self._store.get(key))
         return answers
 
     def answer_until_released(self, answer: Callable[[dict[str, Any]], Any]) -> None:
-        """On the other ranks: answer what rank 0 asks until it lets all go on, or raise what it ends the
-        start with."""
+        """On a rank other than 0, answers rank 0's questions until rank 0 releases all ranks.
+
+        answer: takes a question of `ask` and returns the answer. Raises StartError if rank 0 aborts or stops
+            answering.
+        """
         while True:
             key = f"message/{self._messages}"
             if not self._wait_for_key(key, self._timeout_s + _ANSWER_S):
-                raise StartError(f"rank 0 at {self._address} says no more; see its output")
+                raise StartError(f"rank 0 at {self._address} stopped answering; see the output of rank 0")
             message = json.loads(self._store.get(key))
             self._messages += 1
             if "abort" in message:
@@ -134,56 +140,64 @@ class Rendezvous:
                 self._store.set(f"answer/{self._messages}/{self._process.rank}", json.dumps(answer(message["ask"])))
 
     def release(self, timeout: timedelta) -> dist.Store:
-        """Rank 0 lets all go on. The store of the process group, whose waits take at most `timeout`."""
+        """Returns the store for the process group. On rank 0 it first lets all other ranks continue.
+
+        timeout: time limit of later waits on the store.
+        """
         if self._process.rank == 0:
             self._send({"release": True})
         self._base.set_timeout(timeout)
         return dist.PrefixStore("default_pg", self._store)
 
     def abort(self, reason: str) -> NoReturn:
-        """End the start on every rank, for a reason in words. Raises StartError."""
+        """Ends the start on every rank. reason: the message of the StartError that each rank raises."""
         self._send({"abort": reason})
         self._end_start(reason)
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Write the next message to all ranks, unless another rank has given up first."""
+        """Publishes the next message to all ranks. Raises StartError if another rank has aborted first."""
         earlier = claim(self._store, f"message/{self._messages}", json.dumps(message))
         if earlier is not None:
             self._end_start(json.loads(earlier)["abort"])
         self._messages += 1
 
     def _end_start(self, reason: str) -> NoReturn:
-        """Raise StartError; the host of the store first waits a little until all that came have read the
-        reason."""
+        """Raises StartError. The rank that hosts the store first waits briefly until all arrived ranks have
+        read the reason."""
         store, informed = self._store, self._store.add("informed", 1)
         if self._is_host:
             present = store.add("count", 0)
-            wait_until(lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s)
+            wait_for_condition(
+                lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s
+            )
         raise StartError(reason)
 
     def _arrived(self) -> int:
-        """How many ranks have come; all of them where one has given up, for then there is a message to be
-        read."""
+        """Returns the number of arrived ranks. After a message of rank 0 or an abort it returns the number of
+        all ranks, so that waiting ends."""
         if self._store.check(["message/0"]):
             return self._process.world_size
         return self._store.add("count", 0)
 
     def _remind(self) -> None:
-        self._logger.info(f"still waiting: {self._who_is_missing()} so far")
+        self._logger.info(f"still waiting: {self._describe_missing()} so far")
 
-    def _who_is_missing(self) -> str:
+    def _describe_missing(self) -> str:
         ranks_of: dict[str, list[int]] = {}
         for line in self._store.get("arrivals").decode().splitlines():
             rank, host = line.split()
             ranks_of.setdefault(host, []).append(int(rank))
         present = {rank for ranks in ranks_of.values() for rank in ranks}
         missing = [rank for rank in range(self._process.world_size) if rank not in present]
-        by_host = sorted(ranks_of.items(), key=lambda item: item[1])
-        present_text = "; ".join(f"{named(ranks)} (host {host})" for host, ranks in by_host)
-        return f"{named(missing)} of {self._process.world_size} did not come to {self._address} (there: {present_text})"
+        hosts = sorted(ranks_of.items(), key=lambda item: item[1])
+        present_text = "; ".join(f"{format_ranks(ranks)} (host {host})" for host, ranks in hosts)
+        return (
+            f"{format_ranks(missing)} of {self._process.world_size} did not come to {self._address} "
+            f"(there: {present_text})"
+        )
 
     def _wait_for_key(self, key: str, seconds: float) -> bool:
-        return wait_until(lambda: self._store.check([key]), seconds, self._pause_s)
+        return wait_for_condition(lambda: self._store.check([key]), seconds, self._pause_s)
 
     def _host_store(self) -> dist.Store:
         process = self._process
@@ -195,8 +209,8 @@ class Rendezvous:
         except RuntimeError as problem:
             if "EADDRINUSE" in str(problem):
                 raise StartError(
-                    f"port {process.master_port} of host {self.host} is taken, so rank 0 cannot be met at "
-                    f"{self._address}; another run? set another master_port"
+                    f"port {process.master_port} of host {self.host} is taken, so rank 0 cannot listen at "
+                    f"{self._address}: perhaps another run does; set another master_port"
                 ) from None
             raise self._no_answer(str(problem).splitlines()[0]) from None
 
@@ -211,13 +225,13 @@ class Rendezvous:
     def _no_answer(self, reason: str) -> StartError:
         return StartError(
             f"rank {self._process.rank} (host {self.host}) gets no answer from rank 0 at {self._address} within "
-            f"{self._timeout_s:g} s (rendezvous_timeout_s): {reason}; rank 0 ended earlier or was not started, or that "
-            "is not the address of its machine (MASTER_ADDR, MASTER_PORT), or a firewall is between"
+            f"{self._timeout_s:g} s (rendezvous_timeout_s): {reason}; rank 0 ended earlier or was not started, or "
+            "MASTER_ADDR and MASTER_PORT are not rank 0's address, or a firewall is between"
         )
 
 
-def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns rank numbers as text, such as `rank 3` or `ranks 0-2, 5`."""
     runs = []
     for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.rendezvous import Process, Rendezvous, StartError, named
+from megatron.distributed.rendezvous import Process, Rendezvous, StartError, format_ranks
 from megatron.neox_arguments import NeoXArgs, flat_values, yaml_value
 from megatron.neox_arguments.keys.declaration import keys_of
 
@@ -26,17 +26,19 @@ _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")
 # May differ, as may RunnerKeys: how ranks are started
 _MACHINE_KEYS = ("config_files", "log_dir", "remote_staging")
 _PROBE_S = 15.0  # NFS may take a while to show a new file to another machine
-_SHOWN = 5  # differences of one kind
+_MAX_ITEMS = 5  # differences of one kind
 
 
 def rendezvous_and_check(
     args: NeoXArgs, process: Process, logger: logging.Logger, shared: str | Path | None = None
 ) -> dist.Store | None:
-    """Wait for all ranks and compare them; the store of their process group. None for one rank, or a group
-    made before.
+    """Waits for all ranks, checks that they agree, and returns the store for their process group.
 
-    shared: a folder, made if it is not there, that all machines must see as one. What machines fetch alone
-    comes between this and `init_process_group`. Raises StartError on every rank.
+    Returns None for a single rank, or if torch.distributed is already initialised. Downloads that each
+    machine makes for itself belong between this call and `init_process_group`. Raises StartError on every
+    rank.
+
+    shared: a folder, created if missing, that must be the same on all machines.
     """
     if process.world_size == 1 or dist.is_initialized():
         return None
@@ -51,12 +53,13 @@ def rendezvous_and_check(
     except dist.DistError as problem:
         raise StartError(
             f"rank {process.rank} (host {rendezvous.host}) lost rank 0 at {process.master_addr}:{process.master_port} "
-            f"before all ranks had met: it ended, see its output ({str(problem).splitlines()[0]})"
+            f"at the start: rank 0 ended, see the output of rank 0 ({str(problem).splitlines()[0]})"
         ) from None
 
 
 def rank_info(args: NeoXArgs, process: Process) -> dict[str, Any]:
-    """What a rank says of itself when it comes; all but `first` must be the same everywhere."""
+    """Returns the facts that a rank reports on arrival. All but `first` (is it the first rank of its
+    machine?) must be equal on all ranks."""
     return {
         "first": process.local_rank == 0,  # of its machine
         "configuration": digest(configuration(args)),
@@ -66,12 +69,12 @@ def rank_info(args: NeoXArgs, process: Process) -> dict[str, Any]:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a mapping's JSON, in hexadecimal."""
+    """Returns the SHA-256 of a mapping's JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def configuration(args: NeoXArgs) -> dict[str, str]:
-    """Every value that must be the same on all ranks, as a line of YAML by dotted path."""
+    """Returns every value that must be the same on all ranks, as {dotted path: value in YAML}."""
     keys = keys_of(type(args))
     return {
         path: yaml_value(value)
@@ -81,13 +84,13 @@ def configuration(args: NeoXArgs) -> dict[str, str]:
 
 
 def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[str, str]:
-    """SHA-256 of our source files and of the entry script, by name."""
+    """Returns {file name: SHA-256} of our source files and of the entry script."""
     if script is None:
         script = getattr(sys.modules["__main__"], "__file__", None)
-    around = f"{package.parent}/"
+    prefix = f"{package.parent}/"
     files: dict[str, str] = {}
     for folder, _, names in os.walk(package):
-        files |= {f"{folder}/{name}".removeprefix(around): f"{folder}/{name}" for name in names if name.endswith(".py")}
+        files |= {f"{folder}/{name}".removeprefix(prefix): f"{folder}/{name}" for name in names if name.endswith(".py")}
     if script is not None and os.path.isfile(script):
         files[os.path.basename(script)] = script
     digests = {}
@@ -98,7 +101,8 @@ def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[s
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what numbers and collectives depend on."""
+    """Returns the versions of Python, CUDA, NCCL and the libraries on which results and collectives depend,
+    by name."""
     versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in _LIBRARIES:
         try:
@@ -111,7 +115,8 @@ def library_versions() -> dict[str, str]:
 
 
 def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) -> None:
-    """Rank 0: stop the start if ranks are not alike, or `shared` is not one folder."""
+    """On rank 0, aborts the start if ranks differ in libraries, configuration or code, or if `shared` is not
+    the same folder on all machines."""
     compared = {
         "libraries": (_library_differences, "use one environment, or one constraints.txt, on every machine"),
         "configuration": (configuration_differences, "start all ranks with the same files and flags"),
@@ -120,22 +125,22 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
     infos = rendezvous.rank_infos()
     problems = []
     for kind, (differences_of, advice) in compared.items():
-        alike: dict[str, list[int]] = {}
-        for rank, other in enumerate(infos):
-            if other[kind] != infos[0][kind]:
-                alike.setdefault(json.dumps(other[kind]), []).append(rank)
-        for ranks in list(alike.values())[:_SHOWN]:
+        ranks_by_info: dict[str, list[int]] = {}
+        for rank, info in enumerate(infos):
+            if info[kind] != infos[0][kind]:
+                ranks_by_info.setdefault(json.dumps(info[kind]), []).append(rank)
+        for ranks in list(ranks_by_info.values())[:_MAX_ITEMS]:
             remote, local = infos[ranks[0]][kind], infos[0][kind]
             if kind != "libraries":  # else the rank infos say all
                 remote, local = rendezvous.ask({kind: None}, ranks[:1])[ranks[0]], _answer({kind: None}, args)
             differences = differences_of(remote, local)
-            more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
-            ranks_text = f"{named(ranks)} (host {_hosts(infos, ranks)})"
-            text = "; ".join([*differences[:_SHOWN], *more])
+            omitted = [f"and {len(differences) - _MAX_ITEMS} more"] if len(differences) > _MAX_ITEMS else []
+            ranks_text = f"{format_ranks(ranks)} (host {_hosts(infos, ranks)})"
+            text = "; ".join([*differences[:_MAX_ITEMS], *omitted])
             problems.append(f"{ranks_text} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {advice}")
     if problems:
         rendezvous.abort("\n".join(problems))
-    first_ranks = [rank for rank, other in enumerate(infos) if other["first"] and rank]
+    first_ranks = [rank for rank, info in enumerate(infos) if info["first"] and rank]
     if shared is not None and first_ranks:
         problem = _probe(rendezvous, Path(shared), first_ranks, infos)
         if problem is not None:
@@ -143,7 +148,8 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
 
 
 def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:
-    """The answer of this rank to a question of rank 0."""
+    """Returns this rank's answer to a question of rank 0: its configuration, its source files, or whether it
+    sees a file."""
     if "configuration" in question:
         values = configuration(args)
         return {path: [value, args.origin(path)] for path, value in values.items()}
@@ -162,9 +168,10 @@ def _library_differences(remote: Mapping[str, str], local: Mapping[str, str]) ->
 
 
 def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]) -> list[str]:
-    """The configurations' differences in words, of (value, place) by dotted path.
+    """Describes the differences of two configurations, one line each.
 
-    Where any of them was written in a file or flag, those that only follow from it are left out.
+    remote, local: {dotted path: (value, where it is set)}. If some differing values were written in a file or
+        flag, differing values that are only derived or defaults are omitted.
     """
     unset = ("unset", "default")
     differ = [
@@ -172,8 +179,8 @@ def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mappin
         for path in dict.fromkeys([*local, *remote])
         if remote.get(path, unset)[0] != local.get(path, unset)[0]
     ]
-    made = ("default", "derived")
-    written = [row for row in differ if row[1][1] not in made or row[2][1] not in made]
+    implicit = ("default", "derived")
+    written = [row for row in differ if row[1][1] not in implicit or row[2][1] not in implicit]
     return [
         f"{path} is {_short(remote_value[0])} ({remote_value[1]}) against {_short(local_value[0])} ({local_value[1]})"
         for path, remote_value, local_value in written or differ
@@ -181,13 +188,16 @@ def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mappin
 
 
 def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> list[str]:
-    """The differences of the source files in words, of {"package": folder, "files": digest by name}."""
+    """Describes the differences of two ranks' source files, one line each.
+
+    remote, local: {"package": folder, "files": {name: SHA-256}}.
+    """
     names = sorted({*remote["files"], *local["files"]})
     lines = []
     for name in names:
         remote_value, local_value = remote["files"].get(name), local["files"].get(name)
         if remote_value != local_value:
-            one_sided = "is only there" if remote_value else "is missing there"
+            one_sided = "is missing on rank 0" if remote_value else "is only on rank 0"
             lines.append(f"{name} {'differs' if remote_value and local_value else one_sided}")
     if remote["package"] != local["package"]:
         lines[0] = f"{remote['package']} is not {local['package']}: {lines[0]}"
@@ -197,7 +207,11 @@ def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> lis
 def _probe(
     rendezvous: Rendezvous, folder: Path, ranks: Sequence[int], infos: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Whether the first ranks of other machines see a file that this one writes; what is wrong, in words."""
+    """Writes a file to `folder` and asks `ranks`, of other machines, whether they see it. Only rank 0 calls
+    it.
+
+    Returns None if they all see it, else a message about the ranks that do not.
+    """
     file = folder.resolve() / f".probe-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +227,7 @@ def _probe(
     if not blind_ranks:
         return None
     remote_folder = answers[blind_ranks[0]]["folder"]
-    blind = f"{named(blind_ranks)} (host {_hosts(infos, blind_ranks)})"
+    blind = f"{format_ranks(blind_ranks)} (host {_hosts(infos, blind_ranks)})"
     return (
         f"save: {folder} is not one folder for all machines: what rank 0 wrote into {folder.resolve()} (host "
         f"{rendezvous.host}) is not in {remote_folder} of {blind}; save on storage that "
@@ -223,16 +237,16 @@ def _probe(
 
 def _look_for(file: Path) -> dict[str, Any]:
     end = time.monotonic() + _PROBE_S
-    while not (seen := file.exists()) and time.monotonic() < end:
+    while not (is_visible := file.exists()) and time.monotonic() < end:
         time.sleep(0.1)
         if file.parent.is_dir():
             os.listdir(file.parent)  # a network file system looks anew
-    return {"seen": seen, "folder": str(file.parent.resolve())}
+    return {"seen": is_visible, "folder": str(file.parent.resolve())}
 
 
 def _hosts(infos: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(infos[rank]["host"] for rank in ranks))
-    return ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else "")
+    return ", ".join(hosts[:_MAX_ITEMS]) + (f" and {len(hosts) - _MAX_ITEMS} more" if len(hosts) > _MAX_ITEMS else "")
 
 
 def _short(text: str) -> str:

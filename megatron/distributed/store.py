@@ -26,17 +26,17 @@ _LONGEST_PAUSE_S = 0.5  # between two attempts to reach a store
 
 
 class StoreUnreachable(RuntimeError):
-    """No store answers at an address; the message is the reason alone."""
+    """No store answers at an address. The message holds only the reason, not the address."""
 
 
 def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool = False) -> "TCPStore":
-    """A store that this process keeps for the others. Raises RuntimeError, as torch, where the port cannot be
-    had.
+    """Returns a store hosted by this process. Raises RuntimeError, as torch does, if the port is not
+    available.
 
-    address: of this machine, at which it listens (`listening_address`); nobody can reach it by another. Of
-    itself torch listens on every interface, and whoever connects may read and write. timeout_s: for the
-    connection, and for one answer of the store. multi_tenant: share the store that this process may keep at
-    the port already.
+    address: an address of this machine. The store listens at this address alone (`listening_address`),
+        because torch would listen on every interface, where anyone may read and write.
+    timeout_s: for connecting, and for each answer of the store.
+    multi_tenant: share a store that this process already hosts at the port.
     """
     listener = None if address == EVERYWHERE else _listen(address, port, multi_tenant)
     if listener is not None:
@@ -48,38 +48,39 @@ def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool 
 
 
 def listening_address(host: str, on_one_machine: bool) -> str:
-    """The address of this machine at which the store of a run listens.
+    """Returns the address of this machine at which the store of a run listens.
 
-    Loopback where the whole run is on this machine, else the address that `host` has here, the name by which
-    other machines know this one. EVERYWHERE where that is not one address of this machine: its own hosts file
-    may give the name a loopback address, and NAT or a Service of Kubernetes may stand before it.
+    It is loopback if the whole run is on this machine. Else it is the address of `host`, the name by which
+    other machines know this one. It is EVERYWHERE if `host` does not name exactly one address of this
+    machine: its own hosts file may give the name a loopback address, or NAT or a Service of Kubernetes may
+    stand before it.
     """
     if on_one_machine or host == "localhost":
         return LOOPBACK
-    found = set()
+    addresses = set()
     with suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             address = str(place[0])
             if address == host or not ip_address(address.partition("%")[0]).is_loopback:
                 with suppress(OSError), socket.socket(family, kind) as probe:
                     probe.bind(place)  # only an address of our own can be bound
-                    found.add(address)
-    return found.pop() if len(found) == 1 else EVERYWHERE
+                    addresses.add(address)
+    return addresses.pop() if len(addresses) == 1 else EVERYWHERE
 
 
 def says_everywhere(host: str) -> str:
-    """What is said of a store that listens EVERYWHERE. host: that `listening_address` was asked for."""
+    """Returns the line for the log about a store that listens EVERYWHERE. host: as in `listening_address`."""
     return (
         f"the store of this run listens on every interface: MASTER_ADDR {host} is not one address of this machine "
-        "(docs/launch.md, What a neighbour can do)"
+        "(docs/launch.md, Security)"
     )
 
 
 def connect_store(address: str, port: int, connect_s: float, timeout_s: float) -> "TCPStore":
-    """One attempt to reach the store that another process keeps at `address:port`.
+    """Makes one attempt to connect to the store that another process hosts at `address:port`.
 
-    Raises OSError or torch's RuntimeError when nobody answers within `connect_s`, and StoreUnreachable when
-    what answers is no store within `timeout_s`.
+    Raises OSError or torch's RuntimeError if nobody answers within `connect_s`. Raises StoreUnreachable if
+    another program is there, which gives no answer of a store within `timeout_s`.
     """
     # First a bare connection: torch's own attempts print warnings while the host is not there yet.
     socket.create_connection((address, port), timeout=connect_s).close()
@@ -95,15 +96,18 @@ def reach_store(
     pause_s: float = _LONGEST_PAUSE_S,
     remind: Callable[[str], None] = lambda reason: None,
 ) -> "TCPStore":
-    """The store at `address:port`, tried again and again for `patience_s`, for its host may come later.
+    """Connects to the store at `address:port`, with retries for `patience_s` seconds, since its host may
+    start later.
 
-    timeout_s: for one answer of the store. pause_s: after the first attempt; it doubles up to half a second.
-    remind: called with the reason of the last failure every REMIND_EVERY_S. Raises StoreUnreachable with that
-    reason, at once when something else than a store answers.
+    timeout_s: for each answer of the store.
+    pause_s: seconds between the first two attempts; the pause then doubles, up to half a second.
+    remind: called every REMIND_EVERY_S with the reason of the last failure.
+
+    Raises StoreUnreachable with the reason of the last failure, or at once if another program answers.
     """
-    began = reminded = time.monotonic()
+    start = reminded = time.monotonic()
     reason = ""
-    while (left_s := began + patience_s - time.monotonic()) > 0:
+    while (left_s := start + patience_s - time.monotonic()) > 0:
         try:
             store = connect_store(address, port, min(_CONNECT_S, left_s), min(timeout_s, left_s))
             store.set_timeout(timedelta(seconds=timeout_s))
@@ -121,15 +125,17 @@ def reach_store(
 
 
 def claim(store: "Store", key: str, value: str) -> str | None:
-    """Write `value` under a key that nobody has written yet: None, or what another wrote there before us."""
+    """Writes `value` under `key` if the key has no value yet. Returns None, or the value that another process
+    wrote first."""
     present = store.compare_set(key, "", value).decode()
     return None if present == value else present
 
 
-def wait_until(ready: Callable[[], bool], seconds: float, pause_s: float) -> bool:
-    """Look every `pause_s` until it is so; whether it became so in time.
+def wait_for_condition(ready: Callable[[], bool], seconds: float, pause_s: float) -> bool:
+    """Calls `ready` every `pause_s` seconds until it returns true. Returns False if that takes longer than
+    `seconds`.
 
-    A wait of the store's own would block other threads that use it, and prints when its time is over.
+    The store's own wait is not used: it blocks other threads and prints at a timeout.
     """
     end = time.monotonic() + seconds
     while not ready():
@@ -142,10 +148,11 @@ def wait_until(ready: Callable[[], bool], seconds: float, pause_s: float) -> boo
 def wait_for_arrivals(
     arrived: Callable[[], int], expected: int, patience_s: float, pause_s: float, remind: Callable[[], None]
 ) -> bool:
-    """Wait until `expected` members have come; False when nobody came for `patience_s` after the latest
-    arrival.
+    """Waits until `expected` members have arrived. Returns False if nobody arrives for `patience_s` after the
+    latest arrival.
 
-    arrived: how many have come so far, asked every `pause_s`. remind: called every REMIND_EVERY_S meanwhile.
+    arrived: returns the number of members so far; called every `pause_s`.
+    remind: called every REMIND_EVERY_S while waiting.
     """
     present, latest = 0, time.monotonic()
     reminded = latest
@@ -163,8 +170,10 @@ def wait_for_arrivals(
 
 
 def _listen(address: str, port: int, multi_tenant: bool) -> socket.socket | None:
-    """A socket that listens at this address alone; None where a store of this process may have the port, to
-    which torch then leads. Raises RuntimeError."""
+    """Returns a socket that listens at this address alone. Raises RuntimeError if the port is not available.
+
+    Returns None if the port is in use and `multi_tenant`: torch then finds the store of this process there.
+    """
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=4096)
@@ -183,7 +192,8 @@ def _make_store(
     multi_tenant: bool = False,
     master_listen_fd: int | None = None,
 ) -> "TCPStore":
-    """A TCPStore in the given time, by a thread: torch waits for ever for the answer of a stranger."""
+    """Creates a TCPStore in a thread, within the given time: torch waits for ever if the other side is not a
+    store."""
     from torch.distributed import TCPStore
 
     outcome: list[TCPStore | Exception] = []
@@ -203,7 +213,7 @@ def _make_store(
     thread.start()
     thread.join(timeout_s + 1)
     if not outcome:
-        raise StoreUnreachable("something that is no run of this program answers there")
+        raise StoreUnreachable("another program answers at this address")
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]

@@ -16,14 +16,15 @@ VARIABLE = "NEOX_MIN_ALLREDUCE_GB_S"
 _KEY = "min_allreduce_gb_s"
 _MIB_ON_GPU, _MIB_ON_CPU = 256, 8
 _TIMES = 3
-_SHOWN = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
+_VARIABLES = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
 
 
 def check_transport(args: NeoXArgs, world: World, process: Process, logger: logging.Logger) -> None:
-    """Measure the all-reduce of all ranks before a run; all ranks call it together.
+    """Measures the bandwidth of an all-reduce over all ranks before a run. All ranks call it together.
 
-    Done where a bound is set, and between GPUs of several machines, where it is only said. Raises StartError
-    on every rank when the bandwidth is below the bound, ConfigError for a bound that is no number.
+    It measures if a minimum is set (`min_allreduce_gb_s`), or if GPUs are on several machines. Without a
+    minimum it only logs the result. Raises StartError on every rank if the bandwidth is below the minimum,
+    ConfigError if the minimum is not a number.
     """
     if world.world_size == 1:
         return
@@ -35,32 +36,33 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
     mebibytes = _MIB_ON_GPU if world.device.type == "cuda" else _MIB_ON_CPU
     bandwidth = bus_bandwidth(world, mebibytes * 2**20)
     backend = dist.get_backend()
-    what = (
+    summary = (
         f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {bandwidth:.2f} GB/s bus bandwidth"
     )
     if bound is None or bandwidth >= bound:
-        logger.info(what + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
+        logger.info(summary + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
         return
-    environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN)
+    environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _VARIABLES)
     raise StartError(
-        f"{place}: {_KEY}: {bound:g} GB/s asked for; {what}; {environment}; is it TCP, because the fabric's plugin "
-        "(AWS Libfabric, InfiniBand) was not loaded? NCCL_DEBUG=INFO shows what NCCL chose (NET/...); a lower bound "
-        "lets the run start"
+        f"{place}: {_KEY}: {bound:g} GB/s asked for; {summary}; {environment}; NCCL may use TCP because the fabric's "
+        "plugin (AWS Libfabric, InfiniBand) was not loaded: NCCL_DEBUG=INFO shows its choice (NET/...); to start "
+        "anyway, lower this bound"
     )
 
 
 def bus_bandwidth(world: World, size: int) -> float:
-    """GB/s that each rank's connection carried in the fastest of a few all-reduces of `size` bytes, the same
-    on all ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
+    """Returns the bus bandwidth in GB/s of the fastest of a few all-reduces of `size` bytes.
+
+    It is the same on all ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
     values = torch.zeros(size // 4, device=world.device)
     seconds = torch.tensor(float("inf"), dtype=torch.float64)
     for time_it in (False, *[True] * _TIMES):
         _wait_for_device(world)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(values)
         _wait_for_device(world)
         if time_it:
-            seconds.clamp_(max=time.perf_counter() - begun)
+            seconds.clamp_(max=time.perf_counter() - start)
     slowest = seconds.to(world.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     del values
@@ -75,7 +77,8 @@ def _wait_for_device(world: World) -> None:
 
 
 def _bound(args: NeoXArgs) -> tuple[float | None, str]:
-    """GB/s and where they are asked for; the key wins over the site's variable."""
+    """Returns the required GB/s (None: no minimum) and where it is set. The key takes precedence over the
+    environment variable."""
     if args.min_allreduce_gb_s is not None:
         return args.min_allreduce_gb_s, args.origin(_KEY)
     text = os.environ.get(VARIABLE, "")
@@ -87,6 +90,6 @@ def _bound(args: NeoXArgs) -> tuple[float | None, str]:
         bound = 0.0
     if not 0 < bound < float("inf"):
         raise ConfigError(
-            [f"{VARIABLE}={text!r} in the environment is no bandwidth in GB/s; set a number, or unset it"]
+            [f"{VARIABLE}={text!r} in the environment is not a number of GB/s; set a number above 0, or unset it"]
         )
     return bound, f"{VARIABLE} in the environment"

@@ -1,4 +1,4 @@
-"""`--compare-hf`: the same tasks through lm-eval's own `hf` backend, and how far the scores are apart."""
+"""`--compare-hf` runs the same tasks through lm-eval's own `hf` backend and compares the scores."""
 
 import logging
 import tempfile
@@ -18,29 +18,30 @@ from megatron.model import Model
 from megatron.mpu import DTYPES
 
 
-def compare(model: Model, loaded_tasks: LoadedTasks, ours: EvaluationResults, logger: logging.Logger) -> float:
-    """Log both scores of every metric and their difference (relative for values above 1); the largest
-    difference. Rank 0 calls it alone.
+def compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationResults, logger: logging.Logger) -> float:
+    """Runs the tasks through lm-eval's hf backend too. Logs both scores of every metric and their difference.
 
-    A checkpoint is exported into a temporary folder first. Raises CheckpointError for a model that no family
-    of HuggingFace has.
+    Returns the largest difference. Differences are relative for values above 1. Only rank 0 calls it.
+
+    A checkpoint is exported to a temporary folder first. Raises CheckpointError for a model that no family of
+    HuggingFace has.
     """
     hf_results = EvaluationResults()
     start_time = time.perf_counter()
     logger.info("the same tasks through lm-eval's hf backend")
     with _folder(model) as folder, quiet():
         language_model = _hf_language_model(folder, model)
-        for tasks in (tasks for name, tasks in loaded_tasks.tasks.items() if name not in ours.failures):
+        for tasks in (tasks for name, tasks in loaded_tasks.tasks.items() if name not in neox_results.failures):
             hf_results.add(run_task(language_model, tasks, loaded_tasks, model.args, 0))
     largest = 0.0
-    our_metrics, hf_metrics = ours.metrics(), hf_results.metrics()
+    neox_metrics, hf_metrics = neox_results.metrics(), hf_results.metrics()
     lines = [f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}"]
     for name in hf_metrics:
-        if name not in our_metrics:
+        if name not in neox_metrics:
             continue
-        difference = abs(our_metrics[name] - hf_metrics[name]) / max(1.0, abs(hf_metrics[name]))
+        difference = abs(neox_metrics[name] - hf_metrics[name]) / max(1.0, abs(hf_metrics[name]))
         largest = max(largest, difference)
-        lines.append(f"{name:<50} {our_metrics[name]:>14.6f} {hf_metrics[name]:>14.6f} {difference:>12.2e}")
+        lines.append(f"{name:<50} {neox_metrics[name]:>14.6f} {hf_metrics[name]:>14.6f} {difference:>12.2e}")
     for line in lines:
         logger.info(line)
     seconds = time.perf_counter() - start_time
@@ -50,10 +51,10 @@ def compare(model: Model, loaded_tasks: LoadedTasks, ours: EvaluationResults, lo
 
 @contextmanager
 def _folder(model: Model) -> Iterator[Path]:
-    """The HuggingFace model that is evaluated, or what a checkpoint is as one."""
+    """Yields the folder of the HuggingFace model that is evaluated; exports a checkpoint first."""
     source = Path(model.source)
     if model.adapters or not is_hf(source) and is_adapter_checkpoint(source):
-        raise CheckpointError(f"{source}: with adapters; merge them first for --compare-hf (tools/ckpts/adapter.py)")
+        raise CheckpointError(f"{source}: has adapters; for --compare-hf merge them first, by tools/ckpts/adapter.py")
     if is_hf(source):
         yield source
         return

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.model_operations import ModelOperations
-from megatron.evaluation.progress import WHAT, EvaluationProgress
+from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
 from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
@@ -38,21 +38,25 @@ _PARTS = (
 
 @dataclass
 class EvaluationResults:
-    """The results of tasks as lm-eval returns and writes them; failures: tasks that could not be run, and
-    why."""
+    """The results of tasks, in the form in which lm-eval returns and writes them.
+
+    failures: why a task could not be run, by the task's name.
+    """
 
     results: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, results: dict[str, Any]) -> None:
-        """The results of another task."""
+        """Merges lm-eval's results of another task, or group of tasks, into these."""
         for part in _PARTS:
             if part in results:
                 self.results.setdefault(part, {}).update(results[part] or {})
 
     def metrics(self) -> dict[str, float]:
-        """`<task>_<metric>` and its value, of tasks and groups; the filter is named unless it is lm-eval's
-        `none`."""
+        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}.
+
+        The filter's name is appended ("TASK_METRIC_FILTER") unless it is `none`, lm-eval's default.
+        """
         metrics: dict[str, float] = {}
         for task, values in self.results.get("results", {}).items():
             for name, value in values.items():
@@ -69,10 +73,12 @@ def load_tasks_on_rank0(
     logger: logging.Logger,
     on_beat: Callable[[], None] = lambda: None,
 ) -> LoadedTasks | None:
-    """The tasks of `eval_tasks` on rank 0, None elsewhere; all ranks call it together, and wait without a
-    time limit.
+    """Loads the tasks of `eval_tasks` on rank 0 and returns them there; other ranks return None.
 
-    Raises ConfigError on all of them for what is no task.
+    All ranks call it together, and wait for rank 0 without a time limit. Raises ConfigError on all ranks, for
+    example for unknown tasks.
+
+    on_beat: called on every rank at each message from rank 0, which sends one every few seconds.
     """
 
     def work(call: RunOperation) -> LoadedTasks:
@@ -96,22 +102,24 @@ def evaluate(
     bootstrap: int = 0,
     on_beat: Callable[[], None] = lambda: None,
 ) -> EvaluationResults | None:
-    """Run the tasks that rank 0 loaded; the results there, None elsewhere. All ranks call it together.
+    """Runs the tasks that rank 0 loaded. Returns the results on rank 0, None on other ranks.
 
-    identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them;
-    0: no standard errors at all. Raises, on all ranks, StopRequested between tasks and parts of their
-    requests once a stop signal has come, and ConfigError for the first task that fails with `eval_failures:
-    stop`.
+    All ranks call it together. On all ranks it raises StopRequested after a stop signal (before the next task
+    or chunk of requests), and ConfigError for the first task that fails with `eval_failures: stop`.
+
+    identity: a hash of the weights, for `eval_cache`; None: no cache.
+    bootstrap: resamples for the standard errors that need them; 0: no standard errors at all.
+    on_beat: called on every rank at each message from rank 0, which sends one every few seconds.
     """
 
     def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
         _seed()
-        logger.info(f"{WHAT} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
+        logger.info(f"{DESCRIPTION} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
         with EvaluationProgress(logger) as progress, quiet():
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
 
-    return run_rank0_driver(model.groups, work, ModelOperations(model).by_name(), on_beat=on_beat)
+    return run_rank0_driver(model.groups, work, ModelOperations(model).operations(), on_beat=on_beat)
 
 
 def _run(
@@ -127,8 +135,8 @@ def _run(
 
     args = model.args
     evaluation = EvaluationResults(failures=dict(loaded_tasks.failures))
-    for name, why in evaluation.failures.items():
-        _report(args, logger, name, why)
+    for name, reason in evaluation.failures.items():
+        _report(args, logger, name, reason)
     language_model = NeoXLM(model, call, progress, loaded_tasks.template)
     with _cached(language_model, args, identity) as cached_model:
         for name, tasks in loaded_tasks.tasks.items():
@@ -151,7 +159,11 @@ def _run(
 def run_task(
     language_model: Any, tasks: dict[str, Any], loaded_tasks: LoadedTasks, args: NeoXArgs, bootstrap: int
 ) -> dict[str, Any]:
-    """What lm-eval's `evaluate` returns for a task, or the tasks of a group, on one of its models."""
+    """Runs lm-eval's `evaluate` for a task, or for the tasks of a group. Returns its results with
+    `task_hashes`.
+
+    Without `eval_log_samples` the results hold no samples.
+    """
     import lm_eval
 
     from megatron.evaluation.task_loading import seed_tasks
@@ -182,16 +194,19 @@ def run_task(
     return with_hashes
 
 
-def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
+def _report(args: NeoXArgs, logger: logging.Logger, name: str, reason: str) -> None:
     if args.eval_failures == "stop":
-        raise args.error("eval_tasks", f"{name}: {why} (eval_failures: stop)")
-    logger.warning(f"evaluation: {name} is left out: {why}")
+        raise args.error("eval_tasks", f"{name}: {reason} (eval_failures: stop)")
+    logger.warning(f"evaluation: task {name} is skipped: {reason}")
 
 
 @contextmanager
 def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Iterator[Any]:
-    """The model behind lm-eval's cache of its answers, a file for each identity, precision and length of
-    texts."""
+    """Yields the model, wrapped in lm-eval's cache of answers if `eval_cache` is set.
+
+    The file's name is a hash of the weights' identity, precision, maximum length, `eval_overlong` and
+    tokenizer.
+    """
     if args.eval_cache is None or identity is None:
         yield language_model
         return
@@ -215,6 +230,7 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
 
 
 def _seed() -> None:
-    """lm-eval's seeds for what tasks draw; in training, `inference` gives generators back as they were."""
+    """Seeds Python's and numpy's generators as lm-eval does. In training, `run.inference` restores their
+    states afterwards."""
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)

@@ -32,15 +32,22 @@ TokenizedRequest = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 
 @dataclass
 class Counts:
-    """too_long: requests of more tokens than the model has positions; skipped: of these, not run."""
+    """Counts of requests that were too long.
+
+    too_long: requests with more tokens than the model has positions.
+    skipped: how many of these were not run.
+    """
 
     too_long: int = 0
     skipped: int = 0
 
 
 class NeoXLM(TemplateLM):
-    """Requests go through `call("score", ...)` and `call("generate", ...)`, a part at a time; answers are
-    cached as they come (`cache_hook`)."""
+    """The model as lm-eval's `LM`. It runs lm-eval's requests on all ranks, by `call("score" or "generate",
+    ...)`.
+
+    Requests run in chunks; each answer is passed to lm-eval's cache (`cache_hook`) after its chunk.
+    """
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class NeoXLM(TemplateLM):
         self.model, self.call, self.progress, self.template = model, call, progress, template
         self.counts = Counts()
         self._tokenizer = model.tokenizer
-        self._known: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
+        self._token_cache: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
 
     # -- what lm-eval asks about the model -------------------------------------------------------------------
 
@@ -82,18 +89,21 @@ class NeoXLM(TemplateLM):
         try:
             return self.template.render(chat_history, **options)
         except RequestError:  # some templates know no system; as the hf backend does it
-            others = [message for message in chat_history if message["role"] != "system"]
-            return self.template.render(others, **options)
+            messages = [message for message in chat_history if message["role"] != "system"]
+            return self.template.render(messages, **options)
 
     # -- tokens ----------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """As the hf backend: what the tokenizer puts before every text is put there, but for a text that has
-        it."""
+        """Returns the token ids of a text, the same as lm-eval's hf backend.
+
+        add_special_tokens: whether the tokenizer adds its special tokens; None: it does, unless the text
+            begins with the name of BOS.
+        """
         if add_special_tokens is False or (add_special_tokens is None and self._begins(string)):
             return self._tokenizer.tokenize_bare(string)
-        known = self._known.get(string)
-        return list(known) if known is not None else self._tokenizer.tokenize(string)
+        tokens = self._token_cache.get(string)
+        return list(tokens) if tokens is not None else self._tokenizer.tokenize(string)
 
     def _begins(self, string: str) -> bool:
         name = self._tokenizer.special_tokens.get(self.prefix_token_id, "")
@@ -101,13 +111,13 @@ class NeoXLM(TemplateLM):
 
     @contextmanager
     def _tokenized(self, strings: Iterator[str]) -> Iterator[None]:
-        """Tokenize many texts at once."""
+        """Tokenizes `strings` in one batch and caches their ids within the context."""
         texts = list(dict.fromkeys(strings))
-        self._known = dict(zip(texts, self._tokenizer.tokenize_batch(texts), strict=True))
+        self._token_cache = dict(zip(texts, self._tokenizer.tokenize_batch(texts), strict=True))
         try:
             yield
         finally:
-            self._known = {}
+            self._token_cache = {}
 
     # -- log-likelihoods -------------------------------------------------------------------------------------
 
@@ -115,16 +125,18 @@ class NeoXLM(TemplateLM):
         for request in requests:
             if request.args == ("", ""):
                 place = f"{request.task_name}: document {request.doc_id}"
-                raise ValueError(f"{place} has an empty question and an empty choice")
+                raise ValueError(f"{place} has an empty question and an empty choice, so nothing can be scored")
         pairs = [request.args for request in requests if request.args[0]]
-        texts = (text for context, rest in pairs for text in (context + rest, context.rstrip()))
+        texts = (text for context, continuation in pairs for text in (context + continuation, context.rstrip()))
         with self._tokenized(texts):
             return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenizedRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         answers: dict[int, tuple[float, bool]] = {}
         self.progress.expect(len(requests))
-        tokens = [(tuple(context) or (self.prefix_token_id,), tuple(rest)) for _, context, rest in requests]
+        tokens = [
+            (tuple(context) or (self.prefix_token_id,), tuple(continuation)) for _, context, continuation in requests
+        ]
         for part in self._parts(_longest_first(tokens)):
             scores = self.call("score", [tokens[i] for i in part])
             for i, scored in zip(part, scores, strict=True):
@@ -171,19 +183,24 @@ class NeoXLM(TemplateLM):
         return [answers[i] for i in range(len(requests))]
 
     def _request(self, number: int, context: str, gen_kwargs: dict[str, Any]) -> Request | None:
-        """A generation request of lm-eval for the batcher; None: it is too long, and skipped. Raises
-        ValueError for gen_kwargs that are not known here, ConfigError for one that is too long with
-        `eval_overlong: refuse`."""
+        """Converts lm-eval's request for generated text to the batcher's; None if it is too long and skipped.
+
+        number: the request's index, which its seed depends on. context: the prompt. gen_kwargs: the task's
+            settings.
+
+        Raises ValueError for unknown gen_kwargs, ConfigError for a request that is too long with
+        `eval_overlong: refuse`.
+        """
         kwargs = dict(normalize_gen_kwargs(gen_kwargs, MAXIMUM_TOKENS))
         unknown = sorted(name for name in kwargs if name not in _IGNORED)
         if unknown:
-            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not known here; take it out of the task")
+            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not supported; take it out of the task file")
         maximum = int(kwargs["max_gen_toks"])
         room = self.max_length - maximum
         if room < 1:
             raise ValueError(
-                f"an answer of {maximum} tokens (max_gen_toks) leaves no place for a question in the model's "
-                f"{self.max_length} positions"
+                f"max_gen_toks: an answer of {maximum} tokens leaves no room for a question in the model's "
+                f"{self.max_length} positions; lower it in the task file"
             )
         tokens = self.tok_encode(context) or [self.prefix_token_id]
         if len(tokens) > room:
@@ -191,8 +208,8 @@ class NeoXLM(TemplateLM):
             if self.model.args.eval_overlong == "refuse":
                 raise ConfigError(
                     [
-                        f"eval_overlong: refuse: question {number} has {len(tokens)} tokens; {room} of the model's "
-                        f"{self.max_length} positions are left by an answer of {maximum}; set truncate_left or skip"
+                        f"eval_overlong: refuse: question {number} has {len(tokens)} tokens, but an answer of "
+                        f"{maximum} leaves {room} of the model's {self.max_length} positions; set truncate_left or skip"
                     ]
                 )
             if self.model.args.eval_overlong == "skip":
@@ -200,8 +217,8 @@ class NeoXLM(TemplateLM):
                 return None
         sampling = SamplingParams()
         if kwargs.get("do_sample"):
-            given = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name) is not None}
-            sampling = SamplingParams(temperature=float(kwargs.get("temperature") or 1.0), **given)
+            settings = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name) is not None}
+            sampling = SamplingParams(temperature=float(kwargs.get("temperature") or 1.0), **settings)
         return Request(
             tokens=tuple(tokens[-room:]),
             sampling=sampling,
@@ -214,7 +231,12 @@ class NeoXLM(TemplateLM):
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Numbers of requests to run at once: whole groups, so many as take some seconds."""
+        """Yields chunks of request numbers, sized to take about 10 seconds. Requests of one group stay in one
+        chunk.
+
+        When the caller asks for the next chunk, it counts the last one as done. Raises StopRequested after a
+        stop signal.
+        """
         size, start = _FIRST_PART * self.model.groups.size("data"), 0
         while start < len(groups):
             part: list[int] = []
@@ -222,17 +244,18 @@ class NeoXLM(TemplateLM):
                 part += groups[start]
                 start += 1
             look_for_stop()
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             yield part
             self.progress.update(len(part))
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start_time
             size = int(len(part) * min(4.0, max(0.25, _SECONDS_A_PART / max(seconds, 1e-3)))) + 1
 
 
 def _longest_first(tokens: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Numbers of the requests of each context, those of the longest texts first."""
+    """Returns lists of request numbers: requests with the same context are in one list, and the longest texts
+    come first."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(tokens):
         groups.setdefault(tuple(context), []).append(i)
     longest = {context: max(len(tokens[i][1]) for i in numbers) for context, numbers in groups.items()}
-    return sorted(groups.values(), key=lambda own: -len(tokens[own[0]][0]) - longest[tuple(tokens[own[0]][0])])
+    return sorted(groups.values(), key=lambda group: -len(tokens[group[0]][0]) - longest[tuple(tokens[group[0]][0])])

@@ -1,4 +1,4 @@
-"""What lm-eval writes of a run beside its scores: the model, the settings, the tokenizer, the machine."""
+"""Metadata that lm-eval writes with the scores: the model, the settings, the tokenizer, the machine."""
 
 import hashlib
 import math
@@ -14,8 +14,8 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def machine_info() -> dict[str, Any]:
-    """This machine, Python and package versions and the git hash, under lm-eval's names; takes a second or
-    two."""
+    """Returns the machine, Python and package versions and the git hash, under lm-eval's names. Takes a
+    second or two."""
     from lm_eval.loggers.utils import add_env_info
 
     info: dict[str, Any] = {"git_hash": _git_hash()}
@@ -30,15 +30,14 @@ def add_metadata(
     machine: dict[str, Any],
     *,
     source: str,
-    begun: float,
+    start_date: float,
     seconds: float,
     bootstrap: int,
 ) -> None:
-    """Add to the results all that lm-eval's own command writes beside them, under its names, and the
-    failures.
+    """Adds to the results the metadata that lm-eval's own command writes, under its names, and the failures.
 
-    machine: what `machine_info` returned. source: the name of the model. begun: seconds since 1970; seconds:
-    that the evaluation took; bootstrap: resamples of the standard errors.
+    machine: what `machine_info` returned. source: the name of the model. start_date: seconds since 1970;
+        seconds: how long the evaluation took; bootstrap: resamples of the standard errors.
     """
     from lm_eval.utils import sanitize_model_name
 
@@ -67,7 +66,7 @@ def add_metadata(
             "apply_chat_template": args.eval_apply_chat_template,
             "eval_overlong": args.eval_overlong,
         },
-        date=begun,
+        date=start_date,
         **machine,
         **_tokenizer(model),
         max_length=model.positions,
@@ -85,7 +84,10 @@ def add_metadata(
 
 
 def _name(source: str) -> tuple[str, str | None]:
-    """The model's name, and its commit where it is from the Hub's cache, else None."""
+    """Returns the model's name, and its commit if the model is in the Hub's cache, else None.
+
+    source: a folder, or a name.
+    """
     path = Path(source).resolve()
     if path.parent.name != "snapshots":  # of the Hub's cache
         return source, None
@@ -93,8 +95,8 @@ def _name(source: str) -> tuple[str, str | None]:
 
 
 def _parameters(model: Model) -> int:
-    """Parameters of the whole model, as HuggingFace counts: tied ones once, without rows that only pad the
-    vocabulary."""
+    """Returns the number of parameters as HuggingFace counts them: tied weights once, and no rows that pad
+    the vocabulary."""
     args: NeoXArgs = model.args.replace(padded_vocab_size=model.columns or model.args.padded_vocab_size)
     sizes = {
         (spec.name if spec.shared else (layer, spec.name)): math.prod(spec.shape)
@@ -118,7 +120,7 @@ def _hash(text: str | None) -> str | None:
 
 
 def _git_hash() -> str | None:
-    """The git commit of the working folder, as lm-eval records it; None without git."""
+    """Returns the git commit of the working folder, as lm-eval records it; None without git."""
     try:
         return subprocess.run(
             ["git", "describe", "--always"], capture_output=True, text=True, timeout=10, check=True

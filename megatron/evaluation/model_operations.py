@@ -12,27 +12,31 @@ from megatron.model import Model
 
 
 class ModelOperations:
-    """The operations on a model that rank 0's lm-eval thread calls on all ranks. How much fits a forward is
-    found out once."""
+    """The operations that rank 0's lm-eval thread calls on all ranks. The first `score` measures how many
+    tokens fit a forward pass."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self._budget: ForwardBudget | None = None
 
-    def by_name(self) -> Mapping[str, Callable[..., Any]]:
-        """The operations by the names under which they are called."""
+    def operations(self) -> Mapping[str, Callable[..., Any]]:
+        """Returns the operations that `call` can run on all ranks, by name."""
         return {"score": self.score, "generate": self.generate}
 
     def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:
-        """Score continuations of contexts, each a pair of token ids."""
+        """Returns the scores of continuations. requests: pairs (token ids of a context, token ids of its
+        continuation)."""
         args = self.model.args
         if self._budget is None:
             self._budget = forward_budget(self.model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
         return score(self.model, requests, overlong=args.eval_overlong, budget=self._budget)
 
     def generate(self, requests: Sequence[Request]) -> list[str]:
-        """A text for each request, without what ended it, the same on every rank; data-parallel ranks share
-        the requests out, unless they run in lockstep."""
+        """Generates a text for each request, without its stop text, and returns all texts on every rank.
+
+        Data-parallel ranks divide the requests. In lockstep (ZeRO 3, expert parallelism) each rank runs all
+        of them.
+        """
         groups = self.model.groups
         rank, size = (0, 1) if self.model.lockstep else (groups.rank("data"), groups.size("data"))
 

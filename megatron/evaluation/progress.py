@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar on a terminal, elsewhere a line that looks like one at least every half
+"""Shows the progress of an evaluation: a bar on a terminal, elsewhere a line in the log at least every half
 minute."""
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import time
 
 from tqdm import tqdm
 
-WHAT = "Running evaluation harness"  # GPT-NeoX's words, which people look for
+DESCRIPTION = "Running evaluation harness"  # GPT-NeoX's words, which people look for
 LOG_INTERVAL_S = 30.0  # whoever reads the log waits a minute
 
 
 class EvaluationProgress:
-    """Requests done of all that are known so far. A context manager; used by the thread that leads."""
+    """Counts finished requests against the number expected so far. A context manager, used by the thread that
+    runs lm-eval."""
 
-    def __init__(self, logger: logging.Logger, every: float = LOG_INTERVAL_S) -> None:
-        self._logger, self._every = logger, every
+    def __init__(self, logger: logging.Logger, interval_s: float = LOG_INTERVAL_S) -> None:
+        self._logger, self._interval_s = logger, interval_s
         self._total = self._done = 0
         self._start_time = time.perf_counter()
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=0, desc=WHAT, unit="request", file=sys.stderr, dynamic_ncols=True)
+            self._bar = tqdm(total=0, desc=DESCRIPTION, unit="request", file=sys.stderr, dynamic_ncols=True)
         self._closed = threading.Event()
 
     def __enter__(self) -> EvaluationProgress:
@@ -39,28 +40,28 @@ class EvaluationProgress:
             self._log()
 
     def expect(self, requests: int) -> None:
-        """Say that `requests` more are to be done."""
+        """Adds `requests` to the number of expected requests."""
         self._total += requests
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.refresh()
 
     def update(self, requests: int) -> None:
-        """Say that `requests` more are done."""
+        """Adds `requests` to the number of finished requests."""
         self._done += requests
         if self._bar is not None:
             self._bar.update(requests)
 
     def line(self) -> str:
-        """` 45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]` after what is done."""
+        """Returns a line such as ` 45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]`."""
         seconds = time.perf_counter() - self._start_time
         return tqdm.format_meter(
-            self._done, max(self._total, 1), seconds, ncols=100, prefix=WHAT, ascii=True, unit="request"
+            self._done, max(self._total, 1), seconds, ncols=100, prefix=DESCRIPTION, ascii=True, unit="request"
         )
 
     def _log(self) -> None:
         self._logger.info(self.line())
 
     def _log_periodically(self) -> None:
-        while not self._closed.wait(self._every):
+        while not self._closed.wait(self._interval_s):
             self._log()

@@ -1,4 +1,4 @@
-"""lm-eval without what it says for its own command."""
+"""Silences lm-eval's own output."""
 
 import logging
 import os
@@ -11,27 +11,31 @@ from tqdm import tqdm
 
 @contextmanager
 def quiet(bars: bool = False) -> Iterator[None]:
-    """No lines of lm-eval, which would stand among a run's own; no bars either, which would be drawn over its
-    bar, and fill a log with what a terminal wipes away (`bars`: those that begin within are shown, as of a
-    download). Nor does it start processes, which would be forks of one that holds a GPU. Bars that have begun
-    go on."""
+    """Silences lm-eval's log lines and progress bars within the context, and keeps lm-eval from starting
+    processes.
+
+    Its bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a process
+    that uses a GPU.
+
+    bars: True: new progress bars are shown, such as a download's. Bars that have begun are shown in any case.
+    """
     from lm_eval.api import metrics
 
     log, draw = logging.getLogger("lm_eval"), tqdm.__init__
 
-    def hidden(bar: tqdm, *given: Any, **named: Any) -> None:
-        draw(bar, *given, **{**named, "disable": True})
+    def hidden(bar: tqdm, *arguments: Any, **keywords: Any) -> None:
+        draw(bar, *arguments, **{**keywords, "disable": True})
 
-    level, alone = log.level, os.environ.get("DISABLE_MULTIPROC")
-    with ExitStack() as before:
-        before.callback(log.setLevel, level)
+    level, multiprocessing = log.level, os.environ.get("DISABLE_MULTIPROC")
+    with ExitStack() as restore:
+        restore.callback(log.setLevel, level)
         log.setLevel(logging.ERROR)
-        before.callback(_set_environment, alone)
+        restore.callback(_set_environment, multiprocessing)
         _set_environment("1")
-        before.callback(delattr, metrics, "print")
-        setattr(metrics, "print", lambda *given: None)  # noqa: B010 - "bootstrapping for stddev"
+        restore.callback(delattr, metrics, "print")
+        setattr(metrics, "print", lambda *arguments: None)  # noqa: B010 - "bootstrapping for stddev"
         if not bars:
-            before.callback(setattr, tqdm, "__init__", draw)
+            restore.callback(setattr, tqdm, "__init__", draw)
             setattr(tqdm, "__init__", hidden)  # noqa: B010 - of every library
         yield
 

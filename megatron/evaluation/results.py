@@ -13,23 +13,29 @@ TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
 
 
 def table(evaluation: EvaluationResults) -> list[str]:
-    """Lines of a Markdown table: every task's and group's metrics."""
+    """Returns the lines of a Markdown table of every task's and group's metrics."""
     results = evaluation.results
     rows = [("Task", "Version", "n-shot", "Filter", "Metric", "Value", "Stderr")]
     directions = results.get("higher_is_better", {})
     for task, values in results.get("results", {}).items():
         facts = (values.get("alias", task), results.get("versions", {}).get(task), results.get("n-shot", {}).get(task))
-        first = [" " if fact is None else str(fact) for fact in facts]
+        leading_cells = [" " if fact is None else str(fact) for fact in facts]
         for name in sorted(name for name in values if "," in name and "_stderr," not in name):
             metric, _, kind = name.partition(",")
             better = {True: " \u2191", False: " \u2193"}.get(directions.get(task, {}).get(metric), "")
             error = values.get(f"{metric}_stderr,{kind}")
-            shown = f"\u00b1 {error:.4f}" if isinstance(error, float) else ""
+            error_text = f"\u00b1 {error:.4f}" if isinstance(error, float) else ""
             value = values[name]
             rows.append(
-                (*first, kind, metric + better, f"{value:.6g}" if isinstance(value, float) else str(value), shown)
+                (
+                    *leading_cells,
+                    kind,
+                    metric + better,
+                    f"{value:.6g}" if isinstance(value, float) else str(value),
+                    error_text,
+                )
             )
-            first = [""] * 3
+            leading_cells = [""] * 3
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -38,8 +44,8 @@ def table(evaluation: EvaluationResults) -> list[str]:
 
 
 def output_folder(args: NeoXArgs) -> Path:
-    """Where results go; it is made now. Raises ConfigError, before an hour of work, when it cannot be written
-    to."""
+    """Creates and returns the folder of results; called before the evaluation. Raises ConfigError if it
+    cannot be written to."""
     folder = Path(args.eval_output_dir or ".").expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,27 +58,31 @@ def output_folder(args: NeoXArgs) -> Path:
 
 
 def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
-    """`{prefix_}eval_results_NAME.json` in the output folder, and of each task
-    `{prefix_}eval_samples_TASK_NAME.jsonl` with `eval_log_samples`. Samples are no longer in the results
-    afterwards."""
+    """Writes `{prefix_}eval_results_NAME.json` to the output folder, and returns its path. name: NAME.
+
+    With `eval_log_samples` it also writes `{prefix_}eval_samples_TASK_NAME.jsonl` for each task. It removes
+    the samples from `evaluation`.
+    """
     folder, prefix = output_folder(args), f"{args.eval_results_prefix}_" if args.eval_results_prefix else ""
-    again = (f"{name}-{number}" for number in itertools.count(2))  # of the same second
+    other_names = (f"{name}-{number}" for number in itertools.count(2))  # of the same second
     name = next(
-        one for one in itertools.chain([name], again) if not (folder / f"{prefix}eval_results_{one}.json").exists()
+        candidate
+        for candidate in itertools.chain([name], other_names)
+        if not (folder / f"{prefix}eval_results_{candidate}.json").exists()
     )
     samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
     for task, rows in samples.items():
         _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
     path = folder / f"{prefix}eval_results_{name}.json"
-    _replace(path, to_json(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
+    _replace(path, to_json(evaluation.results, indent=2, default=_jsonable, ensure_ascii=False) + "\n")
     return path
 
 
 def _line(row: Any) -> str:
-    return to_json(row, default=_plain, ensure_ascii=False) + "\n"
+    return to_json(row, default=_jsonable, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     from lm_eval.utils import handle_non_serializable
 
     return handle_non_serializable(value)

@@ -1,4 +1,4 @@
-"""What eval.py does: tasks, model, scores; files, table, trackers."""
+"""Runs eval.py: loads tasks and model, scores, and writes files, table and trackers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ Track = Callable[[NeoXArgs, Mapping[str, float]], None]
 
 
 def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args, row: None) -> bool:
-    """Evaluate the configuration's model on its tasks, on every rank; whether all tasks could be run.
+    """Evaluates the configuration's model on its tasks. Returns whether all tasks could be run. All ranks
+    call it together.
 
-    track: on rank 0, takes the metrics. Raises ConfigError, CheckpointError, TokenizerError.
+    track: called on rank 0 with the configuration and {metric name: value}. Raises ConfigError,
+        CheckpointError, TokenizerError.
     """
     logger = configure_logging(process.rank)
     args = args.check_evaluation().for_inference(process.world_size)
@@ -45,7 +47,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         logger.info(note)
     tokenizer = build_tokenizer(args)
     watchdog.now("loading the tasks")
-    begun, date = time.perf_counter(), time.time()
+    start_time, date = time.perf_counter(), time.time()
     beat = partial(watchdog.now, "evaluating")
     on_rank_zero(groups, lambda: output_folder(args))
     loaded_tasks = load_tasks_on_rank0(args, groups, tokenizer, logger, partial(watchdog.now, "loading the tasks"))
@@ -58,13 +60,13 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     identity = on_rank_zero(groups, lambda: weights_identity(model)) if args.eval_cache is not None else None
     watchdog.now("evaluating")
     results = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and results is not None
         from megatron.evaluation.metadata import add_metadata, machine_info
 
-        run_info: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
+        run_info: Any = {"source": source, "start_date": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
         add_metadata(model, loaded_tasks, results, machine_info(), **run_info)
         _finish(args, results, seconds, logger, track)
 
@@ -86,32 +88,36 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
 
 def _need_any(args: NeoXArgs, loaded_tasks: LoadedTasks | None) -> None:
-    """Raise ConfigError, before a model is loaded, where no task can be run."""
+    """Raises ConfigError if none of the tasks could be loaded. Called before the model is loaded."""
     assert loaded_tasks is not None  # of rank 0
     if not loaded_tasks.tasks:
         place = f"{args.origin('eval_tasks')}: eval_tasks"
-        raise ConfigError([f"{place}: {name}: {why}" for name, why in loaded_tasks.failures.items()])
+        raise ConfigError([f"{place}: {name}: {reason}" for name, reason in loaded_tasks.failures.items()])
 
 
-def _finish(args: NeoXArgs, found: EvaluationResults, seconds: float, logger: logging.Logger, track: Track) -> None:
-    path = write(args, found, time.strftime(TIME))
-    for line in table(found):
+def _finish(args: NeoXArgs, results: EvaluationResults, seconds: float, logger: logging.Logger, track: Track) -> None:
+    path = write(args, results, time.strftime(TIME))
+    for line in table(results):
         logger.info(line)
-    track(args, {f"eval/{name}": value for name, value in found.metrics().items()})
-    for name, why in found.failures.items():
-        logger.warning(f"{name} has no scores: {why}")
+    track(args, {f"eval/{name}": value for name, value in results.metrics().items()})
+    for name, reason in results.failures.items():
+        logger.warning(f"task {name} has no scores: {reason}")
     logger.info(f"results are in {path}, after {seconds:.1f} s")
 
 
 def weights_identity(model: Model) -> str:
-    """Says which weights a model has, those of adapters that they have taken in among them."""
-    below = fingerprint(Path(model.source))
+    """Returns a hash that identifies a model's weights and the adapters merged into them."""
+    base = fingerprint(Path(model.source))
     adapters = [(fingerprint(Path(path)), factor) for path, factor in model.adapters]
-    return hashlib.sha256(repr((below, adapters)).encode()).hexdigest() if adapters else below
+    return hashlib.sha256(repr((base, adapters)).encode()).hexdigest() if adapters else base
 
 
 def fingerprint(path: Path) -> str:
-    """Says which weights a folder holds: their manifest, or names, sizes and times of files."""
+    """Returns a hash that identifies the weights in a folder.
+
+    It is the hash of `manifest.json`, or, if there is none, of the names, sizes and modification times of all
+    files.
+    """
     manifest = path / "manifest.json"
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()

@@ -1,4 +1,5 @@
-"""Folders of tasks: shipped ones, those of `eval_include_path`, and those that need not be named."""
+"""Folders of tasks: the shipped one, those of `eval_include_path`, and `lm_eval_tasks` and `eval_tasks` in
+the repository and the working folder."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,28 +15,34 @@ _UNNAMED = ("lm_eval_tasks", "eval_tasks")
 
 
 def task_folders(args: NeoXArgs) -> list[Path]:
-    """All folders, in lm-eval's order: of two tasks with one name it takes that of the later folder. Raises
-    ConfigError for a folder of `eval_include_path` that is not there."""
+    """Returns all folders of tasks in lm-eval's order: if two folders have a task of the same name, the later
+    folder's is used.
+
+    Raises ConfigError for a missing folder of `eval_include_path`.
+    """
     return [SHIPPED, *reversed(_unnamed_folders()), *_named_folders(args)]
 
 
 def searched_folders(args: NeoXArgs) -> str:
-    """In one line, where tasks are looked for, and where no folder is. Raises ConfigError."""
+    """Returns a line that says which folders are searched for tasks, and which do not exist. Raises
+    ConfigError."""
     folders = [*_named_folders(args), *_unnamed_folders()]
     absent = [folder for folder in _places() if folder not in folders]
-    found = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
-    return f"{found}; these folders do not exist: {', '.join(map(str, absent))}" if absent else found
+    searched = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
+    return f"{searched}; these folders do not exist: {', '.join(map(str, absent))}" if absent else searched
 
 
 def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
-    """Say which of one's own task files are passed over."""
+    """Logs a warning for each task file of the user that cannot be read; lm-eval would skip it silently."""
     for line in broken([*_named_folders(args), *_unnamed_folders()]):
         logger.warning(line)
 
 
 def broken(folders: Sequence[Path]) -> Iterator[str]:
-    """Task files, of folders or given themselves, that cannot be read; lm-eval passes over them in
-    silence."""
+    """Yields a line for each task file that cannot be read: lm-eval skips such files silently.
+
+    folders: folders to search for task files, or task files.
+    """
     for folder in folders:
         for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
             try:
@@ -45,8 +52,8 @@ def broken(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _named_folders(args: NeoXArgs) -> list[Path]:
-    given = args.eval_include_path or ()
-    folders = [Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    configured = args.eval_include_path or ()
+    folders = [Path(name).expanduser() for name in ([configured] if isinstance(configured, str) else configured)]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         place = args.origin("eval_include_path")

@@ -1,5 +1,5 @@
-"""Loading tasks: of folders (`task_folders.py`), and lm-eval's. What cannot be loaded is named, with what to
-do."""
+"""Loads tasks of folders (`task_folders.py`) and lm-eval's own. Errors name what cannot be loaded and the
+fix."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +33,11 @@ _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "Offl
 
 @dataclass
 class LoadedTasks:
-    """The tasks of an evaluation, by the name asked for, as lm-eval's `evaluate` takes them.
+    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
 
-    failures: names whose data cannot be had, and why; template: of conversations, if
-    `eval_apply_chat_template`; system_prompt: what begins every prompt.
+    failures: why the data of a task could not be fetched, by requested name.
+    template: chat template, if `eval_apply_chat_template` is set.
+    system_prompt: the text that begins every prompt.
     """
 
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,23 +47,23 @@ class LoadedTasks:
 
 
 def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
-    """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not
-    answer.
+    """Loads the tasks of `eval_tasks`, ready to be evaluated. log: called with a line if the Hub is needed
+    and does not answer.
 
-    Raises ConfigError for names that are none, with the nearest ones, and for YAML files with mistakes.
+    Raises ConfigError for unknown names, with the most similar known names, and for YAML files with mistakes.
     """
     assert args.eval_tasks is not None
     manager, names = _manager(args, args.eval_tasks)
     loaded_tasks = LoadedTasks(system_prompt=_system_prompt(args))
     if args.eval_apply_chat_template:
         loaded_tasks.template = find_template(args, tokenizer)
-    with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
+    with find_in_hub_or_cache(log) if any(_may_need_hub(name, manager) for name in names) else nullcontext():
         for name in names:
             look_for_stop()
             try:
                 loaded_tasks.tasks[name] = dict(manager.load([name]))
             except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote
-                loaded_tasks.failures[name] = _why(name, manager, problem)
+                loaded_tasks.failures[name] = _failure_reason(name, manager, problem)
     for loaded in loaded_tasks.tasks.values():
         for task in loaded["tasks"].values():
             _set_num_fewshot(task, args.eval_num_fewshot)
@@ -70,54 +71,60 @@ def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
 
 
 def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
-    """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their
-    own, groups and tasks that could not be loaded may have any metric that begins with their name."""
+    """Raises ConfigError if `save_best` names a metric that no task has.
+
+    Metrics are unknown in advance for groups, tasks with scoring code of their own, and tasks that could not
+    be loaded: any metric that begins with the name of one of these is allowed.
+    """
     metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
     if not metric.startswith(_ROW):
         return
-    known: list[str] = []
+    names: list[str] = []
     free = [*loaded_tasks.failures]
     for loaded in loaded_tasks.tasks.values():
         free += loaded.get("groups", ())
         for name, task in loaded["tasks"].items():
             metrics = _metrics(task)
-            known += [f"{name}_{each}" for each in metrics or ()]
+            names += [f"{name}_{metric_name}" for metric_name in metrics or ()]
             free += [name] if metrics is None else []
-    asked = metric.removeprefix(_ROW)
-    if asked in known or any(asked.startswith(f"{name}_") for name in free):
+    wanted_metric = metric.removeprefix(_ROW)
+    if wanted_metric in names or any(wanted_metric.startswith(f"{name}_") for name in free):
         return
-    available = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
-    raise args.error("save_best", f"{metric}: this run has no such metric; its tasks have {available}")
+    available = ", ".join(f"{_ROW}{name}" for name in [*names, *(f"{name}_..." for name in free)])
+    raise args.error("save_best", f"{metric}: no task of this run has this metric; set one of {available}")
 
 
 def _metrics(task: Task) -> list[str] | None:
-    """Names of a task's results, as `EvaluationResults.metrics` has them; None where its own code decides on
-    them."""
-    listed = task.config.metric_list or []
+    """Returns the names of a task's metrics, as in `EvaluationResults.metrics`; None if the task's own code
+    names them."""
+    declared = task.config.metric_list or []
     custom = (
         type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
     )
-    if custom or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
+    if custom or not all(isinstance(entry["metric"], str) and not entry.get("hf_evaluate") for entry in declared):
         return None
-    kinds = ["" if each.name == "none" else f"_{each.name}" for each in task._filters]
+    kinds = ["" if kind.name == "none" else f"_{kind.name}" for kind in task._filters]
     return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]
 
 
 def seed_tasks(tasks: Mapping[str, Any]) -> None:
-    """Let tasks choose the same examples as the first time."""
+    """Seeds the tasks, so that they choose the same few-shot examples each time."""
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=SEED)
 
 
 def _system_prompt(args: NeoXArgs) -> str | None:
-    """`eval_system_prompt`, or what is in its file. Raises ConfigError."""
+    """Returns `eval_system_prompt` or the content of its file. Raises ConfigError."""
     if args.eval_system_prompt_file is None:
         return args.eval_system_prompt
     return read_key_file(args, "eval_system_prompt_file").rstrip("\n")
 
 
 def _set_num_fewshot(task: Task, examples: int | None) -> None:
-    """The number of examples, as lm-eval's `simple_evaluate` decides on it."""
+    """Sets the number of few-shot examples of a task, as lm-eval's `simple_evaluate` does.
+
+    examples: `eval_num_fewshot`, which a task that declares 0 ignores; None: the task's own number, else 0.
+    """
     declared = task.get_config("num_fewshot")
     if examples is not None and declared != 0:
         task.set_config(key="num_fewshot", value=examples)
@@ -125,28 +132,28 @@ def _set_num_fewshot(task: Task, examples: int | None) -> None:
         task.set_config(key="num_fewshot", value=0)
 
 
-def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[str]]:
+def _manager(args: NeoXArgs, requested: Sequence[str]) -> tuple[TaskManager, list[str]]:
     folders = task_folders(args)
-    place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in asked if name.endswith(_YAML)]
+    place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in requested if name.endswith(_YAML)]
     missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
     if missing or (missing := [f"{place}: {line}" for line in broken([Path(name) for name in files])]):
         raise ConfigError(missing)
     # lm-eval's own 15,000 tasks take seconds to look through: only where they are needed.
     local = TaskManager(include_path=list(folders), include_defaults=False, metadata=_metadata(args))
-    names = _expand(asked, local)
+    names = _expand(requested, local)
     if not _missing(names, local):
         return local, names
-    every = TaskManager(include_path=list(folders), metadata=_metadata(args))
-    names = _expand(asked, every)
-    unknown = _missing(names, every)
+    full_manager = TaskManager(include_path=list(folders), metadata=_metadata(args))
+    names = _expand(requested, full_manager)
+    unknown = _missing(names, full_manager)
     if unknown:
-        lines = list(_unknown(args, unknown, every))
+        lines = list(_unknown(args, unknown, full_manager))
         raise ConfigError([*lines[:-1], f"{lines[-1]}; {searched_folders(args)}", *broken(folders)])
-    return every, names
+    return full_manager, names
 
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
-    """Arguments of tasks; RULER's also want to know whose tokens they count."""
+    """Returns `eval_task_args` with the tokenizer's folder added, because RULER's tasks count tokens."""
     task_args: dict[str, Any] = thaw(args.eval_task_args or {})
     if task_args and args.vocab_file is not None and "tokenizer" not in task_args:
         folder = Path(args.vocab_file)
@@ -154,11 +161,14 @@ def _metadata(args: NeoXArgs) -> dict[str, Any]:
     return task_args
 
 
-def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:
-    """Patterns such as `arc_*` become the names that match, tags their tasks, so that one that fails is one
-    alone."""
+def _expand(requested: Sequence[str], manager: TaskManager) -> list[str]:
+    """Returns the requested names, with patterns such as `arc_*` replaced by the matching names and tags by
+    their tasks.
+
+    Tags are replaced so that a task that fails does not affect the other tasks of its tag.
+    """
     names: list[str] = []
-    for name in asked:
+    for name in requested:
         matches = manager.match_tasks([name]) if any(sign in name for sign in "*?[") else []
         for match in matches or [name]:
             entry = manager.task_index.get(match)
@@ -168,53 +178,56 @@ def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:
 
 
 def _missing(names: Sequence[str], manager: TaskManager) -> list[str]:
-    """Names that are neither known nor files, and those that groups hold and nobody knows."""
-    return [name for name in names if not Path(name).is_file() and not _known(name, manager, set())]
+    """Returns the names of which lm-eval knows no task, group or tag and which are no files, and groups with
+    unknown members."""
+    return [name for name in names if not Path(name).is_file() and not _exists(name, manager, set())]
 
 
-def _known(name: str, manager: TaskManager, seen: set[str]) -> bool:
+def _exists(name: str, manager: TaskManager, visited: set[str]) -> bool:
     entry = manager.task_index.get(name)
-    if entry is None or name in seen:
-        return name in seen
-    seen.add(name)
+    if entry is None or name in visited:
+        return name in visited
+    visited.add(name)
     members = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
     members = members if isinstance(members, list) else []
     inner = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in members]
-    named = [m for member, m in zip(members, inner, strict=True) if isinstance(m, str) and not _whole(member)]
-    return all(_known(member, manager, seen) for member in named)
+    referenced = [
+        m for member, m in zip(members, inner, strict=True) if isinstance(m, str) and not _defines_task(member)
+    ]
+    return all(_exists(member, manager, visited) for member in referenced)
 
 
-def _whole(member: Any) -> bool:
-    """Whether a group describes a task in place."""
+def _defines_task(member: Any) -> bool:
+    """Returns whether a group's member is the definition of a task, not a reference to another task."""
     return isinstance(member, dict) and ("dataset_path" in member or isinstance(member.get("task"), list))
 
 
 def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iterator[str]:
     place = args.origin("eval_tasks")
     for name in names:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
+        close_names = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
         if name in manager.task_index:
-            yield f"{place}: eval_tasks: the group {name} names tasks that nobody knows"
+            yield f"{place}: eval_tasks: the group {name} lists tasks that do not exist"
         else:
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            yield f"{place}: eval_tasks: no task, group or tag {name}{hint} (own ones: eval_include_path)"
+            hint = f"; similar names: {', '.join(close_names)}" if close_names else ""
+            yield f"{place}: eval_tasks: no task, group or tag {name}{hint} (your own tasks: eval_include_path)"
 
 
-def _why(name: str, manager: TaskManager, problem: Exception) -> str:
+def _failure_reason(name: str, manager: TaskManager, problem: Exception) -> str:
     reason = " ".join(str(problem).split()) or type(problem).__name__
-    wanted = ", ".join(sorted(_datasets(name, manager)))
-    if wanted and (disk := disk_problem(problem)) is not None:
-        return f"the cache for its data ({wanted}) cannot be written ({disk}); set HF_HOME to a folder that can"
-    if wanted and _is_absent(problem):
+    datasets = ", ".join(sorted(_datasets(name, manager)))
+    if datasets and (disk := disk_problem(problem)) is not None:
+        return f"the cache for its data ({datasets}) cannot be written ({disk}); set HF_HOME to a writable folder"
+    if datasets and _is_absent(problem):
         return (
-            f"its data ({wanted}) cannot be had: {reason}; without a network, load it once where there is one "
-            "(datasets.load_dataset) and copy that cache (HF_HOME), or write a task over local JSON lines"
+            f"its data ({datasets}) cannot be fetched: {reason}; without a network, load it once on a connected "
+            "machine (datasets.load_dataset) and copy its cache (HF_HOME), or write a task over local JSON lines"
         )
     return f"{type(problem).__name__}: {reason}"
 
 
 def _is_absent(problem: BaseException | None) -> bool:
-    """Whether data is not there, rather than wrong; what it came from counts too."""
+    """Returns whether an exception, or one of its causes, says that data was not found or not reachable."""
     while problem is not None:
         kinds = {kind.__name__ for kind in type(problem).__mro__}
         if kinds & _ABSENT:
@@ -224,8 +237,8 @@ def _is_absent(problem: BaseException | None) -> bool:
 
 
 def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
-    """What the file of a task says, or the files of all tasks of a group or tag; a file by its name is
-    read."""
+    """Yields the configuration of a task, or of all tasks of a group or tag. Reads a task file given by
+    path."""
     entry = manager.task_index.get(name)
     if entry is None:
         yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
@@ -244,8 +257,9 @@ def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
             yield member
 
 
-def _of_hub(name: str, manager: TaskManager) -> bool:
-    """Whether a task may have to be fetched: all that is not plainly of this machine."""
+def _may_need_hub(name: str, manager: TaskManager) -> bool:
+    """Returns whether data of a task may have to be downloaded; False only if all of it is clearly on this
+    machine."""
     return not all(
         config.get("custom_dataset") or path in _LOCAL or path and Path(path).exists()
         for config in _configs(name, manager)
@@ -254,11 +268,11 @@ def _of_hub(name: str, manager: TaskManager) -> bool:
 
 
 def _datasets(name: str, manager: TaskManager) -> set[str]:
-    """Datasets of a task, or of all tasks of a group or tag."""
-    return {data for config in _configs(name, manager) for data in _named(config)}
+    """Returns the names of the datasets of a task, or of all tasks of a group or tag."""
+    return {data for config in _configs(name, manager) for data in _dataset_names(config)}
 
 
-def _named(config: Mapping[str, Any]) -> set[str]:
+def _dataset_names(config: Mapping[str, Any]) -> set[str]:
     path, part = config.get("dataset_path"), config.get("dataset_name")
     if path == "json":
         files = (config.get("dataset_kwargs") or {}).get("data_files")

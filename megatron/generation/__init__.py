@@ -1,7 +1,9 @@
-"""Text from a checkpoint, in any layout: a model built for inference alone (no optimizer, no engine),
-sampling with a cache of keys and values, and what `generate.py` does with prompts, from a file or from a
-terminal. `generate(args, process)` does it all; `complete` continues prompts; a `Batcher` takes requests
-while others run."""
+"""Generates text from a checkpoint, in any parallel layout.
+
+The model is built for inference only (no optimizer, no engine) and samples with a KV cache. Prompts come from
+a file or a terminal. `generate(args, process)` runs generate.py; `complete` continues prompts; a `Batcher`
+accepts requests while others run.
+"""
 
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Event, Request, RequestError

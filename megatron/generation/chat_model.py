@@ -27,7 +27,7 @@ _TOKENIZERS_FROM_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model and the chat template that its prompts go through. name: as the user gave it."""
+    """A model with the chat template that renders its prompts. name: the model's name as the user gave it."""
 
     name: str
     model: Model
@@ -36,8 +36,12 @@ class ChatModel:
     def answer(
         self, questions: Sequence[Question], sampling: SamplingParams, maximum_tokens: int, seed: int
     ) -> list[Completion]:
-        """An answer to each question, in order; each depends on its place and the seed alone. Raises
-        RequestError for a question that is too long or that the template refuses."""
+        """Returns an answer to each question, in order. An answer depends only on its question, its index and
+        `seed`.
+
+        maximum_tokens: most tokens of an answer. Raises RequestError for a question that is too long or that
+            the template refuses.
+        """
         max_prompt_tokens = self.model.positions - maximum_tokens
         return complete(
             self.model,
@@ -50,8 +54,12 @@ class ChatModel:
 
 
 def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
-    """The configuration of a model: of a HuggingFace folder or name on the Hub; of a folder of checkpoints or
-    one `global_stepN`, what that keeps, with its own tokenizer where `vocab_file` is not there any more.
+    """Returns the configuration of the model `name`, for one tensor rank and one pipeline stage.
+
+    name: a HuggingFace folder, ORG/NAME on the Hub, an adapter's folder in peft's format, or a folder of
+        checkpoints (also a single `global_stepN`). A checkpoint's configuration is the one saved in it, with
+        the tokenizer saved in it if `vocab_file` is gone.
+    iteration: which checkpoint of a folder; None: the latest.
 
     Raises ConfigError, CheckpointError.
     """
@@ -61,7 +69,7 @@ def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     if path.is_dir() and not is_hf(path):
         return _checkpoint_args(path, iteration)
     if iteration is not None:
-        raise CheckpointError(f"{name}: is a HuggingFace model and has no iterations; leave out --iteration")
+        raise CheckpointError(f"{name}: is a HuggingFace model, which has no iterations; leave out --iteration")
     find_hf(name)
     return load([], hf_model_keys(name), origin="--model")
 
@@ -82,18 +90,18 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
 
 
 def with_adapters(args: NeoXArgs, adapter: Sequence[str]) -> NeoXArgs:
-    """The configuration of a model with more adapters, as the key `adapter` has them. Raises
-    CheckpointError."""
+    """Returns the configuration with `adapter` appended to its key `adapter`. Raises CheckpointError if the
+    checkpoint already holds adapters."""
     if adapter and args.lora is not None:
-        raise CheckpointError(f"{args.load}: holds adapters itself; give the model below them, and all by --adapter")
+        raise CheckpointError(f"{args.load}: has its own adapters; name its base model, and all adapters by --adapter")
     return args.replace(adapter=[*args.adapter, *adapter]) if adapter else args
 
 
 def _peft_args(path: Path, iteration: int | None) -> NeoXArgs:
-    """Of a folder in peft's format: the model that it names as the one below, with its adapter."""
+    """Returns the configuration of a folder in peft's format: its base model with its adapter."""
     base = PeftFolder(path).base
     if base is None:
-        raise CheckpointError(f"{path}: names no model below; give that one, and --adapter {path}")
+        raise CheckpointError(f"{path}: does not name its base model; name that model, with --adapter {path}")
     args = chat_model_args(base if Path(base).exists() or base.startswith("/") else f"hf://{base}", iteration)
     tokenizer = tokenizer_keys(path) if (path / "tokenizer.json").is_file() else {}
     return args.replace(**tokenizer, adapter=[str(path)])
@@ -109,14 +117,17 @@ def load_chat_model(
     precision: str | None = None,
     adapter: Sequence[str] = (),
 ) -> ChatModel:
-    """Load a model and its chat template, in this process alone.
+    """Loads a model and its chat template, in this process alone. Raises ConfigError, CheckpointError,
+    TokenizerError.
 
-    iteration: of a folder of checkpoints; chat_template, precision: instead of the model's own. adapter: as
-    the key. Raises ConfigError, CheckpointError, TokenizerError.
+    name, iteration: as in `chat_model_args`.
+    chat_template: file of a template, instead of the model's own.
+    precision: instead of the model's own.
+    adapter: adapters to merge into the weights, as in the configuration key `adapter`.
     """
     args = chat_model_args(name, iteration)
     if args.score_head:
-        raise CheckpointError(f"{name}: a reward model, which gives scores and no text (tools/score.py)")
+        raise CheckpointError(f"{name}: is a reward model, which gives scores and no text; use tools/score.py")
     args = with_adapters(args, adapter)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
@@ -127,5 +138,5 @@ def load_chat_model(
     try:
         template = find_template(args, tokenizer)
     except ConfigError as problem:
-        raise ConfigError([f"{name}: {problem} (--chat-template FILE)"]) from problem
+        raise ConfigError([f"{name}: {problem} (or --chat-template FILE)"]) from problem
     return ChatModel(name, load_model(args, init_model_parallel(args, process, logger), tokenizer, logger), template)

@@ -14,9 +14,14 @@ MAXIMUM_ROWS = 64
 
 @dataclass(frozen=True)
 class Completion:
-    """tokens: generated ids, without the one that ended the text; text: of them, up to a stop string;
-    finished: whether an end token or a stop string came; seconds: until the last one; logprobs: of `tokens`,
-    empty if not asked for."""
+    """The continuation of one prompt.
+
+    tokens: generated ids without the stop token.
+    text: their text, up to a stop string.
+    finished: whether a stop token or a stop string ended it.
+    seconds: from the call of `complete` to its last token.
+    logprobs: log-probabilities of `tokens`; empty if not requested.
+    """
 
     tokens: list[int]
     text: str
@@ -39,20 +44,24 @@ def complete(
     maximum_rows: int = MAXIMUM_ROWS,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> list[Completion]:
-    """Continue prompts to their end or by `maximum_tokens`, at most `maximum_rows` at a time.
+    """Continues prompts until each ends or has `maximum_tokens` new tokens, at most `maximum_rows` at a time.
 
-    maximum_tokens: of every prompt, or one a prompt. seeds: one a prompt: what a row becomes depends on it,
-    not on the rows beside it. stop: strings that end a text; stop_token_ids: tokens that do, None: the
-    model's. logprobs, processed_logprobs: as of a `Request`. on_event: called with every event; its id is
-    the prompt's place in `prompts`. All ranks of a model call it together with the same arguments. Raises
-    RequestError for a prompt that is empty or too long, CheckpointError when logits are not numbers.
+    maximum_tokens: for every prompt, or one value per prompt.
+    seeds: one per prompt; a completion depends on its own seed, not on the other prompts.
+    stop: strings that end a text.
+    stop_token_ids: tokens that end a text; None: the model's.
+    logprobs, processed_logprobs: as in `Request`.
+    on_event: called with every event; its id is the prompt's index in `prompts`.
+
+    All ranks of a model call it together with the same arguments. Raises RequestError for a prompt that is
+    empty or too long, CheckpointError for NaN logits.
     """
     start_time = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
-    most = [maximum_tokens] * len(prompts) if isinstance(maximum_tokens, int) else maximum_tokens
-    tokens = sum(map(len, prompts)) + sum(most)
+    limits = [maximum_tokens] * len(prompts) if isinstance(maximum_tokens, int) else maximum_tokens
+    tokens = sum(map(len, prompts)) + sum(limits)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
-    for prompt, limit, seed in zip(prompts, most, seeds, strict=True):
+    for prompt, limit, seed in zip(prompts, limits, seeds, strict=True):
         batcher.add(
             Request(
                 prompt, sampling, limit, seed, stop, stop_token_ids, logprobs,
@@ -77,4 +86,4 @@ def complete(
                     generated, text, event.finish_reason == "stop", seconds, reported[row][: len(generated)]
                 )
             on_event(event)
-    return [one for one in done if one is not None]
+    return [completion for completion in done if completion is not None]

@@ -22,7 +22,8 @@ FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 
 
 def demo_questions(args: NeoXArgs) -> list[Question]:
-    """The questions of `demo_prompts`. Raises ConfigError for what cannot be read."""
+    """Reads the questions of `demo_prompts`. Raises ConfigError if the file, or that of the system prompt,
+    cannot be read."""
     system = read_key_file(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
@@ -31,11 +32,12 @@ def demo_questions(args: NeoXArgs) -> list[Question]:
 
 
 class Demos(Callback):
-    """Answers `demo_prompts` before and after training. They are read once, when it is made, on all ranks
+    """Answers `demo_prompts` before and after training, as a callback of the run. All ranks construct it
     together."""
 
     def __init__(self, run: TrainingRun) -> None:
-        """Raises ConfigError for prompts that cannot be asked, and conversations without a chat template."""
+        """Reads and tokenizes the prompts. Raises ConfigError if a prompt is invalid or too long, or if a
+        conversation has no chat template."""
         self.run, args = run, run.args
 
         def read() -> tuple[list[Question], tuple[str, str] | None]:
@@ -60,8 +62,12 @@ class Demos(Callback):
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Answer, as the keys of text generation say, and write: before the first step, which a run that goes
-        on has behind it, and after the last. Raises StopRequested where a stop signal comes first."""
+        """Answers the prompts before the first and after the last step, and writes the answers to
+        `<save>/demo_outputs`.
+
+        The keys of text generation apply. A resumed run reads the answers from before training in their file.
+        Raises StopRequested if a stop signal comes while answers are generated.
+        """
         if step.iteration not in (0, run.args.train_iters):
             return
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
@@ -76,25 +82,34 @@ class Demos(Callback):
         lines = [
             {
                 **({"messages": list(question.messages)} if question.messages else {"prompt": question.text}),
-                "answer": one.text or "", "length": one.length, "finished": one.finished, "iteration": iteration,
+                "answer": sample.text or "", "length": sample.length, "finished": sample.finished,
+                "iteration": iteration,
             }
-            for question, one in zip(self.questions, samples, strict=True)
+            for question, sample in zip(self.questions, samples, strict=True)
         ]  # fmt: skip
         file = folder / f"step{iteration}.jsonl"
         replace_file(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.run.logger.info(f"answers to {len(lines)} demo_prompts are in {file}")
         if iteration:
             earlier = _answers(folder / "step0.jsonl")
-            before = [earlier.get(_asked(line)) for line in lines]
-            replace_file(folder / COMPARISON, comparison(self.questions, before, lines, iteration).encode())
+            earlier_answers = [earlier.get(_prompt_key(line)) for line in lines]
+            replace_file(folder / COMPARISON, comparison(self.questions, earlier_answers, lines, iteration).encode())
 
 
 def comparison(
-    questions: Sequence[Question], before: Sequence[str | None], after: Sequence[Mapping[str, Any]], iteration: int
+    questions: Sequence[Question],
+    earlier_answers: Sequence[str | None],
+    lines: Sequence[Mapping[str, Any]],
+    iteration: int,
 ) -> str:
-    """Markdown: a table of both answers below each question; before: None where it was not asked then."""
+    """Returns Markdown that shows, below each question, the answers before and after training.
+
+    earlier_answers: answers before training; None for a question that was not asked then.
+    lines: {"answer": text, ...} for each answer after training.
+    iteration: number of training steps.
+    """
     parts = [f"# Answers before training and after {iteration} steps\n"]
-    for number, (question, old, new) in enumerate(zip(questions, before, after, strict=True), 1):
+    for number, (question, old, new) in enumerate(zip(questions, earlier_answers, lines, strict=True), 1):
         old = "(was not asked)" if old is None else old
         parts.append(
             f"## {number}. {_cell(question.text)}\n\n"
@@ -104,17 +119,17 @@ def comparison(
 
 
 def _cell(text: str) -> str:
-    """Text as it stands, in a cell of a table."""
+    """Returns `text` escaped for a cell of a Markdown table, so that all its characters are shown."""
     return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
 
 
-def _asked(line: Mapping[str, Any]) -> str:
-    """What one line of answers was asked."""
+def _prompt_key(line: Mapping[str, Any]) -> str:
+    """Returns a dictionary key for the prompt or messages of a line of answers."""
     return json.dumps(line.get("messages", line.get("prompt")), sort_keys=True)
 
 
 def _answers(file: Path) -> dict[str, str]:
-    """Earlier answers by what was asked; none without the file."""
+    """Returns the answers in `file`, by `_prompt_key` of their questions; {} if there is no such file."""
     if not file.is_file():
         return {}
-    return {_asked(line): line["answer"] for line in map(json.loads, file.read_text().splitlines())}
+    return {_prompt_key(line): line["answer"] for line in map(json.loads, file.read_text().splitlines())}

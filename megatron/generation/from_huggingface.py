@@ -15,11 +15,12 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bfloat16", torch.float16:
 
 
 def hf_model_keys(name: str) -> dict[str, Any]:
-    """Keys of the model that a folder (or hf://ORG/NAME) holds: its shape, precision and tokenizer, and where
-    it is; not the losses that transformers trains it with, which not all layouts have.
+    """Returns the configuration keys of a HuggingFace model: architecture, precision, tokenizer and `load`.
 
-    Documents end with the eos_token that its tokenizer declares, as transformers has it. Downloads what is on
-    the Hub. Raises ConfigError.
+    Documents end with the eos_token of the tokenizer, as in transformers. Keys of auxiliary losses are
+    omitted, because some layouts do not support them. Raises ConfigError.
+
+    name: a folder, or hf://ORG/NAME, which is downloaded.
     """
     try:
         path = find_hf(name)
@@ -35,12 +36,14 @@ def hf_model_keys(name: str) -> dict[str, Any]:
 
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
-    """Keys of the tokenizer that a folder holds. Raises CheckpointError when it holds none."""
+    """Returns the configuration keys for the tokenizer in a folder: `tokenizer_type`, `vocab_file` and, if
+    eos is not the token that ends documents, `eod_token`. Raises CheckpointError if the folder has no
+    tokenizer."""
     file = path / "tokenizer.json"
     if file.is_file():
         keys, tokenizer = {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}, HFTokenizer(file)
-        same = tokenizer.eos in (tokenizer.eod, None) or tokenizer.eos not in tokenizer.special_tokens
-        return keys if same else {**keys, "eod_token": tokenizer.special_tokens[tokenizer.eos]}
+        same_token = tokenizer.eos in (tokenizer.eod, None) or tokenizer.eos not in tokenizer.special_tokens
+        return keys if same_token else {**keys, "eod_token": tokenizer.special_tokens[tokenizer.eos]}
     if (path / "tokenizer.model").is_file():
         return {"tokenizer_type": "SPMTokenizer", "vocab_file": str(path / "tokenizer.model")}
-    raise CheckpointError(f"{path}: holds no tokenizer (tokenizer.json, tokenizer.model)")
+    raise CheckpointError(f"{path}: holds no tokenizer (neither tokenizer.json nor tokenizer.model)")

@@ -30,8 +30,10 @@ class TypedPrompts:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, patience: float | None) -> str | None:
-        """The next prompt without white space around it, "" at the end, which an empty one, the line `stop`
-        and the end of input are. None when it has not come after `patience` seconds."""
+        """Returns the next prompt, stripped, or None if it is not complete after `patience` seconds.
+
+        Returns "" at the end: after an empty prompt, the line `stop`, or the end of input.
+        """
         while self.open and self.prompt_end not in self.text and not self._stopped():
             if not select.select([self.descriptor], [], [], patience)[0]:
                 return None
@@ -47,32 +49,32 @@ class TypedPrompts:
         return prompt.strip()
 
     def _stopped(self) -> bool:
-        first, newline, _ = self.text.lstrip().partition("\n")
-        return first.strip() == "stop" and (bool(newline) or not self.open)
+        line, newline, _ = self.text.lstrip().partition("\n")
+        return line.strip() == "stop" and (bool(newline) or not self.open)
 
 
 class Conversation:
-    """The turns of a user and a model so far, and the prompts that a chat template makes of them."""
+    """A conversation of a user and a model. The chat template makes each prompt from all turns so far."""
 
     def __init__(self, template: ChatTemplate, system: str | None, max_prompt_tokens: int) -> None:
-        """system: the system prompt. max_prompt_tokens: tokens that a prompt may have."""
+        """system: the system prompt; None: no system prompt. max_prompt_tokens: most tokens of a prompt."""
         self.template, self.max_prompt_tokens = template, max_prompt_tokens
         self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Message] = []
 
     def ask(self, text: str) -> tuple[list[int], str | None]:
-        """The tokens of the prompt after a user's turn, and a warning where the oldest turns were dropped to
-        make room.
+        """Adds a user's turn. Returns the tokens of the prompt, and a warning if the oldest turns were
+        dropped to fit.
 
-        Raises RequestError for a turn that is too long by itself; it does not become part of the
-        conversation.
+        Raises RequestError, without adding the turn, if the turn alone is too long.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
         dropped_turns = 0
         while len(tokens := self.template.tokens([*self.system, *turns])) > self.max_prompt_tokens:
             if len(turns) < 3:
                 raise RequestError(
-                    f"this turn has {len(tokens)} tokens with what stands before it, {self.max_prompt_tokens} would fit"
+                    f"this message (with template and system prompt) has {len(tokens)} tokens, but at most "
+                    f"{self.max_prompt_tokens} fit; shorten it"
                 )
             del turns[:2]
             dropped_turns += 2
@@ -85,7 +87,7 @@ class Conversation:
         )
 
     def answer(self, text: str) -> None:
-        """Add the model's turn."""
+        """Adds the model's answer to the conversation."""
         self.turns.append({"role": "assistant", "content": text})
 
 
@@ -104,7 +106,8 @@ def _conversation(model: Model) -> Conversation | None:
 
 
 def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:
-    """Run the one request of `batcher` to its end and write its text as it comes; returns the text."""
+    """Runs the only request of `batcher` to its end, passes its text to `write` as it is generated, and
+    returns the text."""
     answer, count = "", 0
     while batcher.busy:
         for event in batcher.step():
@@ -117,33 +120,34 @@ def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:
 
 
 def converse(model: Model) -> int:
-    """Answer prompts from rank 0's standard input on its standard output until they end; returns how many
-    there were.
+    """Answers prompts from rank 0's standard input on its standard output. Returns the number of answers.
 
-    Each prompt gets the text it would get in a file of these prompts. All ranks call it together. Raises
-    ConfigError where input ends before the first prompt and nobody is there to see why.
+    Without `chat`, a prompt is continued as it would be in the file of `text_gen_type: input-file`. All ranks
+    call it together. Raises ConfigError if input that is not a terminal ends before the first prompt.
     """
     args, groups = model.args, model.groups
     conversation = _conversation(model)
     batcher = Batcher(model, maximum_rows=1)
-    first = groups.world_rank == 0
-    typed = TypedPrompts(sys.stdin.fileno(), args.prompt_end) if first and sys.stdin is not None else None
-    on_terminal = typed is not None and os.isatty(typed.descriptor)
+    is_rank_zero = groups.world_rank == 0
+    typed_prompts = (
+        TypedPrompts(sys.stdin.fileno(), args.prompt_end) if is_rank_zero and sys.stdin is not None else None
+    )
+    on_terminal = typed_prompts is not None and os.isatty(typed_prompts.descriptor)
 
     def write(text: str) -> None:
-        if first:
+        if is_rank_zero:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     def wait() -> str | None:
-        return typed.next(_HEARTBEAT_S if groups.world_size > 1 else None) if typed is not None else ""
+        return typed_prompts.next(_HEARTBEAT_S if groups.world_size > 1 else None) if typed_prompts is not None else ""
 
     def refuse_empty_input() -> None:
         if not on_terminal:
             raise args.error(
                 "text_gen_type",
-                "interactive takes prompts from the standard input of rank 0, which ended before the first one; use a "
-                "terminal, a pipe, or input-file with -i FILE",
+                "interactive reads prompts from rank 0's standard input, which ended before the first prompt; use a "
+                "terminal or a pipe, or text_gen_type: input-file with -i FILE",
             )
 
     number = 0

@@ -11,16 +11,24 @@ _LOG_INTERVAL_S = 10.0
 
 
 class ProgressBar:
-    """Progress towards `total` units of work, `unit` being the word for one. Only rank 0 (`shown`) has a bar.
-    A context manager."""
+    """Shows progress towards `total` units: a bar on a terminal, elsewhere a log line every ten seconds.
 
-    def __init__(self, what: str, total: int, unit: str, logger: logging.Logger, *, done: int = 0, shown: bool) -> None:
-        self.what, self.total, self.unit, self.logger = what, total, unit, logger
-        self.first = self.done = done
+    It is a context manager.
+
+    unit: the singular of the unit's name.
+    done: number of units that were finished before.
+    visible: whether this rank may draw a bar.
+    """
+
+    def __init__(
+        self, description: str, total: int, unit: str, logger: logging.Logger, *, done: int = 0, visible: bool
+    ) -> None:
+        self.description, self.total, self.unit, self.logger = description, total, unit, logger
+        self.initial = self.done = done
         self.start_time = self.last_log_time = time.perf_counter()
-        self.on_terminal = shown and sys.stderr.isatty()
+        self.on_terminal = visible and sys.stderr.isatty()
         self.bar = tqdm(
-            total=total, initial=done, desc=what, unit=unit, file=sys.stderr, disable=not self.on_terminal,
+            total=total, initial=done, desc=description, unit=unit, file=sys.stderr, disable=not self.on_terminal,
             dynamic_ncols=True,
         )  # fmt: skip
 
@@ -30,19 +38,20 @@ class ProgressBar:
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
 
-    def advance_to_share(self, before: int, count: int, share: float) -> None:
-        """Advance to where `before` units and this share (0 to 1) of the `count` after them are done."""
-        self.advance_to(before + int(count * share))
+    def advance_to_share(self, done_before: int, count: int, share: float) -> None:
+        """Sets the number of finished units to `done_before` plus `share` (0 to 1) of the next `count`
+        units."""
+        self.advance_to(done_before + int(count * share))
 
     def advance_to(self, done: int) -> None:
-        """Say that `done` units are done in all."""
+        """Sets the number of finished units to `done`."""
         self.bar.update(done - self.done)
         self.done, now = done, time.perf_counter()
         if not self.on_terminal and now - self.last_log_time > _LOG_INTERVAL_S:
             self.last_log_time = now
-            self.logger.info(self.line((done - self.first) / (now - self.start_time)))
+            self.logger.info(self.line((done - self.initial) / (now - self.start_time)))
 
     def line(self, speed: float) -> str:
-        """The line for the log. speed: in units a second."""
+        """Returns the progress as a line for the log. speed: units per second."""
         share = 100 * self.done // max(1, self.total)
-        return f"{self.what}: {share:3d}%| {self.done} of {self.total} {self.unit}s, {speed:.1f} a second"
+        return f"{self.description}: {share:3d}%| {self.done} of {self.total} {self.unit}s, {speed:.1f} a second"

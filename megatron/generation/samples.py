@@ -1,4 +1,4 @@
-"""What generate.py does: prompts in, completions as JSON lines out, or a conversation at the terminal."""
+"""Runs generate.py: prompts in, completions as JSON lines out, or a conversation at the terminal."""
 
 import logging
 import os
@@ -31,11 +31,16 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A line of the output file, with GPT-NeoX's fields. text: without the context, None when the first token
-    ended the document or the prompt was skipped; length: of the text in tokens; finished: the document ended,
-    or a stop string came; duration_seconds: from the beginning of all samples to the last token of this one.
-    With `return_logprobs` also logprobs: of each token of the text its id and log-probability, and `top`, the
-    most likely ids with theirs."""
+    """A line of the output file, with GPT-NeoX's fields.
+
+    context: the prompt.
+    text: the generated text; None if the first token ended the document or the prompt was skipped.
+    length: number of generated tokens.
+    finished: whether the document ended or a stop string came.
+    duration_seconds: from the start of all samples to this one's last token.
+    logprobs: with `return_logprobs`, id and log-probability of each token, and `top`, the most likely ids
+        with theirs.
+    """
 
     context: str
     text: str | None
@@ -46,7 +51,7 @@ class GeneratedSample:
     logprobs: list[dict[str, Any]] | None = None
 
     def line(self) -> str:
-        """This sample as a line of the output file."""
+        """Returns this sample as a JSON line of the output file."""
         fields = asdict(self)
         if self.logprobs is None:
             del fields["logprobs"]
@@ -54,9 +59,10 @@ class GeneratedSample:
 
 
 def generate(args: NeoXArgs, process: Process) -> None:
-    """Write the samples, scores or log-probabilities that `text_gen_type` asks for; every rank calls it.
+    """Runs what `text_gen_type` names: writes samples, scores or log-probabilities to files, or answers typed
+    prompts.
 
-    Raises ConfigError, CheckpointError, TokenizerError, DataError.
+    All ranks call it together. Raises ConfigError, CheckpointError, TokenizerError, DataError.
     """
     logger = configure_logging(process.rank)
     args = args.check_generation().for_inference(process.world_size)
@@ -86,9 +92,9 @@ def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
     model = load_model(args, groups, tokenizer, logger)
     start_time = time.perf_counter()
     samples = generate_samples(model, prompts, logger)
-    text = "".join(one.line() for one in samples)
+    text = "".join(sample.line() for sample in samples)
     on_rank_zero(groups, lambda: _write(args, file, text))
-    tokens, seconds = sum(one.length for one in samples), time.perf_counter() - start_time
+    tokens, seconds = sum(sample.length for sample in samples), time.perf_counter() - start_time
     logger.info(f"{len(samples)} samples, {tokens} tokens in {seconds:.1f} s, are in {file}")
 
 
@@ -107,7 +113,8 @@ def _notes(args: NeoXArgs) -> list[str]:
 
 
 def output_file(args: NeoXArgs) -> Path:
-    """The file that samples go to. Raises ConfigError now, not after an hour, when it cannot be written."""
+    """Returns the path of the file for samples or scores. Raises ConfigError if it cannot be written; called
+    before generation starts."""
     file = Path(args.sample_output_file or "")
     ending = {"input-file": "output", "score": "scores"}.get(str(args.text_gen_type))
     if ending is not None and args.user_values.get("sample_output_file") is None:
@@ -146,9 +153,13 @@ def generate_samples(
     stop_token_ids: tuple[int, ...] | None = None,
     look_for_stop: Callable[[Event], None] = lambda event: None,
 ) -> list[GeneratedSample]:
-    """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks
-    share the prompts out. stop_token_ids: tokens that end a text, None: the model's. look_for_stop: called
-    with every event; what it raises on one rank is raised on all. All ranks call it together."""
+    """Returns a sample for every prompt, in order, the same on every rank and in every layout.
+
+    Data-parallel ranks divide the prompts. All ranks call it together.
+
+    stop_token_ids: tokens that end a text; None: the model's.
+    look_for_stop: called with every event. If it raises on one rank, all ranks raise its exception.
+    """
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     local_prompts = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
@@ -162,7 +173,9 @@ def generate_samples(
             progress.update(event)
             look_for_stop(event)
 
-        with _SampleProgress(len(local_prompts), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
+        with _SampleProgress(
+            len(local_prompts), args.maximum_tokens, logger, visible=groups.world_rank == 0
+        ) as progress:
             completions = complete(
                 model,
                 [prompts[i].tokens for i in local_prompts],
@@ -185,7 +198,7 @@ def generate_samples(
                 completion.finished,
                 "; ".join(messages) or None,
                 completion.seconds,
-                None if args.return_logprobs is None else [one._asdict() for one in completion.logprobs],
+                None if args.return_logprobs is None else [logprob._asdict() for logprob in completion.logprobs],
             )
         return samples
 
@@ -200,22 +213,22 @@ def generate_samples(
 
 
 class _SampleProgress(ProgressBar):
-    """Progress in tokens, which also counts the samples that have ended."""
+    """A progress bar in tokens, which also shows how many samples have ended."""
 
-    def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, shown: bool) -> None:
-        super().__init__("", samples * maximum_tokens, "token", logger, shown=shown)
-        self.samples, self.maximum_tokens, self.ended = samples, maximum_tokens, 0
+    def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, visible: bool) -> None:
+        super().__init__("", samples * maximum_tokens, "token", logger, visible=visible)
+        self.samples, self.maximum_tokens, self.num_ended = samples, maximum_tokens, 0
         self.written: dict[int, int] = {}  # tokens of each sample
 
     def update(self, event: Event) -> None:
-        """Count the tokens that an event brought to a sample."""
+        """Adds the tokens of an event to the progress."""
         count = len(event.tokens)
         self.written[event.id] = self.written.get(event.id, 0) + count
         if event.finish_reason is not None:
-            self.ended += 1
-            self.bar.set_postfix_str(f"{self.ended}/{self.samples} samples", refresh=False)
+            self.num_ended += 1
+            self.bar.set_postfix_str(f"{self.num_ended}/{self.samples} samples", refresh=False)
             self.bar.total -= self.maximum_tokens - self.written[event.id]  # what it need not write
         self.advance_to(self.done + count)
 
     def line(self, speed: float) -> str:
-        return f"{self.done} tokens, {self.ended} of {self.samples} samples, {speed:.1f} tokens/s"
+        return f"{self.done} tokens, {self.num_ended} of {self.samples} samples, {speed:.1f} tokens/s"

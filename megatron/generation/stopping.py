@@ -14,8 +14,10 @@ LOOKS = 256  # tokens, of all texts, after which the ranks that write them look 
 
 
 def signal_to(run: TrainingRun, *axes: str) -> int:
-    """The stop signal that has come to one of the ranks of a replica of the model, and of these axes, which
-    ask together; 0 without one."""
+    """Returns the number of the stop signal that a rank of this model replica received; 0 if none did.
+
+    axes: further parallel groups whose ranks are asked. All these ranks call it together.
+    """
     number = torch.tensor(float(stop_signal()), device=run.groups.device)
     for axis in ("context", "tensor", "pipe", *axes):
         run.groups.max(number, axis)
@@ -23,8 +25,10 @@ def signal_to(run: TrainingRun, *axes: str) -> int:
 
 
 def looks_for_stop(run: TrainingRun, model: Model) -> Callable[[Event], None]:
-    """An `on_event` of `complete`, which raises StopRequested once a stop signal has come to one of the ranks
-    that write with this one."""
+    """Returns an `on_event` function for `complete` that raises StopRequested after a stop signal.
+
+    Every `LOOKS` events it asks all ranks of the model replica (with `model.lockstep`, of all replicas).
+    """
     events, axes = itertools.count(1), ("data",) if model.lockstep else ()
 
     def look(event: Event) -> None:

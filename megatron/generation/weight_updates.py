@@ -18,10 +18,11 @@ from megatron.model.init import stage_parameters
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """Weights of another time of the same model.
+    """New weights for the same model.
 
-    path: their HuggingFace folder, of safetensors; version: the number by which answers name them; sha256:
-    of files of the folder by name, which are checked.
+    path: a HuggingFace folder of safetensors.
+    version: the number of these weights, which answers report.
+    sha256: expected digests of files of the folder, by name.
     """
 
     path: str
@@ -30,9 +31,9 @@ class WeightUpdate:
 
 
 def update_weights(model: Model, update: WeightUpdate) -> None:
-    """Give a model that writes nothing now other weights; all ranks call it together.
+    """Replaces the weights of a model that runs no request. All ranks call it together.
 
-    Raises CheckpointError, with the weights as they were, for a folder that is not this model's.
+    Raises CheckpointError, and keeps the weights, if the folder does not fit the model or a file is damaged.
     """
     groups, parameters = model.groups, stage_parameters(model.stage)
     on_rank_zero(groups, lambda: _check(update))
@@ -53,9 +54,9 @@ def update_weights(model: Model, update: WeightUpdate) -> None:
 def _check(update: WeightUpdate) -> None:
     folder = Path(update.path)
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-        raise CheckpointError(f"{folder}: holds no {WEIGHTS}, nor an index of its parts; can this machine see it?")
+        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; does rank 0's machine see this folder?")
     for name, digest in update.sha256.items():
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: missing")
-        if (found := sha256(folder / name)) != digest:
-            raise CheckpointError(f"{folder / name}: has the SHA-256 {found}, not {digest}: damaged, or replaced")
+            raise CheckpointError(f"{folder / name}: no such file, but sha256 lists it")
+        if (actual := sha256(folder / name)) != digest:
+            raise CheckpointError(f"{folder / name}: has SHA-256 {actual}, not {digest}: it is damaged or was replaced")

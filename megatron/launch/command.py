@@ -40,12 +40,15 @@ presets and recipes: {presets}
 
 
 def command() -> NoReturn:
-    """Run the `neox` command and end the process."""
+    """Runs the command `neox` and ends the process."""
     run_command(main)
 
 
 def main() -> int:
-    """Become the script that the command line names; 2 when it names none."""
+    """Replaces this process by the script that the command line names (`exec`).
+
+    Returns only if no script is started: 0 after printing the help, 2 for an unknown command.
+    """
     words, folder = sys.argv[1:], install_root()
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(help_text(folder))
@@ -60,47 +63,53 @@ def main() -> int:
 
 
 def script_line(words: Sequence[str], folder: Path) -> list[str]:
-    """`neox WORDS` as a line for Python: with deepy.py before it where ranks are started. Raises
-    LaunchError."""
-    name, *rest = words
+    """Returns the command that runs `neox WORDS`: Python, then deepy.py if the script needs ranks, then the
+    script and its arguments.
+
+    words: the words after `neox`; the first one names the script.
+    folder: `install_root()`.
+
+    Raises LaunchError for an unknown or ambiguous name.
+    """
+    name, *arguments = words
     deepy = [sys.executable, str(folder / "deepy.py")]
     if name.startswith("-") or name == "doctor":
         return [*deepy, *words]
     name = name.removesuffix(".py").replace("-", "_")
     if name in ON_RANKS:
-        return [*deepy, str(folder / ON_RANKS[name][0]), *rest]
+        return [*deepy, str(folder / ON_RANKS[name][0]), *arguments]
     known_tools = tools(folder)
     if name in known_tools:
-        return [sys.executable, str(known_tools[name]), *rest]
-    alike = [full for full in known_tools if full.endswith(f"/{name}")]
-    if alike:
-        raise LaunchError(f"{words[0]} is {' or '.join(alike)}")
-    near = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
-    meant = f"do you mean {near[0]}? " if near else ""
-    raise LaunchError(f"{words[0]}: no such command; {meant}`neox --help` lists them")
+        return [sys.executable, str(known_tools[name]), *arguments]
+    matches = [full for full in known_tools if full.endswith(f"/{name}")]
+    if matches:
+        raise LaunchError(f"{words[0]} is the name of several tools; write {' or '.join(matches)}")
+    nearest = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
+    hint = f"do you mean {nearest[0]}? " if nearest else ""
+    raise LaunchError(f"{words[0]}: no such command; {hint}`neox --help` lists all commands")
 
 
 def tools(folder: Path) -> dict[str, Path]:
-    """Every script that runs by itself, by its name; by folder and name where two folders have one of that
-    name."""
+    """Returns the path of each script in `folder` that runs without deepy.py, by its name. If two scripts
+    share a name, both are listed as `FOLDER/NAME`."""
     places = [*folder.glob("prepare*.py"), *folder.glob("tools/**/*.py"), *folder.glob("huggingface/*.py")]
     left_out = {folder / script for script, _ in ON_RANKS.values()} | set(folder.glob("tools/docs/*"))
     left_out |= {folder / "tools" / "retired.py", *(path for path in places if path.is_symlink())}
     scripts = [path for path in places if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")]
     names = [path.stem for path in scripts]
-    named = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}
-    return dict(sorted(named.items()))
+    paths = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}
+    return dict(sorted(paths.items()))
 
 
 def help_text(folder: Path) -> str:
-    """What `neox --help` prints, with the first sentence of every tool's own description."""
-    ranks = "\n".join(f"  {name:<34} {what}" for name, (_, what) in ON_RANKS.items())
-    listed = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
-    return _HELP.format(ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
+    """Returns the text of `neox --help`, with the first sentence of every tool's own description."""
+    ranks = "\n".join(f"  {name:<34} {summary}" for name, (_, summary) in ON_RANKS.items())
+    tool_lines = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
+    return _HELP.format(ranks=ranks, tools=tool_lines, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of a script's description."""
+    """Returns the first sentence of a script's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".:")

@@ -1,10 +1,10 @@
-"""What NVIDIA's driver says of the devices that this process may use: without torch, whose import takes
-seconds, and without taking memory on a device. With it TORCH_CUDA_ARCH_LIST becomes one that DeepSpeed can
-read.
+"""Asks NVIDIA's driver about the devices that this process may use.
 
-torch accepts `9.0a` and names such as `Hopper` there; DeepSpeed 0.19.8 (ops/op_builder/builder.py,
-compute_capability_args) takes int() of what stands between the dots, and ends with "invalid literal for
-int(): '0a'" when it compiles.
+It needs neither torch, whose import takes seconds, nor memory on a device.
+
+`set_arch_list` replaces a TORCH_CUDA_ARCH_LIST that DeepSpeed cannot read. torch accepts `9.0a` and names
+such as `Hopper` there. DeepSpeed 0.19.8 (ops/op_builder/builder.py, compute_capability_args) calls int() on
+both sides of the point, and fails with "invalid literal for int(): '0a'" when it compiles.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version that the driver of this machine serves; None without a driver."""
+    """Returns the newest CUDA version that this machine's driver supports, as (major, minor); None without a
+    driver."""
     driver, number = _driver(), ctypes.c_int()
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
         return None
@@ -25,7 +26,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def device_count() -> int | None:
-    """Number of devices; None where there is no driver, or one that does not answer."""
+    """Returns the number of GPUs; None if there is no driver or it does not answer."""
     driver = _driver()
     if driver is None:
         return None
@@ -37,7 +38,7 @@ def device_count() -> int | None:
 
 
 def capabilities() -> list[tuple[int, int]]:
-    """Compute capability of each device, as (major, minor)."""
+    """Returns the compute capability of each GPU, as (major, minor)."""
     driver, device, versions = _driver(), ctypes.c_int(), []
     for index in range(device_count() or 0):
         assert driver is not None
@@ -50,15 +51,21 @@ def capabilities() -> list[tuple[int, int]]:
 
 
 def is_readable_arch_list(value: str) -> bool:
-    """Whether DeepSpeed's builder can read a list such as `8.0;9.0+PTX`; an empty one it makes itself."""
+    """Returns whether DeepSpeed's builder can read a value of TORCH_CUDA_ARCH_LIST, such as `8.0;9.0+PTX`. An
+    empty value is readable."""
     return all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry)
 
 
 def set_arch_list(
     env: MutableMapping[str, str], devices: Callable[[], list[tuple[int, int]]] = capabilities
 ) -> str | None:
-    """Put the capabilities of this machine's devices in the place of a list that cannot be read; what was
-    done, in words, or None. A list that can be read stays, and without devices nothing is compiled for them.
+    """If DeepSpeed cannot read TORCH_CUDA_ARCH_LIST in `env`, sets it to the compute capabilities of this
+    machine's GPUs.
+
+    devices: returns the compute capability of each GPU.
+
+    Returns a message about the change; None if nothing was changed, because the list is readable or there are
+    no GPUs.
     """
     value = env.get(ARCH_LIST, "")
     if is_readable_arch_list(value):

@@ -18,40 +18,45 @@ _NOT_EPHEMERAL = range(20_000, 32_768)  # below what Linux (32768 on) and macOS 
 def choose_ranks(
     gpus: Sequence[str], num_gpus: int | None = None, include: str | None = None, exclude: str | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Number of ranks, and the GPU of each in CUDA_VISIBLE_DEVICES' spelling (none without GPUs).
+    """Returns the number of ranks, and the GPU of each rank as CUDA_VISIBLE_DEVICES spells it (empty without
+    GPUs).
 
-    gpus: what this machine shows (`visible_gpus`). include: the GPUs to use, exclude: those not to use, as
-    `localhost:2,3`, DeepSpeed's spelling. Raises LaunchError when a GPU named or asked for is not there.
+    gpus: the GPUs of this machine (`visible_gpus`).
+    include: the GPUs to use, in DeepSpeed's spelling `localhost:2,3`.
+    exclude: the GPUs not to use, in the same spelling.
+
+    Raises LaunchError if a requested GPU does not exist, or if include and exclude are both set.
     """
     if include and exclude:
         raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them")
     if not gpus:
         for key, value in (("include", include), ("exclude", exclude)):
             if value:
-                raise LaunchError(f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead")
+                raise LaunchError(f"{key}: {value!r} names GPUs, but none is visible here; remove it, or set num_gpus")
         return num_gpus or 1, ()
     chosen = _named_gpus("include", include, gpus) if include else list(gpus)
     if exclude:
         left_out = _named_gpus("exclude", exclude, gpus)
         chosen = [gpu for gpu in gpus if gpu not in left_out]
         if not chosen:
-            raise LaunchError(f"exclude: {exclude!r} leaves none of the GPUs {', '.join(gpus)}; name fewer")
-    wanted = len(chosen) if num_gpus is None else num_gpus
-    if wanted > len(chosen):
-        raise LaunchError(f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer")
-    return wanted, tuple(chosen[:wanted])
+            raise LaunchError(f"exclude: {exclude!r} removes every GPU ({', '.join(gpus)}); exclude fewer")
+    count = len(chosen) if num_gpus is None else num_gpus
+    if count > len(chosen):
+        raise LaunchError(f"num_gpus: {count} GPUs requested, only {', '.join(chosen)} can be used; request fewer")
+    return count, tuple(chosen[:count])
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; none where torch is built for CPUs."""
+    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if torch is built
+    for CPUs."""
     count = _device_count()
-    named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return named[:count] if named else [str(index) for index in range(count)]
+    names = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] if names else [str(index) for index in range(count)]
 
 
 def _device_count() -> int:
-    """torch.cuda.device_count(), without the seconds that importing torch takes where its build and the
-    driver say as much."""
+    """Returns torch.cuda.device_count(). torch, whose import takes seconds, is imported only if its version
+    file and the driver do not give the number."""
     spec = find_spec("torch")
     built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
     if built.get("cuda"):
@@ -66,7 +71,7 @@ def _device_count() -> int:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a name or address is this machine's."""
+    """Returns whether a host name or address belongs to this machine."""
     if host in _local_names():
         return True
     try:
@@ -79,20 +84,24 @@ def is_this_machine(host: str) -> bool:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _named_gpus(key: str, value: str, gpus: Sequence[str]) -> list[str]:
-    """GPUs of `localhost:2,3`, or of `localhost`: all of them. key: whose value it is."""
+    """Returns the GPUs in `localhost:2,3`, or all GPUs for `localhost`.
+
+    key: the configuration key of the value, for messages. Raises LaunchError for another host or an unknown
+        GPU.
+    """
     host, _, indices = value.partition(":")
     if host not in _local_names():
         raise LaunchError(f"{key}: {value!r} names another machine than this one; write localhost:0,1")
-    named = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
-    for name in named:
+    names = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
+    for name in names:
         if name not in gpus:
             raise LaunchError(f"{key}: {value!r} asks for GPU {name}; this machine shows {', '.join(gpus)}")
-    return named
+    return names
 
 
 def _local_names() -> tuple[str, ...]:
@@ -100,8 +109,8 @@ def _local_names() -> tuple[str, ...]:
 
 
 def interface_to(address: str) -> str | None:
-    """Name of the network interface of this machine that leads to an address (Linux); None where it cannot be
-    told."""
+    """Returns the network interface of this machine through which an address is reached (Linux); None if it
+    cannot be determined."""
     import fcntl
     import struct
 
@@ -123,8 +132,11 @@ def interface_to(address: str) -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port that is free on all addresses of this machine, and that the system gives to no connection
-    either: rank 0 listens only seconds later."""
+    """Returns a TCP port that is free on all addresses of this machine.
+
+    The port is chosen outside the range that the system uses for outgoing connections. Rank 0 listens only
+    seconds later, and until then no connection may take the port.
+    """
     for port in (*random.SystemRandom().sample(_NOT_EPHEMERAL, 50), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -1,4 +1,5 @@
-"""What a rank takes from its starter and sets for the libraries it uses, whoever started it."""
+"""Sets up a rank: reads its rank and world from any starter's environment, and sets variables for
+libraries."""
 
 import os
 import sys
@@ -16,10 +17,13 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def enter(args: "NeoXArgs") -> ProcessInfo:
-    """This process's place, with the variables set that torch reads. What the user has set of them is kept.
+    """Returns this process's rank and world, and sets the environment variables that torch, gloo and NCCL
+    read.
 
-    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
-    CPUs. Raises LaunchError as `process_info`, and where MAIN_NODE_IP or TOTAL_GPUS say otherwise.
+    Network interfaces and allocator settings of the user are kept. With `distributed_backend: gloo` GPUs are
+    hidden from the process, so that all libraries use the CPU.
+
+    Raises LaunchError as `process_info`, and if MAIN_NODE_IP or TOTAL_GPUS contradict the environment.
     """
     # A default port must not win over the one derived from the job.
     port = None if args.origin("master_port") == "default" else args.master_port
@@ -38,12 +42,12 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
 
 
 def _interfaces(process: ProcessInfo) -> dict[str, str]:
-    """The variables that name the network interfaces at which gloo and NCCL listen.
+    """Returns the variables that name the network interfaces of gloo and NCCL.
 
-    Where all ranks are here that is loopback, which no other machine reaches. Else NCCL finds the fabric, and
-    gloo, which runs on GPUs too have for what is no tensor of theirs, is given the way to rank 0: left alone
-    it asks the resolver for this machine's name, which laptops and containers often cannot answer, and which
-    Debian answers with 127.0.1.1: no address that another machine reaches.
+    With all ranks on this machine both use loopback. With several machines NCCL chooses by itself, and gloo
+    gets the interface through which rank 0 is reached (GPU runs use gloo too, for CPU data). By default gloo
+    would resolve this machine's name, which laptops and containers often cannot, and which Debian resolves to
+    127.0.1.1, an address that other machines do not reach.
     """
     if sys.platform != "linux":
         return {}

@@ -1,5 +1,4 @@
-"""Rank, world and rendezvous of this process, read from the environment its starter left; and where its files
-are."""
+"""Reads rank, world and rendezvous of this process from its environment; finds the folder of the scripts."""
 
 import os
 import re
@@ -28,12 +27,12 @@ _MPI = (
 
 
 class LaunchError(UserError, ValueError):
-    """Ranks cannot be started, or this process cannot tell which rank it is."""
+    """Raised if ranks cannot be started, or if this process cannot tell which rank it is."""
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One rank's place in the run."""
+    """The rank of this process, its world, and the address at which ranks meet."""
 
     rank: int
     world_size: int
@@ -46,7 +45,8 @@ class ProcessInfo:
     on_one_machine: bool = field(default=False, compare=False)
 
     def variables(self) -> dict[str, str]:
-        """The variables torch.distributed's env:// reads, for starters that set others."""
+        """Returns the environment variables that torch.distributed (env://) reads. Slurm and MPI set
+        variables of other names."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -60,11 +60,13 @@ class ProcessInfo:
 def process_info(
     env: Mapping[str, str] | None = None, master_addr: str | None = None, master_port: int | None = None
 ) -> ProcessInfo:
-    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), a Slurm
-    step, OpenMPI, MVAPICH or MPICH, or alone.
+    """Returns the rank and world of this process.
 
-    `master_addr` and `master_port` are used where the environment names none. Raises LaunchError when the
-    variables are incomplete or contradict each other.
+    They are read from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), else from a Slurm step,
+    else from OpenMPI, MVAPICH or MPICH. Without these the process is the only rank.
+
+    `master_addr` and `master_port` are used if the environment has none. Raises LaunchError if the variables
+    are incomplete or contradict each other.
     """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -78,40 +80,44 @@ def process_info(
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), "alone", True)
     if not 0 <= info.rank < info.world_size:
-        raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
+        raise LaunchError(f"rank {info.rank} is not below world size {info.world_size} ({info.starter} environment)")
     if not 0 <= info.local_rank < info.local_world_size:
         raise LaunchError(
-            f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
+            f"local rank {info.local_rank} is not below the number of ranks on this machine, {info.local_world_size} "
             f"({info.starter} environment)"
         )
     return info
 
 
 def install_root() -> Path:
-    """The folder of deepy.py, train.py, `tools/`, `configs/` and `slurm/`: a clone's own, else `neox/` beside
-    an installed `megatron/`, where setup.py puts them."""
-    above = Path(__file__).resolve().parents[2]
-    return above if (above / "deepy.py").is_file() else above / "neox"
+    """Returns the folder that contains deepy.py, train.py, `tools/`, `configs/` and `slurm/`.
+
+    It is the root of a clone, or `neox/` beside an installed `megatron/`.
+    """
+    root = Path(__file__).resolve().parents[2]
+    return root if (root / "deepy.py").is_file() else root / "neox"
 
 
-def port_of(value: int | str) -> int:
-    """The port of MASTER_PORT. Raises LaunchError for what is none."""
+def port_of(value: int | str, name: str = "MASTER_PORT") -> int:
+    """Returns the value of the environment variable `name` as a number. Raises LaunchError if it is not a
+    port."""
     if not str(value).isdecimal() or not 0 < int(value) < 65536:
-        raise LaunchError(f"MASTER_PORT={value!r} in the environment is not a port number")
+        raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535)")
     return int(value)
 
 
-def whole_number(env: Mapping[str, str], name: str) -> int:
-    """The number that a variable says. Raises LaunchError for what is none."""
+def read_integer(env: Mapping[str, str], name: str) -> int:
+    """Returns the value of a variable as an integer. Raises LaunchError if it is not a whole number."""
     if not env[name].isdecimal():
         raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number")
     return int(env[name])
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list, by Slurm's own answer where there is one: `n[003-007],m1` -> `n003`.
+    """Returns the first host of a Slurm node list: `n[003-007],m1` -> `n003`. Uses `scontrol` if it is
+    installed.
 
-    Raises LaunchError for what is none.
+    Raises LaunchError for text that is not a node list.
     """
     if "[" in nodelist and shutil.which("scontrol") is not None:
         words = ["scontrol", "show", "hostnames", nodelist.strip()]  # it expands the text, and asks no daemon
@@ -123,10 +129,13 @@ def first_host(nodelist: str) -> str:
 
 
 def first_of_list(nodelist: str) -> str:
-    """First host of a node list, in the grammar of Slurm and python-hostlist: commas between hosts, any
-    number of groups `[1-3,7]` in each. Raises LaunchError for what is none."""
-    first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
-    host = _GROUP.sub(r"\1", first[0]) if first is not None else "["
+    """Returns the first host of a node list in the syntax of Slurm and python-hostlist.
+
+    Hosts are separated by commas; each may have any number of groups such as `[1-3,7]`. Raises LaunchError
+    for other text.
+    """
+    host_match = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
+    host = _GROUP.sub(r"\1", host_match[0]) if host_match is not None else "["
     if "[" in host:
         raise LaunchError(
             f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR to its first host"
@@ -140,14 +149,14 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
         ranks_of_pod = env["PET_NPROC_PER_NODE"]
         if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
-            raise LaunchError(f"PET_NPROC_PER_NODE is {ranks_of_pod}: start the pod's ranks with deepy.py or torchrun")
+            raise LaunchError(f"PET_NPROC_PER_NODE={ranks_of_pod} needs deepy.py or torchrun to start a pod's ranks")
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
-    here = world == 1 or ("LOCAL_WORLD_SIZE" in env and local_world == world)
+    one_node = world == 1 or ("LOCAL_WORLD_SIZE" in env and local_world == world)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
         raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "torchrun", here)
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "torchrun", one_node)
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -173,8 +182,8 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, 
         raise LaunchError(
             "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
         )
-    here = world == 1 or (names[3] in env and local_world == world)
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "mpi", here)
+    one_node = world == 1 or (names[3] in env and local_world == world)
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "mpi", one_node)
 
 
 def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> tuple[str, int]:
@@ -185,7 +194,7 @@ def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> t
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in env:
         if default is None:
-            raise LaunchError(f"the environment does not name {name}; it is needed beside the other rank variables")
+            raise LaunchError(f"the environment sets other rank variables but not {name}; set all of them or none")
         return default
     try:
         return int(env[name])

@@ -1,12 +1,12 @@
-"""A thread that speaks with the launchers of other machines, so that none ever waits for a machine that is
-gone."""
+"""A thread that exchanges signs of life with other machines' launchers, so that none waits for a lost
+machine."""
 
 import queue
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from megatron.distributed.store import claim, wait_until
+from megatron.distributed.store import claim, wait_for_condition
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -19,11 +19,19 @@ SIGTERM = 15
 
 
 class Heartbeat(threading.Thread):
-    """Sends this machine's beats, and exchanges signals and the end of one attempt, through the store of node
-    0.
+    """A thread that connects this machine's launcher with the others through the store of node 0.
 
-    Keys below `<attempt>/`: `beat/<node>`, `done/<node>` (the signal that it passed on, or 0), `left/<node>`,
-    `end` (JSON of the first failure); for all attempts: `signal/<n>`, `beat/starter`.
+    It reports that this machine is alive (a beat), and exchanges signals and the outcome of one attempt.
+
+    Keys of an attempt, below `<attempt>/`:
+
+    `beat/<node>`: the time of the node's last beat.
+    `done/<node>`: set when the node's ranks ended well, to the signal passed on to them, or 0.
+    `left/<node>`: set when the node's launcher leaves.
+    `end`: JSON of the first failure.
+
+    Keys of all attempts: `signal/<n>`, the n-th signal, and `beat/starter`, the last beat of the process that
+    started the launchers over ssh.
     """
 
     def __init__(self, store: "TCPStore", attempt: int, node: int, count: int) -> None:
@@ -43,47 +51,47 @@ class Heartbeat(threading.Thread):
         self._patience_s = 0.0
 
     def report_done(self, signal: int) -> None:
-        """Tell the other machines that our ranks ended well. signal: that was passed on to them, or 0."""
+        """Tells the other machines that our ranks ended well. signal: the signal passed on to our ranks, or
+        0."""
         self._to_report.put(("done", str(signal)))
 
     def report_failure(self, outcome: str) -> None:
-        """Tell the other machines that one of our ranks failed. outcome: JSON of an `Outcome`."""
+        """Tells the other machines that one of our ranks failed. outcome: JSON of an `Outcome`."""
         self._to_report.put(("end", outcome))
 
     def take_signals(self) -> list[int]:
-        """Signals that came since the last call, in their order."""
-        taken = []
+        """Returns the signals that arrived since the last call, in order of arrival."""
+        signals = []
         while not self._signals.empty():
-            taken.append(self._signals.get())
-        return taken
+            signals.append(self._signals.get())
+        return signals
 
     def silent_node(self) -> tuple[int, str] | None:
-        """The machine that seems gone and its symptom in words, as (node, symptom); None while all are heard
-        of."""
+        """Returns (node, symptom) of a machine that seems lost; None if all machines sent a beat lately."""
         if self._symptom_of_node_0 is not None:
             return 0, self._symptom_of_node_0
         now = time.monotonic()
         if self._node and now - self._answered_at > SILENT_S:
             return 0, f"has not answered for {SILENT_S:.0f} s"
-        for sender, (_, since) in list(self._beats.items()):
-            if sender != STARTER and now - since > SILENT_S and int(sender) not in self._done:
+        for sender, (_, heard_at) in list(self._beats.items()):
+            if sender != STARTER and now - heard_at > SILENT_S and int(sender) not in self._done:
                 return int(sender), f"was not heard of for {SILENT_S:.0f} s"
         return None
 
     def forgive_silence(self) -> None:
-        """Give whoever seems silent its time again, for this machine slept."""
+        """Restarts the time limit of every machine, because this machine was suspended."""
         self._answered_at = time.monotonic()
         self._beats = {sender: (beat, self._answered_at) for sender, (beat, _) in self._beats.items()}
 
     def leave(self, patience_s: float) -> None:
-        """Report what is still to be reported and end; wait at most `patience_s` for the others to have
-        left."""
+        """Sends pending reports and ends the thread. Waits at most `patience_s` for the other machines to
+        leave."""
         self._patience_s = patience_s
         self._leaving.set()
         self._left.wait(patience_s + 3.0)
 
     def run(self) -> None:
-        """Exchange beats and reports until asked to leave, or until the store is lost."""
+        """Sends beats and exchanges reports until `leave` is called or the store is lost."""
         try:
             self._signals_seen = self._store.add("signals", 0)  # earlier ones were for an earlier attempt
             beat_at = 0.0
@@ -123,8 +131,8 @@ class Heartbeat(threading.Thread):
             self._signals.put(int(store.get(f"signal/{self._signals_seen}")))
 
     def _read_beats(self) -> None:
-        """On node 0: note when each machine was last heard of. When the starter goes, all ranks are asked to
-        stop."""
+        """Notes, on node 0, when each machine sent its last beat. If the process that started the launchers
+        over ssh is lost, all ranks get SIGTERM."""
         keys = {str(node): f"{self._prefix}beat/{node}" for node in range(1, self._count)}
         for sender, key in {**keys, STARTER: f"beat/{STARTER}"}.items():
             if sender != STARTER and sender not in self._beats:
@@ -132,22 +140,22 @@ class Heartbeat(threading.Thread):
             if not self._store.check([key]):
                 continue
             beat = self._store.get(key).decode()
-            latest, since = self._beats.get(sender, ("", 0.0))
+            latest, heard_at = self._beats.get(sender, ("", 0.0))
             if beat != latest:
                 self._beats[sender] = (beat, time.monotonic())
-            elif sender == STARTER and time.monotonic() - since > SILENT_S:
+            elif sender == STARTER and time.monotonic() - heard_at > SILENT_S:
                 del self._beats[sender]
                 self._store.delete_key(key)
                 send_signal(self._store, SIGTERM)
 
     def _wait_for_others(self) -> None:
-        """Say that this machine leaves; node 0 leaves last, for the store goes with it."""
+        """Reports that this machine leaves. Node 0 leaves last, because it hosts the store."""
         self._store.set(f"{self._prefix}left/{self._node}", "1")
         keys = [f"{self._prefix}left/{node}" for node in range(self._count)]
         if self._patience_s:
-            wait_until(lambda: self._store.check(keys), self._patience_s, 0.05)
+            wait_for_condition(lambda: self._store.check(keys), self._patience_s, 0.05)
 
 
 def send_signal(store: "TCPStore", number: int) -> None:
-    """Have every launcher pass a signal on to its ranks."""
+    """Makes every launcher pass the signal `number` on to its ranks."""
     store.set(f"signal/{store.add('signals', 1)}", str(number))

@@ -34,30 +34,36 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. ranks: None where only the machine knows, for it counts its GPUs. devices: entries of
-    CUDA_VISIBLE_DEVICES; empty without GPUs, or where any will do."""
+    """One machine.
+
+    ranks: number of ranks; None if the machine counts its GPUs itself.
+    devices: entries of CUDA_VISIBLE_DEVICES; empty without GPUs, or for the first `ranks` GPUs.
+    """
 
     host: str
     ranks: int | None = None
     devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As `--hosts` takes it: `a:2,3`, `a=2` or `a`."""
+        """Returns the machine as `--hosts` takes it: `a:2,3`, `a=2` or `a`."""
         if self.devices:
             return f"{self.host}:{','.join(self.devices)}"
         return self.host if self.ranks is None else f"{self.host}={self.ranks}"
 
     def include(self) -> str | None:
-        """Its GPUs as the machine itself takes them in `include`."""
+        """Returns the value of the key `include` that chooses this machine's GPUs, such as `localhost:2,3`;
+        None without GPUs."""
         return f"localhost:{','.join(self.devices)}" if self.devices else None
 
 
 def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing
-    names machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile
-    if it is there.
+    """Returns the machines of a run with their slots, chosen by include, exclude, num_nodes and num_gpus.
 
-    Raises LaunchError for what cannot be read and what is not there.
+    hosts: values of the flag `--hosts`. Without it a hostfile is read: the key `hostfile`, else the
+    environment variable DLTS_HOSTFILE, else /job/hostfile if it exists. Without any of these the tuple is
+    empty.
+
+    Raises LaunchError for an unreadable hostfile, and for requested machines or slots that do not exist.
     """
     if hosts:
         return tuple(_host(text) for text in hosts)
@@ -69,7 +75,7 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
     slots = choose_slots(slots, args.include, args.exclude, key=f"{key}: {path}")
     if args.num_nodes > len(slots):
         raise LaunchError(
-            f"num_nodes: {args.num_nodes} asked for, {key} {path} leaves {len(slots)}: {', '.join(slots)}"
+            f"num_nodes: {args.num_nodes} requested, but {key} {path} offers only {len(slots)}: {', '.join(slots)}"
         )
     count = args.num_nodes if args.num_nodes > 0 else None
     nodes = [_node(host, host_slots) for host, host_slots in slots.items()][:count]
@@ -82,7 +88,10 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
 
 
 def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
-    """Slots of each host: lines `host slots=N`, comments behind `#`. Raises LaunchError."""
+    """Returns the number of slots of each host in a hostfile: lines `host slots=N`, comments after `#`.
+
+    key: the key that named the file, for messages. Raises LaunchError.
+    """
     slots_of: dict[str, int] = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -96,26 +105,30 @@ def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
         if match is None:
             raise LaunchError(f"{path}:{number}: {line!r} is not of the form `host slots=N`")
         if match[1] in slots_of:
-            raise LaunchError(f"{path}:{number}: {match[1]} stands in it twice; add its slots up")
+            raise LaunchError(f"{path}:{number}: {match[1]} is listed twice; write it once, with the sum of its slots")
         slots_of[match[1]] = int(match[2])
     slots_of = {host: slots for host, slots in slots_of.items() if slots}
     if not slots_of:
-        raise LaunchError(f"{key}: {path} gives no slots; write `localhost slots=N`")
+        raise LaunchError(f"{key}: {path} lists no slots; write a line `HOST slots=N` for each machine")
     return slots_of
 
 
 def choose_slots(
     slots: Mapping[str, list[int]], include: str | None, exclude: str | None, key: str = "hostfile"
 ) -> dict[str, list[int]]:
-    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a
-    host alone meaning all its slots. Raises LaunchError for a host or slot that is not there and where
-    nothing is left."""
+    """Returns the slot numbers of each host to use, in the hostfile's order.
+
+    slots: all slot numbers of each host.
+    include, exclude: DeepSpeed's `a:2,3@b`; a host alone means all of its slots.
+
+    Raises LaunchError for an unknown host or slot, and if no slot is left.
+    """
     if include and exclude:
         raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
     if not include and not exclude:
         return dict(slots)
     key_name, text = ("include", include) if include else ("exclude", exclude)
-    named: dict[str, set[int]] = {}
+    chosen: dict[str, set[int]] = {}
     for part in str(text).split("@"):
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
@@ -124,21 +137,27 @@ def choose_slots(
             raise LaunchError(f"{key_name}: {part!r} is not of the form host:0,1")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
-                raise LaunchError(f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}")
-            named.setdefault(host, set()).add(slot)
-    kept = {
-        host: [slot for slot in host_slots if (slot in named.get(host, ())) == (key_name == "include")]
+                raise LaunchError(f"{key_name}: {text!r} names slot {slot} of {host}; it has {len(slots[host])} slots")
+            chosen.setdefault(host, set()).add(slot)
+    remaining = {
+        host: [slot for slot in host_slots if (slot in chosen.get(host, ())) == (key_name == "include")]
         for host, host_slots in slots.items()
     }
-    kept = {host: host_slots for host, host_slots in kept.items() if host_slots}
-    if not kept:
-        raise LaunchError(f"{key_name}: {text!r} leaves no slot of {key}")
-    return kept
+    remaining = {host: host_slots for host, host_slots in remaining.items() if host_slots}
+    if not remaining:
+        raise LaunchError(f"{key_name}: {text!r} removes every slot of {key}; exclude fewer")
+    return remaining
 
 
 def carried(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the
-    home and working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
+    """Returns the environment variables to send to other machines:
+
+    variables of `env` with one of the `_CARRIED` prefixes, unless the name suggests a secret,
+    PYTHONPATH, with the working folder in front,
+    all variables in the files `.deepspeed_env` (or DS_ENV_FILE) of the home and the working folder.
+
+    Raises LaunchError for a line in such a file that is not NAME=VALUE.
+    """
     variables = {
         name: value for name, value in env.items() if name.startswith(_CARRIED) and not _SECRET.search(name)
     }  # fmt: skip
@@ -156,17 +175,17 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _host(text: str) -> Node:
-    """`a:2,3` (GPUs), `a=2` (ranks) or `a` (every GPU it has)."""
+    """Parses a value of `--hosts`: `a:2,3` (GPUs), `a=2` (number of ranks) or `a` (all GPUs of machine a)."""
     match = re.fullmatch(r"([^\s:=,@]+)(?::(\d+(?:,\d+)*)|=(\d+))?", text)
     if match is None or text.endswith((".py", ".yml", ".yaml")):
         raise LaunchError(
-            f"--hosts: {text!r} is not of the form HOST:0,1 or HOST=RANKS; put the flag behind the script, or another "
-            "flag behind it"
+            f"--hosts: {text!r} is not HOST, HOST:0,1 or HOST=RANKS; --hosts takes all words up to the next flag, so "
+            "write it after the script and its files"
         )
     devices = tuple(match[2].split(",")) if match[2] else ()
     return Node(match[1], len(devices) or (int(match[3]) if match[3] else None), devices)
 
 
 def _node(host: str, slots: Sequence[int]) -> Node:
-    first = list(slots) == list(range(len(slots)))  # the first N: also a machine without GPUs can give them
-    return Node(host, len(slots), () if first else tuple(map(str, slots)))
+    is_prefix = list(slots) == list(range(len(slots)))  # the first N: also a machine without GPUs can give them
+    return Node(host, len(slots), () if is_prefix else tuple(map(str, slots)))

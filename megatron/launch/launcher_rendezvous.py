@@ -1,4 +1,4 @@
-"""The launchers of a run on several machines: who is there, how many ranks each has, how the run ended."""
+"""Connects the launchers of a run on several machines: arrivals, ranks of each, outcome of the run."""
 
 import json
 import secrets
@@ -36,7 +36,7 @@ STORE_S = 30.0  # for one answer of the store
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Which of all ranks this machine has, and the port at which rank 0 will wait for them."""
+    """The first rank of this machine, the world size, and the port at which rank 0 waits for all ranks."""
 
     first_rank: int
     world_size: int
@@ -44,15 +44,19 @@ class RankAssignment:
 
 
 class LauncherRendezvous:
-    """What this launcher knows of those of the other machines, by a store that the launcher of node 0 hosts
-    at master_addr:master_port.
+    """Connects the launchers of all machines through a store, which node 0 hosts at master_addr:master_port.
 
-    Each start of the run (attempt) has keys of its own below its number. What is said during a run goes
-    through a thread (`Heartbeat`), so that a machine that vanished never blocks the watch over our own ranks.
+    Each start of the run is an attempt, and its keys in the store begin with its number. During an attempt
+    only a thread (`Heartbeat`) talks to the store. So a lost machine never blocks the launcher, which watches
+    its own ranks.
     """
 
     def __init__(self, run: "Run", patience_s: float) -> None:
-        """Raises LaunchError when node 0 cannot be reached, or the port cannot be had."""
+        """On node 0 hosts the store; on other machines connects to it.
+
+        patience_s: how long to wait for the other machines. Raises LaunchError if node 0 cannot be reached,
+        or the port is in use.
+        """
         self._run = run
         self._patience_s = patience_s
         self._hosts = [node.host or "?" for node in run.nodes]
@@ -61,56 +65,67 @@ class LauncherRendezvous:
         self._heartbeat: Heartbeat | None = None
         self._arrived: dict[int, dict] = {}  # what each launcher said of its machine, by node
         self._attempt = 0
-        self._waiting_since = self._looked = time.monotonic()
+        self._wait_start = self._last_look = time.monotonic()
         self._finished = False
 
     def assemble(self, attempt: int) -> RankAssignment:
-        """Wait until the launcher of every machine is here. Raises LaunchError, naming who is not."""
+        """Waits until the launchers of all machines have joined this attempt. Returns this machine's ranks
+        and the port of rank 0.
+
+        attempt: number of the start, from 0. Raises LaunchError for missing machines, for a node_rank used
+        twice, and if the number of ranks is not TOTAL_GPUS.
+        """
         run, node, count = self._run, self._run.node_rank, len(self._run.nodes)
         self._attempt, self._finished, self._arrived = attempt, False, {}
         nonce = secrets.token_hex(8)
         described = json.dumps({"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce})
         try:
-            taken = claim(self._store, f"{attempt}/node/{node}", described)
-            if taken is not None:
+            claimed = claim(self._store, f"{attempt}/node/{node}", described)
+            if claimed is not None:
                 raise LaunchError(
-                    f"node_rank {node} is taken by host {json.loads(taken)['host']}; every machine has one of its own"
+                    f"node_rank {node} is used by host {json.loads(claimed)['host']} already; give each machine another"
                 )
             if not wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
-                present = ", ".join(self._name(other) for other in sorted(self._arrived))
+                present = ", ".join(self._name(peer) for peer in sorted(self._arrived))
                 raise LaunchError(
-                    f"{self._missing()} of {count} did not come within {self._patience_s:.0f} s (here: {present}); "
+                    f"{self._missing()} of {count} did not join within {self._patience_s:.0f} s (here: {present}); "
                     f"start deepy.py there too, with the same --num_nodes and --master_addr {run.master_addr}, or set "
-                    "rendezvous_timeout_s"
+                    "a longer rendezvous_timeout_s"
                 )
             if node == 0:
                 self._store.set(f"{attempt}/port", str(free_port()))
             port = int(self._store.get(f"{attempt}/port"))
         except RuntimeError as problem:  # torch's, of a store whose other end is gone
             raise LaunchError(
-                f"node 0 ({run.master_addr}) ended while waiting for {self._missing(but=node) or 'the port'}"
-            ) from (problem)
-        ranks = [self._arrived[other]["ranks"] for other in range(count)]
+                f"node 0 ({run.master_addr}) ended while this machine waited for "
+                f"{self._missing(exclude=node) or 'the port of rank 0'}; see the output of node 0"
+            ) from problem
+        ranks = [self._arrived[peer]["ranks"] for peer in range(count)]
         if run.total_ranks not in (None, sum(ranks)):
-            counts = ", ".join(f"{self._name(other)} has {ranks[other]}" for other in range(count))
-            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but {counts}")
+            counts = ", ".join(f"{self._name(peer)} has {ranks[peer]} ranks" for peer in range(count))
+            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but {counts}; correct or unset it")
         self._heartbeat = Heartbeat(self._store, attempt, node, count)
         self._heartbeat.start()
         return RankAssignment(sum(ranks[:node]), sum(ranks), port)
 
     def signals(self) -> list[int]:
-        """Signals that whoever started the launchers sent to all of them."""
+        """Returns new signals to pass on to all ranks. The process that started the launchers over ssh sends
+        them."""
         return self._heartbeat.take_signals() if self._heartbeat else []
 
     def outcome(self) -> Outcome | None:
-        """How the run ended on all machines, or on the first that failed; None while it goes on."""
+        """Returns the outcome of the run; None while it runs.
+
+        The run succeeds once all machines report success. Otherwise the outcome is the first failure. A
+        machine that sends no beat for 30 s counts as a failure.
+        """
         heartbeat = self._heartbeat
         if heartbeat is None:
             return None
         now = time.monotonic()
-        if now - self._looked > SUSPENDED_S:  # we slept, not the others
+        if now - self._last_look > SUSPENDED_S:  # we slept, not the others
             heartbeat.forgive_silence()
-        self._looked = now
+        self._last_look = now
         if heartbeat.failure is not None:
             return Outcome(**json.loads(heartbeat.failure))
         silent = heartbeat.silent_node()
@@ -121,16 +136,17 @@ class LauncherRendezvous:
             return lost
         if heartbeat.all_done:
             return Outcome(0, signal=heartbeat.signal)
-        if self._finished and now - self._waiting_since > REMIND_S:
+        if self._finished and now - self._wait_start > REMIND_S:
             say("deepy.py: the ranks here have ended; waiting for those of other machines")
-            self._waiting_since = now
+            self._wait_start = now
         return None
 
     def report(self, outcome: Outcome) -> None:
-        """Say how our ranks ended; the first failure said is the run's."""
+        """Reports the outcome of our ranks to the other machines. If it is the first failure, it becomes the
+        outcome of the run."""
         if self._heartbeat is None:
             return
-        self._finished, self._waiting_since = True, time.monotonic()
+        self._finished, self._wait_start = True, time.monotonic()
         if not outcome.code:
             self._heartbeat.report_done(outcome.signal)
             return
@@ -138,10 +154,10 @@ class LauncherRendezvous:
         self._heartbeat.report_failure(json.dumps(with_node))
 
     def leave(self, local_outcome: Outcome) -> Outcome:
-        """End this attempt: how it ended for all machines. Node 0 waits a little until the others know it
-        too.
+        """Ends this attempt and returns the outcome of the run. Node 0 first waits up to 10 s until the other
+        machines have read it.
 
-        local_outcome: how it ended here.
+        local_outcome: the outcome on this machine.
         """
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is None:
@@ -150,7 +166,10 @@ class LauncherRendezvous:
         return local_outcome if heartbeat.failure is None else Outcome(**json.loads(heartbeat.failure))
 
     def _look_for_nodes(self) -> int:
-        """How many launchers have come, with what they say of themselves read. Raises LaunchError."""
+        """Reads the descriptions of newly arrived launchers. Returns how many have arrived.
+
+        Raises LaunchError if one was started with another number of nodes.
+        """
         for node in range(len(self._run.nodes)):
             key = f"{self._attempt}/node/{node}"
             if node not in self._arrived and self._store.check([key]):
@@ -160,16 +179,16 @@ class LauncherRendezvous:
         return len(self._arrived)
 
     def _check_same_run(self, node: int) -> None:
-        nodes_there = self._arrived[node]["nodes"]
-        if nodes_there != len(self._run.nodes):
+        peer_nodes = self._arrived[node]["nodes"]
+        if peer_nodes != len(self._run.nodes):
             raise LaunchError(
-                f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {nodes_there} on "
-                f"{self._name(node)}; type the same line but for --node_rank and --include"
+                f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer_nodes} on "
+                f"{self._name(node)}; only --node_rank and --include may differ"
             )
 
-    def _missing(self, but: int | None = None) -> str:
-        """The machines that have not come, in words; `but` is left out."""
-        nodes = (node for node in range(len(self._run.nodes)) if node not in self._arrived and node != but)
+    def _missing(self, exclude: int | None = None) -> str:
+        """Returns the names of machines that have not arrived. exclude: a node to leave out."""
+        nodes = (node for node in range(len(self._run.nodes)) if node not in self._arrived and node != exclude)
         return ", ".join(map(self._name, nodes))
 
     def _remind(self) -> None:
@@ -201,6 +220,6 @@ class LauncherRendezvous:
             return reach_store(address, port, self._patience_s, STORE_S, remind=remind)
         except StoreUnreachable as problem:
             raise LaunchError(
-                f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}): is deepy.py "
-                "--node_rank 0 started there, and does no firewall close the port?"
+                f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}): start "
+                "deepy.py --node_rank 0 there, and check that no firewall blocks the port"
             ) from None

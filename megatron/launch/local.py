@@ -1,4 +1,4 @@
-"""The ranks of this machine: what each finds in its environment, and their way from start to end."""
+"""Starts the ranks of this machine with their environments, and watches them to the end."""
 
 import os
 import socket
@@ -13,17 +13,26 @@ from megatron.process import say
 
 
 def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. will_restart: a failure is
-    followed by another start. Raises LaunchError for a port that is taken."""
+    """Starts all ranks of a run that uses this machine alone, watches them to the end and returns the
+    outcome.
+
+    restarts: how often the run was started again so far.
+    will_restart: whether the caller starts the run again after a repeatable failure.
+
+    Raises LaunchError if the port is in use.
+    """
     assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
     ranks_env = environments(run, assignment, restarts)
     return watch_ranks(run.command, ranks_env, run.log_dir, will_restart=will_restart)
 
 
 def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False) -> Outcome:
-    """Start this machine's ranks once the launchers of all machines are here, watch them until the run has
-    ended everywhere. will_restart: as for `run_local`. Raises LaunchError for a machine that does not come,
-    ConfigError for a layout that does not fit."""
+    """Waits for the launchers of all machines, then starts this machine's ranks and watches them. Returns the
+    outcome once the run has ended on all machines.
+
+    restarts, will_restart: as for `run_local`. Raises LaunchError if a machine does not join, and ConfigError
+    for a layout that does not fit.
+    """
     assignment = rendezvous.assemble(restarts)
     try:
         write_args_file(run.for_world(assignment.world_size))
@@ -41,8 +50,11 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_r
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
-    """Variables of each rank of this machine: ours and its assignment in the run. What the user has set is
-    kept."""
+    """Returns the environment variables of each rank on this machine: those of this process, and the rank,
+    world size and GPUs.
+
+    OMP_NUM_THREADS is set unless the user has set it. restarts: number of restarts so far, for NEOX_RESTARTS.
+    """
     base = {**os.environ, "NEOX_RESTARTS": str(restarts)}
     count = run.node.ranks or 0
     return [_environment(run, assignment, local_rank, count, base) for local_rank in range(count)]
@@ -62,22 +74,23 @@ def _environment(
     return env
 
 
-def _port(wanted: int | None, env: Mapping[str, str]) -> int:
-    """The rendezvous port: `wanted` or MASTER_PORT if they are free, else any free one."""
+def _port(requested: int | None, env: Mapping[str, str]) -> int:
+    """Returns the rendezvous port: `requested`, else MASTER_PORT, else a free one. Raises LaunchError if it
+    is in use."""
     source = "master_port"
-    if wanted is None and env.get("MASTER_PORT"):
+    if requested is None and env.get("MASTER_PORT"):
         source = "MASTER_PORT in the environment"
         if not env["MASTER_PORT"].isdecimal():
             raise LaunchError(f"{source} is {env['MASTER_PORT']!r}, not a port number")
-        wanted = int(env["MASTER_PORT"])
-    if wanted is None:
+        requested = int(env["MASTER_PORT"])
+    if requested is None:
         return free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted))
+            probe.bind(("127.0.0.1", requested))
         except (OSError, OverflowError) as problem:
             raise LaunchError(
-                f"{source}: port {wanted} cannot be used ({problem}); set another, or none: then a free one is taken"
+                f"{source}: port {requested} cannot be used ({problem}); set another, or unset it to use a free port"
             ) from None
-    return wanted
+    return requested

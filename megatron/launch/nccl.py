@@ -1,5 +1,4 @@
-"""Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was
-built with.
+"""Chooses the NCCL that a run preloads: torch's own, or the machine's if that is not older.
 
     eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
 
@@ -26,8 +25,11 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Nccl:
-    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own
-    libraries."""
+    """An NCCL library.
+
+    version: None if it is unknown.
+    file: None if the library is linked into torch.
+    """
 
     version: Version | None
     file: str | None = None
@@ -38,43 +40,48 @@ class Nccl:
 
 @dataclass(frozen=True)
 class NcclChoice:
-    """preload: the file to preload, if any; description: which it is and why, in one line."""
+    """The NCCL to use.
+
+    preload: the library to name in LD_PRELOAD; None: preload nothing.
+    description: the chosen NCCL and the reason, in one line.
+    """
 
     preload: str | None
     description: str
 
 
-def choose(built_with: Nccl | None, site: Nccl | None) -> NcclChoice:
-    """The NCCL of a run, by versions.
+def choose(torch_nccl: Nccl | None, site: Nccl | None) -> NcclChoice:
+    """Chooses the NCCL of a run: the machine's if it is at least as new as torch's, else torch's.
 
-    built_with: torch's own, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
+    torch_nccl: torch's own; None for a torch without CUDA.
+    site: this machine's (`site_nccl`); None if it has none.
     """
-    if built_with is None:
+    if torch_nccl is None:
         return NcclChoice(None, "none: there is no torch with CUDA")
     note = ""
-    if site is not None and site.file != built_with.file:
-        if site.version and built_with.version and site.version >= built_with.version:
-            return NcclChoice(site.file, f"{site}, this machine's ({site.file}); torch was built with {built_with}")
-        comparable = site.version and built_with.version
+    if site is not None and site.file != torch_nccl.file:
+        if site.version and torch_nccl.version and site.version >= torch_nccl.version:
+            return NcclChoice(site.file, f"{site}, this machine's ({site.file}); torch was built with {torch_nccl}")
+        comparable = site.version and torch_nccl.version
         reason = "is older than the one torch was built with" if comparable else "cannot be compared"
         note = f"; {site} of this machine ({site.file}) {reason} and is left out"
-    return NcclChoice(built_with.file, f"{built_with}, torch's own ({built_with.file or 'within its libraries'}){note}")
+    return NcclChoice(torch_nccl.file, f"{torch_nccl}, torch's own ({torch_nccl.file or 'within its libraries'}){note}")
 
 
 def own_nccl() -> Nccl | None:
-    """torch's own NCCL: the library that its wheel brought, else what it says it was built with; None without
-    torch or CUDA."""
+    """Returns the NCCL that torch brings along: the file in its wheel, or the version that torch reports.
+    None without torch or without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
     libraries = Path(spec.origin).parent / "lib"
     if not (libraries / "libtorch_cuda.so").exists():
         return None
-    brought = [
+    candidates = [
         libraries / _NAME,
         *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}")),
     ]
-    file = next((file for file in brought if file.exists()), None)
+    file = next((file for file in candidates if file.exists()), None)
     if file is not None:
         return Nccl(read_version(file), str(file))
     try:  # built from source, or linked into torch
@@ -86,30 +93,32 @@ def own_nccl() -> Nccl | None:
 
 
 def site_nccl(env: Mapping[str, str]) -> Nccl | None:
-    """This machine's NCCL: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where
-    modules put it.
+    """Returns this machine's NCCL: from NCCL_LIBRARY, else LD_PRELOAD, else the first on LD_LIBRARY_PATH
+    (modules).
 
-    Raises LaunchError where NCCL_LIBRARY names no file.
+    Raises LaunchError if NCCL_LIBRARY is not a file.
     """
-    named = env.get("NCCL_LIBRARY")
-    if named and not Path(named).is_file():
-        raise LaunchError(f"NCCL_LIBRARY={named} is no file; load the module it belongs to, or unset it")
+    library = env.get("NCCL_LIBRARY")
+    if library and not Path(library).is_file():
+        raise LaunchError(f"NCCL_LIBRARY={library} is not a file; load the module it belongs to, or unset it")
     folders = filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))
-    files = [named, *preloaded(env)[0], *(os.path.join(folder, _NAME) for folder in folders)]
+    files = [library, *preloaded(env)[0], *(os.path.join(folder, _NAME) for folder in folders)]
     file = next((file for file in files if file and Path(file).is_file()), None)
     return Nccl(read_version(file), file) if file else None
 
 
 def preloaded(env: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The libraries of LD_PRELOAD: those that are NCCL, and the others."""
+    """Returns the libraries in LD_PRELOAD as (NCCL libraries, all others)."""
     files = [file for file in re.split("[ :]+", env.get("LD_PRELOAD", "")) if file]
     nccl = [file for file in files if Path(file).name.startswith("libnccl.so")]
     return nccl, [file for file in files if file not in nccl]
 
 
 def read_version(file: str | Path) -> Version | None:
-    """What a libnccl says it is: the text `NCCL version 2.28.9+cuda12.9` stands in each. It is not loaded:
-    that takes a GPU's driver in some releases."""
+    """Returns the version of a libnccl, from the text `NCCL version 2.28.9+cuda12.9` in the file.
+
+    The library is not loaded, because some releases need a GPU driver for that.
+    """
     try:
         with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             match = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
@@ -119,7 +128,11 @@ def read_version(file: str | Path) -> Version | None:
 
 
 def main() -> int:
-    """Print what a shell has to do, and on stderr which NCCL it is; 1 where NCCL_LIBRARY names no file."""
+    """Prints shell commands that set NCCL_LIBRARY and LD_PRELOAD to the chosen NCCL, and describes the choice
+    on stderr.
+
+    Returns 1 if NCCL_LIBRARY is not a file.
+    """
     try:
         choice = choose(own_nccl(), site_nccl(os.environ))
     except LaunchError as problem:

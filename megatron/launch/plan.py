@@ -1,4 +1,4 @@
-"""Make the description of a run from its configuration, the environment and what was typed."""
+"""Plans a run from its configuration, the environment and the command line, without starting it."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ManualNode, find_manual_node
 from megatron.launch.run import Run, log_dir_of
 from megatron.launch.slurm import allocation, check_gpus, has_slurm, job_port, step_node
-from megatron.launch.typed_variables import check_world, choose_local_ranks, main_node_among, total_ranks
+from megatron.launch.typed_variables import check_world, choose_local_ranks, resolve_main_node, total_ranks
 from megatron.neox_arguments.compat.methods import ARGS_FLAG
 
 if TYPE_CHECKING:
@@ -31,11 +31,16 @@ def plan(
     env: Mapping[str, str] | None = None,
     args_file: Path | None = None,
 ) -> Run:
-    """How `script` is to be started as `args`, the environment and the flags `--node_rank` and `--hosts` say;
-    nothing is written and nothing started. args_file: that of an earlier start.
+    """Returns the plan of a run: which ranks start where, and with which command. Nothing is written or
+    started.
 
-    Raises LaunchError for machines and GPUs that are not there or contradict each other, ConfigError for a
-    layout that does not fit their number.
+    script_args: further arguments of the script.
+    node_rank, hosts: the flags `--node_rank` and `--hosts`.
+    env: None: this process's environment.
+    args_file: the file of resolved arguments of an earlier start, to be used again.
+
+    Raises LaunchError for machines or GPUs that do not exist or contradict each other, and ConfigError for a
+    layout that does not fit the number of ranks.
     """
     env = os.environ if env is None else env
     script = Path(script)
@@ -55,55 +60,61 @@ def plan(
             check_gpus(env, visible_gpus(env))
     if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
-        asked = args.master_addr or main_node_among(env, [node.host for node in nodes])
-        address = asked or env.get("MASTER_ADDR") or nodes[0].host
+        requested = args.master_addr or resolve_main_node(env, [node.host for node in nodes])
+        address = requested or env.get("MASTER_ADDR") or nodes[0].host
         run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
-        typed = node_rank is not None and not hosts and not args.hostfile
-        listed = () if typed else hosts_of(args, hosts, env)
-        manual = find_manual_node(args, node_rank, listed, hosts, env)
+        is_manual = node_rank is not None and not hosts and not args.hostfile
+        host_nodes = () if is_manual else hosts_of(args, hosts, env)
+        manual = find_manual_node(args, node_rank, host_nodes, hosts, env)
         if manual is not None:
             run = _manual_run(run, args, manual, launcher, env)
-        elif listed and (len(listed) > 1 or args.force_multi or not is_this_machine(listed[0].host)):
-            run = _over_hosts(run, args, listed, launcher, env)
+        elif host_nodes and (len(host_nodes) > 1 or args.force_multi or not is_this_machine(host_nodes[0].host)):
+            run = _over_hosts(run, args, host_nodes, launcher, env)
         else:
-            nodes = _local_nodes(args, listed, env)
+            nodes = _local_nodes(args, host_nodes, env)
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
-        alone = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
-        check_world(env, run.world_size, on_one_machine=alone)
+        is_single = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
+        check_world(env, run.world_size, on_one_machine=is_single)
         run = run.for_world(run.world_size)
     return run
 
 
 def _launcher(args: "NeoXArgs") -> str:
-    """The launcher that is asked for, by its key or by one of GPT-NeoX's two switches. Raises LaunchError for
-    both."""
+    """Returns the requested launcher: the key `launcher`, or GPT-NeoX's switches deepspeed_slurm and
+    deepspeed_mpi.
+
+    Raises LaunchError if both switches are on.
+    """
     if args.deepspeed_slurm and args.deepspeed_mpi:
-        raise LaunchError("deepspeed_slurm and deepspeed_mpi are both true; one of them starts the ranks")
+        raise LaunchError("deepspeed_slurm and deepspeed_mpi are both true; set only one of them")
     return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
 
 
 def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
-    """GPUs that ranks of this machine may take; none where the run is asked to work on CPUs."""
+    """Returns the GPUs that ranks of this machine may use; [] with `distributed_backend: gloo`."""
     return [] if args.distributed_backend == "gloo" else visible_gpus(env)
 
 
-def _local_nodes(args: "NeoXArgs", listed: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
-    """The ranks of this machine, when it is the only one."""
-    if listed:  # include and exclude have chosen among its slots
-        ranks = listed[0].ranks if args.num_gpus is None else args.num_gpus
-        count, devices = choose_ranks(_gpus(args, env), ranks, listed[0].include())
+def _local_nodes(args: "NeoXArgs", host_nodes: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
+    """Returns this machine with its ranks and GPUs, for a run that uses no other machine.
+
+    host_nodes: this machine in a hostfile, if one names it.
+    """
+    if host_nodes:  # include and exclude have chosen among its slots
+        ranks = host_nodes[0].ranks if args.num_gpus is None else args.num_gpus
+        count, devices = choose_ranks(_gpus(args, env), ranks, host_nodes[0].include())
     else:
         count, devices = choose_local_ranks(args, env, _gpus(args, env))
     return (Node(socket.gethostname(), count, devices),)
 
 
 def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
-    """The run on this machine among several on which the same line is typed."""
+    """Returns the plan for this machine, if the same command line is typed on each of several machines."""
     nodes, node = list(manual.nodes), manual.nodes[manual.node_rank]
-    if manual.listed:
+    if manual.in_host_list:
         count, devices = choose_ranks(_gpus(args, env), node.ranks, node.include())
     else:
         count, devices = choose_local_ranks(args, env, _gpus(args, env), manual.ranks)
@@ -116,23 +127,26 @@ def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, e
     )  # fmt: skip
 
 
-def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]) -> Run:
-    """The run on other machines, which are reached over ssh or by MPI. Raises LaunchError for other
-    launchers."""
+def _over_hosts(run: Run, args: "NeoXArgs", host_nodes: Sequence[Node], launcher: str, env: Mapping[str, str]) -> Run:
+    """Returns the plan of a run on other machines, reached over ssh (pdsh) or by MPI.
+
+    Raises LaunchError for the launchers slurm and torchrun, which cannot start ranks on a list of hosts.
+    """
     if launcher in ("slurm", "torchrun"):
-        where = "inside sbatch or salloc" if launcher == "slurm" else "on each machine, with --node_rank 0, 1, ..."
+        place = "inside sbatch or salloc" if launcher == "slurm" else "on each machine, with --node_rank 0, 1, ..."
         raise LaunchError(
-            f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
+            f"launcher: {launcher} works only {place}; to start ranks on other machines from here, set pdsh, openmpi "
+            "or mvapich"
         )
-    address = args.master_addr or main_node_among(env, [node.host for node in listed]) or listed[0].host
-    if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in listed):
+    address = args.master_addr or resolve_main_node(env, [node.host for node in host_nodes]) or host_nodes[0].host
+    if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in host_nodes):
         address = socket.gethostname()
     environment = carried(env)
     if launcher != "pdsh":  # with pdsh a launcher on each machine sees to it
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed))))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in host_nodes))))
     return replace(
-        run, launcher=launcher, nodes=tuple(listed), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
-        environment=environment,
+        run, launcher=launcher, nodes=tuple(host_nodes), master_addr=address,
+        master_port=run.master_port or DEFAULT_PORT, environment=environment,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass
 class Rank:
-    """A running rank and what is known of it."""
+    """A running rank with the end of its output and the signs of failure found there."""
 
     index: int
     world_size: int
@@ -36,25 +36,26 @@ class Rank:
     stopped_at: float | None = None
 
     def read(self) -> bytes:
-        """The next piece of what the rank has written; also written to its log."""
+        """Reads the next piece of the rank's output, writes it to the rank's log and returns it."""
         data = _read(self.output)
         if data:
             self.log.write(data)
             self.held += data if self.index == 0 else b""
-            seen = self.tail[-len(FATAL[0]) :] + data
-            if any(mark in seen for mark in FATAL):
+            recent = self.tail[-len(FATAL[0]) :] + data
+            if any(mark in recent for mark in FATAL):
                 self.traceback_at = time.monotonic()
             self.tail = (self.tail + data)[-TAIL_BYTES:]
         return data
 
     def read_all(self) -> None:
-        """Everything written so far. The pipe's end is not waited for: a grandchild may keep it open."""
+        """Reads everything written so far. It does not wait for the pipe's end, because a grandchild may keep
+        it open."""
         while self.read():
             pass
 
     def stopped_for(self) -> float:
-        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a
-        debugger."""
+        """Returns the seconds since the rank was first seen stopped (SIGSTOP). 0 while it runs or a debugger
+        holds it."""
         if self.process.returncode is not None or not hasattr(os, "waitid"):
             return 0.0
         try:
@@ -68,23 +69,23 @@ class Rank:
         return time.monotonic() - self.stopped_at
 
     def is_overdue(self) -> bool:
-        """Whether the rank ended itself because it had made no progress in time."""
+        """Returns whether the rank ended itself because it made no progress within the time limit."""
         return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
 
-    def ended_by(self) -> int:
-        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130);
-        0."""
+    def ending_signal(self) -> int:
+        """Returns the signal that ended the rank, and SIGINT for exit code 130; 0 if no signal ended it."""
         code = self.process.poll() or 0
         return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
 
     def last_lines(self, lines: int) -> str:
-        """The end of the output, from a traceback or stack on if there is one."""
+        """Returns the last `lines` lines of the output, starting at a traceback or stack if there is one."""
         last = b"\n".join(self.tail.splitlines()[-lines:])
         begins = WORTH_READING.search(last)
         return last[begins.start() if begins else 0 :].decode(errors="replace")
 
     def would_die(self, number: int) -> bool:
-        """Whether a signal would end the rank because it has not got so far as to handle it (Linux)."""
+        """Returns whether a signal would end the rank because it has no handler for it yet. Always False
+        outside Linux."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:  # another system, or it has ended
@@ -93,12 +94,12 @@ class Rank:
         return handled is not None and not int(handled[1], 16) >> (number - 1) & 1
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank alone."""
+        """Sends a signal to the rank alone."""
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and the processes it started."""
+        """Sends a signal to the rank and the processes it started."""
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -106,7 +107,8 @@ class Rank:
 
 
 def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
-    """Start one rank in a process group of its own; stdout and stderr are one stream."""
+    """Starts one rank in its own session. Its stdout and stderr go into one stream, which the caller must
+    read."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()
     os.set_blocking(reader, False)
@@ -129,7 +131,10 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
 
 
 def _terminal() -> tuple[int, int]:
-    """A pseudo-terminal of our terminal's size, so that rank 0 draws its progress bar: (our end, its end)."""
+    """Opens a pseudo-terminal of our terminal's size, in which rank 0 draws its progress bar.
+
+    Returns (our end, the rank's end).
+    """
     import pty
     import termios
 
@@ -142,8 +147,8 @@ def _terminal() -> tuple[int, int]:
 
 
 def die_with_parent(number: int) -> Callable[[], None] | None:
-    """What a child does before it starts, so that it gets a signal when a launcher is killed outright
-    (Linux)."""
+    """Returns a `preexec_fn` for Popen: the child gets the signal `number` when the launcher dies. None
+    outside Linux."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
@@ -158,7 +163,7 @@ def die_with_parent(number: int) -> Callable[[], None] | None:
 
 
 def _read(descriptor: int) -> bytes:
-    """Bytes waiting in a pipe or pseudo-terminal; none at its end or when nothing waits."""
+    """Returns the bytes waiting in a pipe or pseudo-terminal; b"" at its end or if none wait."""
     try:
         return os.read(descriptor, 64 * 1024)
     except (BlockingIOError, InterruptedError):

@@ -1,5 +1,5 @@
-"""One description of a run: which machines, how many ranks on each, where they meet and what every rank
-runs."""
+"""The plan of a run: its machines, the ranks on each, the address where they meet, the command of every
+rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,11 +20,17 @@ _WITHOUT_BATCH = ("eval", "generate", "serve")
 
 @dataclass(frozen=True)
 class Run:
-    """What to start, and how. A renderer is a pure function of it; `start` alone does something.
+    """The plan of a run. It is only data: the functions of `runners` compute a command line from it, `start`
+    executes it.
 
-    launcher: local, nodes (one launcher a machine, typed there by hand), pdsh, openmpi, mvapich, slurm or
-    torchrun. nodes: the machines in order of their ranks; `node_rank` is this one, for nodes and torchrun.
-    master_port: None where any free port will do. environment: what a starter must carry to other machines.
+    launcher: local, nodes (one launcher per machine, typed there by hand), pdsh, openmpi, mvapich, slurm or
+        torchrun.
+    command: the command of a rank: Python, -u, the script and its arguments.
+    nodes: the machines in order of their ranks.
+    args_file: the file of resolved arguments, which ranks read.
+    node_rank: index of this machine in `nodes`, for the launchers nodes and torchrun.
+    master_port: None: any free port.
+    environment: variables that must be sent to other machines.
     """
 
     launcher: str
@@ -41,28 +47,30 @@ class Run:
 
     @property
     def node(self) -> Node:
-        """This machine."""
+        """Returns this machine's entry of `nodes`."""
         return self.nodes[self.node_rank]
 
     @property
     def world_size(self) -> int:
-        """Ranks on all machines; of machines that count their own GPUs when they come, none."""
+        """Returns the number of ranks on all machines. A machine that counts its GPUs later counts as 0."""
         return sum(node.ranks or 0 for node in self.nodes)
 
     @property
     def trains(self) -> bool:
-        """Whether the script takes optimizer steps: only then must the layout fit the number of ranks."""
+        """Returns whether the script trains. Only then must the layout fit the number of ranks."""
         return Path(self.command[2]).stem not in _WITHOUT_BATCH
 
     def for_world(self, world_size: int) -> "Run":
-        """The run on so many ranks: what does not fit is refused once, not by every rank. Raises
-        ConfigError."""
+        """Returns the run with its batch sizes computed for `world_size` ranks; the run itself if the script
+        does not train.
+
+        Raises ConfigError if the layout does not fit. So the error appears once, and not in every rank.
+        """
         return replace(self, args=self.args.for_world(world_size)) if self.trains else self
 
 
 def make_folders(run: Run) -> None:
-    """Make what the ranks will write to, `log_dir` and a local `save`. Raises LaunchError where they could
-    not."""
+    """Creates `log_dir` and a local `save`. Raises LaunchError if they cannot be written."""
     args = run.args
     folders = {run.log_dir: "log_dir" if args.log_dir else "save" if local_save(args) else None}
     if run.trains and local_save(args):
@@ -75,20 +83,23 @@ def make_folders(run: Run) -> None:
         except OSError as problem:
             reason = "it is a file" if folder.is_file() else problem.strerror
             place = f"{args.origin(key)}: {key}: " if key else ""
-            fix = "set another" if run.trains and key else "set log_dir to a folder where logs may be written"
+            fix = "set another folder" if run.trains and key else "set log_dir to a folder where logs may be written"
             raise LaunchError(f"{place}{folder}: cannot be written ({reason}); {fix}") from None
 
 
 def write_args_file(run: Run) -> None:
-    """Write the file of resolved arguments that every rank reads; an earlier start's stays as it is where
-    nothing has changed, for its disk may be full by now. Raises LaunchError."""
+    """Writes the file of resolved arguments that every rank reads.
+
+    A file that already has this text is not written again, because the disk may be full by now. Raises
+    LaunchError.
+    """
     text = run.args.to_json()
     if not run.args_file.exists() or run.args_file.read_text(encoding="utf-8") != text:
         write_text(run.args_file, text)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that ranks or starters read. Raises LaunchError."""
+    """Writes a file, and creates its folder. Raises LaunchError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -97,11 +108,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def log_dir_of(args: "NeoXArgs") -> Path:
-    """The folder of a run's logs: log_dir, else `logs` within a local save, else `logs` here."""
+    """Returns the folder of a run's logs: log_dir, else `logs` within a local save, else `logs` in the
+    working folder."""
     local = local_save(args)
     return Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
 
 
 def local_save(args: "NeoXArgs") -> str | None:
-    """The folder `save`, unless it is a bucket or unset."""
+    """Returns the key `save`; None if it is unset or remote (a bucket)."""
     return args.save if not is_remote(args.save) else None

@@ -1,7 +1,8 @@
-"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and
-torchrun.
+"""Renders command lines for starters that reach other machines.
 
-Each is a pure function of a Run: words to execute, and the variables to execute them with."""
+They are DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun. Each function takes a Run, has no side
+effects, and returns the command and the environment variables to add.
+"""
 
 import os
 import shlex
@@ -27,15 +28,18 @@ _INSTALL = {
 
 def check_starter(run: Run) -> None:
     """Raises LaunchError when the program that starts the run is not on PATH."""
-    program, how = _INSTALL[run.launcher]
+    program, advice = _INSTALL[run.launcher]
     if run.launcher != "torchrun" and shutil.which(program) is None:
         raise LaunchError(
-            f"launcher: {run.launcher} needs {program}, which is not on PATH; {how}, or name another launcher"
+            f"launcher: {run.launcher} needs {program}, which is not on PATH; {advice}, or name another launcher"
         )
 
 
 def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
-    """One launcher on every host, over ssh; each finds its place by pdsh's %n."""
+    """Returns the command that starts deepy.py on every host over ssh, and its environment variables.
+
+    pdsh replaces %n by the index of the host, which becomes its node_rank.
+    """
     runner = _deepspeed("PDSHRunner")(_deepspeed_args(run, ""), world_info_base64="")
     runner.exports = {name: _remote(value) for name, value in run.environment.items()}
     words, _, env = runner.get_cmd({}, dict.fromkeys(node.host for node in run.nodes))
@@ -49,20 +53,27 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left
-    them."""
+    """Returns the mpirun command that starts all ranks, and its environment variables.
+
+    mpirun reads the slots from a new hostfile, in which include and exclude are already applied.
+    """
     _first_slots(run)
     # mpirun would bind each rank to one core, and its data workers with it.
-    return _by_mpi(run, "OpenMPIRunner", "--bind-to none")
+    return _mpi_command(run, "OpenMPIRunner", "--bind-to none")
 
 
 def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Every rank by MVAPICH's mpirun. Raises LaunchError for hosts with different numbers of ranks."""
+    """Returns the command that starts all ranks under MVAPICH's mpirun, and its environment variables.
+
+    Raises LaunchError if hosts have different numbers of ranks.
+    """
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
-        raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
+        raise LaunchError(
+            f"launcher: mvapich needs equally many ranks on every host, found {_slots_text(run.nodes)}; set num_gpus"
+        )
     try:
-        return _by_mpi(run, "MVAPICHRunner")
+        return _mpi_command(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
         if problem.filename is None:  # but of an import
             raise
@@ -70,7 +81,10 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
-    """This machine's ranks by torchrun, which is told what it needs of the other machines."""
+    """Returns the torchrun command that starts this machine's ranks, and its environment variables.
+
+    With several machines it has the options by which they find each other.
+    """
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={run.node.ranks}"]
     if len(run.nodes) == 1:
         words += ["--standalone"]
@@ -86,8 +100,10 @@ def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
 def manual_node_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
-    """(host, the line to type there) for every machine. words: the script, its files and what else was
-    typed."""
+    """Returns (host, command line to type there) for every machine.
+
+    words: the script, its files and all further arguments.
+    """
     deepy = (
         "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
     )  # typed in a clone, or anywhere
@@ -104,17 +120,17 @@ def manual_node_lines(
 
 
 def hostfile_of(run: Run) -> str:
-    """Text of a hostfile with the slots that are used."""
+    """Returns the text of a hostfile with the run's hosts and slots."""
     return "".join(f"{node.host} slots={node.ranks}\n" for node in run.nodes)
 
 
 def hostfile_path(run: Run) -> str:
-    """Where mpirun finds the hostfile: beside the file of arguments."""
+    """Returns the path of mpirun's hostfile, next to the file of arguments."""
     return f"{run.args_file.with_suffix('')}.hosts"
 
 
 def _deepspeed(name: str) -> Any:
-    """A class of DeepSpeed's launcher/multinode_runner.py by its name."""
+    """Returns a class of DeepSpeed's launcher/multinode_runner.py by its name."""
     was_set = "DS_ACCELERATOR" in os.environ
     # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find
     # their own.
@@ -127,7 +143,11 @@ def _deepspeed(name: str) -> Any:
 
 
 def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Namespace:
-    """The parsed command line of DeepSpeed's launcher, which its runners read."""
+    """Returns the command line of DeepSpeed's launcher in parsed form, which its runner classes read.
+
+    words: arguments of the script.
+    options: further options of mpirun.
+    """
     return Namespace(
         user_script=script, user_args=list(words), launcher_args=options, hostfile=hostfile_path(run), include="",
         exclude="", num_nodes=-1, num_gpus=-1, master_addr=run.master_addr, master_port=run.master_port, ssh_port=None,
@@ -135,8 +155,12 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
     )  # fmt: skip
 
 
-def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], dict[str, str]]:
-    """The command line and variables of one of DeepSpeed's MPI runners. options: further ones for mpirun."""
+def _mpi_command(run: Run, runner_class: str, options: str = "") -> tuple[list[str], dict[str, str]]:
+    """Returns the command of one of DeepSpeed's MPI runners, and its environment variables.
+
+    runner_class: name of the runner's class.
+    options: further options of mpirun.
+    """
     pool = {node.host: node.ranks or 0 for node in run.nodes}
     runner = _deepspeed(runner_class)(_deepspeed_args(run, *run.command[2:], options=options), "", pool)
     # Words of their own, without a shell: no quotes
@@ -145,19 +169,20 @@ def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], 
 
 
 def _first_slots(run: Run) -> None:
-    """Raises LaunchError for nodes that name their GPUs: MPI counts slots, and does not choose among them."""
+    """Raises LaunchError for machines that name certain GPUs, because MPI always uses the first slots of a
+    host."""
     for node in run.nodes:
         if node.devices:
             raise LaunchError(
-                f"launcher: {run.launcher} takes the first slots of a host, and cannot take {node}; leave out whole "
-                "hosts, or use pdsh"
+                f"launcher: {run.launcher} always uses the first slots of a host, so it cannot use {node}; exclude "
+                "only whole hosts, or set launcher: pdsh"
             )
 
 
 def _remote(text: str) -> str:
-    """A word as the shell of another machine reads it, pdsh having replaced %h, %n and %u."""
+    """Quotes a word for the shell of another machine, and escapes % because pdsh replaces %h, %n and %u."""
     return shlex.quote(text).replace("%", "%%")
 
 
-def _shown(nodes: Sequence[Node]) -> str:
+def _slots_text(nodes: Sequence[Node]) -> str:
     return ", ".join(f"{node.host}: {node.ranks}" for node in nodes)

@@ -1,4 +1,4 @@
-"""What belongs to a cluster: the variables of `slurm/sites/<NEOX_SITE>.sh`, and what they say of a run."""
+"""Reads the settings of a cluster: the variables of `slurm/sites/<NEOX_SITE>.sh`."""
 
 import os
 import shlex
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The site's NEOX_* variables, those of `env` first; empty where NEOX_SITE names no site.
+    """Returns the site's NEOX_* variables, overridden by `env`; {} if NEOX_SITE names no site.
 
-    Raises LaunchError for a site that is not there or stops.
+    Raises LaunchError if the site's file does not exist or fails.
     """
     env = os.environ if env is None else env
     name = env.get("NEOX_SITE")
@@ -27,7 +27,7 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     file = sites / f"{name}.sh"
     if not file.is_file():
         sites_here = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
-        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {sites_here}")
+        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; choose one of {sites_here}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(
         ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)],
@@ -36,29 +36,31 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
         text=True,
     )
     if shell.returncode:
-        raise LaunchError(f"{file}: {shell.stderr.strip() or f'ended with code {shell.returncode}'}")
+        reason = shell.stderr.strip() or f"exit code {shell.returncode}"
+        raise LaunchError(f"NEOX_SITE={name}: sourcing {file} failed: {reason}")
     pairs = (line.partition("=") for line in shell.stdout.split("\0") if line.startswith("NEOX_"))
     return {key: value for key, _, value in pairs if value}
 
 
 def checkpoint_folder(site: Mapping[str, str]) -> str:
-    """The folder of experiments, in which conversions write and uploads look."""
+    """Returns NEOX_CHECKPOINT_DIR, else `checkpoints`: the folder to which conversions write and in which
+    uploads look."""
     return site.get("NEOX_CHECKPOINT_DIR") or "checkpoints"
 
 
 def starts_from_a_model(args: "NeoXArgs") -> bool:
-    """Whether a run begins with trained weights, as fine-tuning, preferences and labelled data do."""
+    """Returns whether a run starts from trained weights: fine-tuning, preference or reinforcement training,
+    labelled data, or `load: hf://...`."""
     from_hub = args.load is not None and args.load.startswith("hf://")
     labelled = args.train_label_data_paths is not None
     return args.finetune or args.train_impl != "normal" or labelled or from_hub
 
 
 def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]) -> tuple[int | None, str]:
-    """How many nodes the site has for a run, None where it does not say; and the kind of run that this is to
-    it.
+    """Returns the site's number of nodes for a run (None if it has none), and the kind of run, in words.
 
-    configs: absolute paths of the run's files, which the patterns of NEOX_MIDTRAINING are compared with.
-    Raises LaunchError for what is no number.
+    configs: absolute paths of the run's files; a match with a pattern of NEOX_MIDTRAINING means mid-training.
+    Raises LaunchError if the site's value is not a number.
     """
     patterns = site.get("NEOX_MIDTRAINING", "").split()
     if not from_model:
@@ -70,12 +72,12 @@ def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]
     if name not in site:
         return None, kind
     if not site[name].isdecimal() or int(site[name]) == 0:
-        raise LaunchError(f"{name}={site[name]!r} is no number of nodes; see slurm/sites")
+        raise LaunchError(f"{name}={site[name]!r} is not a number of nodes; correct it (see slurm/sites)")
     return int(site[name]), kind
 
 
 def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:
-    """What to type where there is no job yet; nodes, GPUs and the log's folder as the site has them."""
+    """Returns the sbatch command that submits a run, with the nodes, GPUs and log folder of the site."""
     places = dict.fromkeys(origin.rpartition(":")[0] for origin in args.origins.values())
     configs = [os.path.abspath(place) for place in places if Path(place).is_file()]
     site = site_variables(env)

@@ -1,7 +1,8 @@
-"""A run in a Slurm job: srun starts one launcher on every node, and that one the ranks of its node.
+"""Starts a run in a Slurm job: srun starts one launcher on every node, and each launcher starts its node's
+ranks.
 
-Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) need none of this:
-`process_info`.
+Ranks that srun starts directly (`srun --ntasks-per-node=4 python train.py ...`) do not use this module; they
+find their rank with `process_info`.
 """
 
 import re
@@ -29,15 +30,18 @@ REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job
 
 
 def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines of this allocation with the ranks of each: num_gpus, else its tasks where the job has several
-    on a node, else its GPUs, else one. Raises LaunchError."""
+    """Returns the nodes of this job's allocation with the number of ranks on each.
+
+    That number is num_gpus, else the tasks per node if a node has several, else the GPUs per node, else 1.
+    Raises LaunchError.
+    """
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
-        raise LaunchError(f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)")
-    tasks = tasks_asked_for(env) or (1,) * len(task_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
+        raise LaunchError(f"{key}: Slurm chooses machines and GPUs; remove the key, and use sbatch --exclude or --gres")
+    tasks = tasks_asked_for(env) or (1,) * len(task_counts(env))
     if args.num_nodes > len(tasks):
         raise LaunchError(
-            f"num_nodes: {args.num_nodes} asked for, the job has {len(tasks)}; sbatch --nodes={args.num_nodes}"
+            f"num_nodes: {args.num_nodes} requested, the job has {len(tasks)}; submit with --nodes={args.num_nodes}"
         )
     gpus = _gpus_asked_for(scontrol("show", "job", env["SLURM_JOB_ID"]), env)
     ranks = [args.num_gpus or (count if max(tasks) > 1 else gpus or 1) for count in tasks]
@@ -47,31 +51,40 @@ def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
 
 
 def job_port(env: Mapping[str, str]) -> int:
-    """Where launchers meet: jobs that share a node must not share a port."""
+    """Returns the port where launchers meet: MASTER_PORT, else a port that depends on the job's number.
+
+    So several jobs can share a node.
+    """
     return port_of(env.get("MASTER_PORT") or DEFAULT_PORT + int(env.get("SLURM_JOB_ID") or 0) % 1000)
 
 
 def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
-    """Whether launchers can be started by srun: in a job. False on a machine without Slurm, where the ranks
-    are started as without the key. Raises LaunchError where Slurm is, but no job yet."""
+    """Returns whether this process is in a Slurm job, so that srun can start launchers.
+
+    Returns False if this machine has no Slurm; ranks then start as without `launcher: slurm`. Raises
+    LaunchError if there is Slurm but this is no job.
+    """
     if "SLURM_JOB_ID" in env:
         return True
     if shutil.which("srun") is None:
         return False
     raise LaunchError(
-        "launcher: slurm starts ranks in a job, and this is none; submit it: "
-        f"{sbatch_line(args, env)} (or salloc; launcher: pdsh starts ranks here)"
+        "launcher: slurm starts ranks only in a Slurm job, and this shell is not in one; submit one: "
+        f"{sbatch_line(args, env)} (or salloc; launcher: pdsh starts the ranks here)"
     )
 
 
 def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
-    """Which node of its step a launcher is on that srun started; None outside a step. Raises LaunchError
-    where others started it on several nodes, or several times on one."""
+    """Returns the node index of a launcher within its srun step; None outside a step.
+
+    started_by_us: whether deepy.py started srun. Raises LaunchError if the user's own srun started deepy.py
+    on several nodes, or several times on one node.
+    """
     if "SLURM_STEP_ID" not in env:
         return None
     if not started_by_us and int(env.get("SLURM_STEP_NUM_NODES") or 1) > 1:
-        raise LaunchError("deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun")
-    if max(task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) > 1:
+        raise LaunchError("deepy.py starts srun itself: run it without srun, in the batch script or in salloc's shell")
+    if max(task_counts(env, "SLURM_STEP_TASKS_PER_NODE")) > 1:
         raise LaunchError(
             "srun started deepy.py several times on a node, and each would start all its ranks: use "
             "--ntasks-per-node=1, or let srun start the ranks: srun python train.py CONFIG..."
@@ -79,40 +92,44 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
     return int(env.get("SLURM_NODEID", "0"))
 
 
-def check_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
-    """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their
-    place."""
-    given = env.get("SLURM_GPUS_ON_NODE", "")
-    if "SLURM_STEP_ID" in env and given.isdecimal() and int(given) > len(seen):
+def check_gpus(env: Mapping[str, str], visible: Sequence[str]) -> None:
+    """Raises LaunchError if torch sees fewer GPUs than Slurm gave this node; ranks would otherwise run on the
+    CPU."""
+    allocated = env.get("SLURM_GPUS_ON_NODE", "")
+    if "SLURM_STEP_ID" in env and allocated.isdecimal() and int(allocated) > len(visible):
         raise LaunchError(
-            f"Slurm gave this node {given} GPUs, of which torch sees {len(seen)}: run nvidia-smi there, and leave the "
-            f"node out (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); without GPUs: sbatch --gres=none"
+            f"Slurm gave this node {allocated} GPUs, but torch sees {len(visible)}: check nvidia-smi there, "
+            f"exclude the node (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); on CPUs: sbatch --gres=none"
         )
 
 
-def task_counts(text: str) -> tuple[int, ...]:
-    """`4(x2),1` -> (4, 4, 1), as SLURM_TASKS_PER_NODE is written."""
-    counts: list[int] = []
+def task_counts(env: Mapping[str, str], name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
+    """Returns the tasks of each node from the environment variable `name`: `4(x2),1` -> (4, 4, 1); (1,) if it
+    is unset. Raises LaunchError for any other text."""
+    counts, text = list[int](), env.get(name, "1")
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise LaunchError(f"cannot read {text!r} of SLURM_TASKS_PER_NODE")
+            raise LaunchError(f"{name}={text!r} in the environment cannot be read; expected a text such as 4(x2),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
 def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Tasks of each node, where the job was submitted with a number of them.
+    """Returns the number of tasks on each node; None if the job was submitted without a number of tasks.
 
-    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one
-    was submitted.
+    SLURM_TASKS_PER_NODE then counts CPUs. SLURM_NTASKS is then unset, or it comes from the
+    job that submitted this one and differs from that count.
     """
-    counts = task_counts(env.get("SLURM_TASKS_PER_NODE", "1"))
+    counts = task_counts(env)
     return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
 
 
 def srun(run: Run) -> tuple[list[str], dict[str, str]]:
-    """A launcher on every node, with all that the job has there; each finds its place by SLURM_NODEID."""
+    """Returns the srun command that starts one launcher on every node, and its environment variables (none).
+
+    Each launcher gets all of the job's resources on its node, and finds its index in SLURM_NODEID.
+    """
     count = str(len(run.nodes))
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
@@ -130,11 +147,11 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
-    """The run as a job that Slurm has queued again goes on: without `restart` and `iteration` once it has
-    saved.
+    """Returns the run for this start of the job. After a requeue the keys `restart` and `iteration` are
+    removed if the run has saved, because they apply to the first start only.
 
-    These keys say how a run starts, and have had their effect. The first start of a job is noted by a file in
-    log_dir, for later ones to compare; a first start returns the run as it is.
+    The first start leaves a file `slurm-<job>.started` in log_dir. A checkpoint newer than this file shows
+    that the run has saved.
     """
     note = run.log_dir / f"slurm-{env['SLURM_JOB_ID']}.started"
     if not _restarts(env) or not note.exists():
@@ -148,8 +165,7 @@ def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
 
 
 def read_status(args: "NeoXArgs") -> dict[str, Any]:
-    """What the run's status.json holds; empty before there is one, and, which is said, where it cannot be
-    read."""
+    """Returns the run's status.json; {} if it does not exist. If it cannot be read, also prints a warning."""
     for _ in range(3):  # another node may have written it a moment ago
         problems = Problems()
         status = run_files.read_status(Path(args.save_dir or ""), problems)
@@ -168,10 +184,14 @@ def job_exit_code(
     status_before: Mapping[str, Any],
     env: Mapping[str, str],
 ) -> int:
-    """deepy.py's exit code: REQUEUE when the run was told to stop by USR1, has saved and is not finished.
+    """Returns deepy.py's exit code: REQUEUE if USR1 stopped the run after it saved and before it finished,
+    else `code`.
 
-    status_before: `read_status` at the start. A start that came no further than the one before is not
-    repeated: a job whose time is too short would come back for ever.
+    A requeued start that made no progress returns 1. With too little time the job would be requeued for ever.
+
+    code: exit code of the ranks.
+    stop_requested: whether USR1 arrived.
+    status_before: `read_status` at the start.
     """
     status = read_status(args)
     if not stop_requested or code != 0 or status.get("status") != "stopped":
@@ -190,15 +210,19 @@ def _restarts(env: Mapping[str, str]) -> int:
 
 
 def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
-    """GPUs of a node that a step gets. With --exclusive the batch script is shown all that the node has."""
-    asked = dict(re.findall(r"TresPer(\w+)=(\S*gpu\S*)", job))
-    if "Node" in asked:
-        return int((re.search(r"gpu(?:[:/][^,:=]*[A-Za-z][^,:=]*)?[:=](\d+)", asked["Node"]) or [0, 1])[1])
-    return int(env.get("SLURM_GPUS_ON_NODE") or 0) if asked else 0
+    """Returns the number of GPUs per node that an srun step gets. With --exclusive the batch script itself
+    sees all GPUs of the node.
+
+    job: output of `scontrol show job`.
+    """
+    requested = dict(re.findall(r"TresPer(\w+)=(\S*gpu\S*)", job))
+    if "Node" in requested:
+        return int((re.search(r"gpu(?:[:/][^,:=]*[A-Za-z][^,:=]*)?[:=](\d+)", requested["Node"]) or [0, 1])[1])
+    return int(env.get("SLURM_GPUS_ON_NODE") or 0) if requested else 0
 
 
 def scontrol(*words: str) -> str:
-    """What `scontrol` with these arguments prints. Raises LaunchError where it is missing or fails."""
+    """Returns the output of `scontrol` with these arguments. Raises LaunchError if it is missing or fails."""
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The process that starts launchers on other machines over ssh: its signals, and that it is still there."""
+"""Watches launchers that were started on other machines over ssh: sends them signals and signs of life."""
 
 import time
 from typing import TYPE_CHECKING
@@ -18,8 +18,11 @@ STORE_S = 5.0  # for one answer of the store
 
 
 class SshSupervisor:
-    """A client of node 0's store. ssh carries no signals, and machines must learn when nobody waits for
-    them."""
+    """Sends signals to the ranks through the store of node 0, because ssh forwards no signals.
+
+    Its beats tell the machines that the process that started them over ssh is alive. Without beats the run is
+    stopped.
+    """
 
     def __init__(self, run: Run) -> None:
         self._address, self._port = run.master_addr, run.master_port or 0
@@ -29,13 +32,14 @@ class SshSupervisor:
         self._tried_at = self._beat_at = 0.0
 
     def send(self, number: int) -> None:
-        """Have a signal passed on to all ranks, as soon as node 0 answers."""
+        """Sends a signal to all ranks, as soon as node 0 answers."""
         self._to_send.append(number)
         self._asked_at = time.monotonic()
         self.beat()
 
     def beat(self) -> None:
-        """Say that we are here, and what is to be sent. Called often; does something every few seconds."""
+        """Sends pending signals and a sign of life. Call it often; it connects and beats only every few
+        seconds."""
         now = time.monotonic()
         if self._asked_at and self._to_send and now - self._asked_at > WARN_S:
             say(

@@ -1,4 +1,4 @@
-"""Start a run: the one place that does what plans and renderers only describe."""
+"""Starts a run. Plans and renderers only describe it; all side effects are here."""
 
 import os
 import shlex
@@ -30,8 +30,8 @@ from megatron.launch.runners import (
 )
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
 from megatron.launch.ssh_supervisor import SshSupervisor
-from megatron.launch.typed_variables import check_world, main_node_among
-from megatron.launch.watch import Outcome, signals_kept
+from megatron.launch.typed_variables import check_world, resolve_main_node
+from megatron.launch.watch import Outcome, record_signals
 from megatron.process import say
 
 if TYPE_CHECKING:
@@ -47,13 +47,15 @@ def launch(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
 ) -> int:
-    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not
-    return.
+    """Runs `script` with the configuration `args` and returns the exit code of the run. With torchrun this
+    call does not return.
 
-    A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find
-    the number in NEOX_RESTARTS. The resolved args reach the ranks through a file
-    `<log_dir>/neox_args.<script>.*.json`, named by the flag `--neox-args`. Raises LaunchError for machines,
-    GPUs, ports and folders that cannot be had, ConfigError for a layout that does not fit.
+    A failed run is started again up to `max_restarts` times, on all machines together. Ranks find the number
+    of restarts in NEOX_RESTARTS. They read the resolved args from the file
+    `<log_dir>/neox_args.<script>.*.json`, which the flag `--neox-args` names.
+
+    Raises LaunchError for machines, GPUs, ports and folders that are not available, and ConfigError for a
+    layout that does not fit.
     """
     run = plan(script, args, script_args, node_rank, hosts)
     make_folders(run)
@@ -64,8 +66,12 @@ def launch(
     while True:
         if rendezvous is None:
             write_args_file(run)
-        again = restarts < args.max_restarts
-        outcome = run_local(run, restarts, again) if rendezvous is None else run_node(run, rendezvous, restarts, again)
+        may_restart = restarts < args.max_restarts
+        outcome = (
+            run_local(run, restarts, may_restart)
+            if rendezvous is None
+            else run_node(run, rendezvous, restarts, may_restart)
+        )
         if not outcome.repeatable or restarts == args.max_restarts:
             return _exit_code(args, outcome)
         restarts += 1
@@ -83,24 +89,27 @@ def dry_run(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
 ) -> list[str]:
-    """What `launch` would start, a line a machine, quoted for a shell; nothing is started or written.
+    """Returns the commands that `launch` would start, one line per machine, quoted for a shell. Nothing is
+    started or written.
 
-    words: what was typed behind the flags of starting: with `hosts` and no node_rank the lines are those to
-    type on each machine. Raises as `launch`.
+    With `hosts` and no node_rank, the lines are those to type on each machine.
+
+    words: the arguments after the flags of deepy.py: the script, its files and further ones. Raises the same
+    errors as `launch`.
     """
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
-        address = args.master_addr or main_node_among(os.environ, [node.host for node in nodes]) or nodes[0].host
+        address = args.master_addr or resolve_main_node(os.environ, [node.host for node in nodes]) or nodes[0].host
         if all(node.ranks for node in nodes):
             check_world(os.environ, sum(node.ranks or 0 for node in nodes), on_one_machine=False)
         return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
-        how = f"{count} rank{'s' * (count > 1)}" + (f", GPUs {gpus}" if gpus else "")
+        description = f"{count} rank{'s' * (count > 1)}" + (f", GPUs {gpus}" if gpus else "")
         if run.launcher == "nodes":
-            how += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
-        return [f"{run.node.host} ({how}): {shlex.join(run.command)}"]
+            description += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
+        return [f"{run.node.host} ({description}): {shlex.join(run.command)}"]
     command, env = _renderer(run)(run)
     return [" ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])]
 
@@ -117,7 +126,8 @@ def _renderer(run: Run) -> Renderer:
 
 
 def _start(run: Run) -> int:
-    """Hand the run to its starter and see it to the end."""
+    """Starts the run with its launcher program (such as pdsh or srun), waits for its end, and returns the
+    exit code."""
     check_starter(run)
     if run.launcher == "slurm":
         run = for_requeued_start(run, os.environ)
@@ -132,7 +142,7 @@ def _start(run: Run) -> int:
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
-    with signals_kept() as received:
+    with record_signals() as received:
         code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return job_exit_code(run.args, code, signal.SIGUSR1 in received, status_before, os.environ)
@@ -142,10 +152,11 @@ def _start(run: Run) -> int:
 def _watch(
     command: Sequence[str], env: Mapping[str, str], supervisor: SshSupervisor | None, received: list[int]
 ) -> int:
-    """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends
-    all.
+    """Runs a launcher program (such as pdsh) to its end and returns its exit code.
 
-    received: the signals, as they come.
+    The first signal is passed on, so that ranks save and stop. The second signal ends everything.
+    supervisor: passes signals on; None: the launcher program does.
+    received: list of signals, which a handler extends as they arrive.
     """
     # A session of its own: Ctrl-C reaches us alone, and the ranks once.
     process = subprocess.Popen(
@@ -187,14 +198,17 @@ def _check_ssh(host: str) -> None:
         reason = "no answer within 30 s"
     if reason is not None:
         raise LaunchError(
-            f"{host} cannot be reached over ssh without a password ({reason}); set up a key, or type the lines of "
-            "--dry-run with --hosts on each machine; no_ssh_check: true leaves this check out"
+            f"{host} cannot be reached over ssh without a password ({reason}); set up an ssh key, or type on each "
+            "machine its line of `--dry-run --hosts ...`; no_ssh_check: true skips this check"
         )
 
 
 def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
-    """deepy.py's exit code. In a pod, a run that stopped for a signal has not succeeded: a node is drained,
-    and with code 0 the job would count as done instead of going on elsewhere."""
+    """Returns deepy.py's exit code. In a pod it is 128 + signal if a signal stopped an unfinished run.
+
+    With code 0 Kubernetes would count the job as complete when a node is drained, and would not continue it
+    elsewhere.
+    """
     if outcome.code or not outcome.signal or not is_pod(os.environ) or read_status(args).get("status") == "finished":
         return outcome.code
     say(f"deepy.py: exit code {128 + outcome.signal}, for the run is not finished and this pod may start again")
@@ -202,7 +216,7 @@ def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
 
 
 def _latest(args: "NeoXArgs") -> int | None:
-    """When the run last finished a checkpoint, in ns since 1970; None before the first."""
+    """Returns the time of the run's last checkpoint in ns since 1970; None before the first."""
     try:
         return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""What is submitted to Slurm for a run, with what the site has for it.
+"""Submits a run to Slurm again with the number of nodes that its site has for it.
 
     python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
 
-sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was
-submitted without --nodes submits itself again with the site's nodes, once, and ends.
+sbatch reads only the #SBATCH lines of a batch file, which are the same at every site. So a job that was
+submitted without --nodes submits itself once more with the site's number of nodes, and ends.
 """  # noqa: W505 (lines to copy)
 
 import os
@@ -24,8 +24,8 @@ from megatron.process import run_command
 
 GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
 # In the environment of a job that another one submitted: the other's number
-SUBMITTED_BY = "NEOX_SUBMITTED_BY"
-_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_* variables are this job's
+SUBMITTING_JOB = "NEOX_SUBMITTED_BY"
+_CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_* variables are this job's
 _BATCH = Path(__file__).resolve().parents[2] / "pretrain_neox.sbatch"
 # Of `scontrol show job`: what was asked for on the command line of sbatch, or by SBATCH_* variables.
 _CARRIED = {
@@ -38,20 +38,24 @@ _UNSET = {"", "(null)", "N/A", "UNLIMITED", "Partition_Limit"}
 _DEFAULT = {"CPUs/Task": "1", "MinMemoryNode": "0", "Nice": "0"}
 
 
-def nodes_given(env: Mapping[str, str]) -> bool:
-    """Whether a job of pretrain_neox.sbatch was submitted with --nodes, or with a number of tasks.
+def has_nodes_option(env: Mapping[str, str]) -> bool:
+    """Returns whether a job of pretrain_neox.sbatch was submitted with --nodes, or with a number of tasks.
 
-    Its batch file asks for --sockets-per-node=1 and neither nodes nor tasks: then sbatch counts tasks, one a
-    node, where --nodes stands on its command line, and only there (tried with Slurm 22.05 and 24.11).
+    The number of tasks shows it: the batch file sets --sockets-per-node=1, but neither nodes nor tasks. So
+    sbatch sets a number of tasks (one per node) only if --nodes is on its command line (tried with Slurm
+    22.05 and 24.11).
     """
     return int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1 or tasks_asked_for(env) is not None
 
 
-def submit_again(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, str]) -> list[str]:
-    """The command that submits a job anew on so many nodes, and is otherwise as it was submitted.
+def resubmit_command(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, str]) -> list[str]:
+    """Returns the sbatch command that submits a job again with `nodes` nodes and otherwise the same options.
 
-    job: what `scontrol show job` says of it; words: of its script; logs: files of `output` and `error`, if
-    these are files. What Slurm does not show (--signal, --switches) is as in the batch file.
+    job: output of `scontrol show job`.
+    words: arguments of the batch script.
+    logs: paths of the log files `output` and `error`, as far as these are files.
+
+    Slurm does not show --signal and --switches; they come from the batch file again.
     """
     fields = dict(re.findall(r"(?:^|\s)([A-Z][A-Za-z/]+)=(\S*)", job))
     fields |= {name: line for name in ("JobName", "Comment") if (line := _to_the_end(name, job))}
@@ -72,9 +76,11 @@ def submit_again(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, 
 
 
 def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Submit this job again if it is to have other nodes, and print how; GO_ON where it has those it is to
-    have."""
-    if SUBMITTED_BY in env or "SLURM_ARRAY_JOB_ID" in env or nodes_given(env):
+    """Submits this job again if it has no --nodes and its site sets another number of nodes.
+
+    Returns the exit code: 0 after submitting, 1 after an error, GO_ON if this job can start the run.
+    """
+    if SUBMITTING_JOB in env or "SLURM_ARRAY_JOB_ID" in env or has_nodes_option(env):
         return GO_ON
     try:
         from_model = "--hf-model" in words
@@ -96,21 +102,29 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     number = env["SLURM_JOB_ID"]
     job = scontrol("show", "job", number)
     logs = {name: os.readlink(f"/proc/self/fd/{fd}") for fd, name in ((1, "output"), (2, "error"))}
-    command = submit_again(job, nodes, words, _files(logs))
+    command = resubmit_command(job, nodes, words, _files(logs))
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
+    job_env = {
+        name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
+    }
     try:
-        subprocess.run(command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None)
+        subprocess.run(
+            command, check=True, env={**job_env, SUBMITTING_JOB: number}, cwd=_to_the_end("WorkDir", job) or None
+        )
     except OSError as problem:
-        raise LaunchError(f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes") from None
+        raise LaunchError(
+            f"this job cannot submit itself again: sbatch cannot be started on this node ({problem.strerror}); "
+            "submit the job with --nodes"
+        ) from None
     except subprocess.CalledProcessError:
-        raise LaunchError("sbatch refuses it (see above); submit it with --nodes, and what else is asked for") from None
+        raise LaunchError("sbatch refused (see above); submit it yourself with --nodes and these options") from None
 
 
 def _to_the_end(name: str, job: str) -> str:
-    """The value of a field that may hold spaces: the rest of its line; empty where there is no such field."""
+    """Returns the value of a field in the output of `scontrol show job`. The value is the rest of the line,
+    because it may contain spaces. Returns "" if the field is missing."""
     match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
     return match[1] if match else ""
 
@@ -120,7 +134,7 @@ def _is_file(word: str) -> bool:
 
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:
-    """Those logs that are files; `error` only where it is another file than `output`."""
+    """Returns the entries of `logs` that are files, without `error` if it is the same file as `output`."""
     files = {name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")}
     if files.get("error") == files.get("output"):
         files.pop("error", None)

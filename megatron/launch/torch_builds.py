@@ -1,5 +1,6 @@
-"""Which build of torch a machine needs: by its Python, its processor, its GPUs and the CUDA version that its
-driver serves.
+"""Chooses the build of torch for a machine.
+
+It goes by the machine's Python, processor, GPUs and the CUDA version that its driver serves.
 
 Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be
 told:
@@ -38,7 +39,7 @@ CAPABILITIES = {  # that a build has code for; each runs newer minor ones of its
 }
 PLATFORMS = ("linux-x86_64", "linux-aarch64", "macosx-arm64")
 # (torch, build, Python, platform): where this project's tests have run. All else is what the matrix promises.
-TRIED = {
+TESTED = {
     ("2.13.0", "cpu", (3, 11), "linux-x86_64"),
     ("2.11.0", "cu130", (3, 11), "linux-x86_64"),  # without a GPU
     ("2.11.0", "cu130", (3, 12), "linux-x86_64"),  # the GPU tests
@@ -49,24 +50,30 @@ _UV_SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_U
 
 
 class NoBuild(ValueError):
-    """No build of torch fits; the message says what was found and what would help."""
+    """Raised if no build of torch fits. The message says what was found and what to change."""
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What to install. pin: with `+cu126` where the build that Python's own index has would not run; index:
-    where torch's makers keep it; cuda: the version that it is built for, None without CUDA; tried: by this
-    project's tests.
+    """A build of torch to install.
+
+    pin: the requirement for pip; with `+cu126` if the build on PyPI would not run here.
+    index: the URL of PyTorch's package index.
+    cuda: the CUDA version of the build; None without CUDA.
+    is_tested: whether this project's tests ran with it.
     """
 
     pin: str
     index: str
     cuda: str | None
-    tried: bool
+    is_tested: bool
 
     def words(self, own_index: bool = False) -> list[str]:
-        """Arguments of `pip install`. own_index: pip is told already where packages are, and has any build
-        there but one that must be named."""
+        """Returns the arguments of `pip install` for this build.
+
+        own_index: whether pip is already configured with a package index. PyTorch's index is then added only
+        for a `+cu` build.
+        """
         return [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
 
 
@@ -77,12 +84,15 @@ def choose(
     torch: str | None = None,
     devices: Sequence[tuple[int, int]] = (),
 ) -> TorchBuild:
-    """The newest build for an interpreter, a platform as `linux-x86_64`, the CUDA version of the driver (None
-    without one) and the compute capabilities of GPUs. torch: the release wanted; None is 2.13.0, but 2.11.0
-    with drivers of CUDA 12, on which others train with it.
+    """Returns the newest build of torch for a Python, a platform, a driver and GPUs.
 
-    A driver runs what is built for its own CUDA version or an older one of the same major number, and mostly
-    for a newer one of it. Raises NoBuild.
+    platform: such as `linux-x86_64`.
+    driver: the newest CUDA version that the driver supports; None without a driver.
+    torch: the requested release. None: 2.13.0, but 2.11.0 for drivers of CUDA 12.
+    devices: compute capabilities of the GPUs.
+
+    A driver runs builds for older CUDA versions of the same major number, and mostly for newer ones of that
+    number too. Raises NoBuild.
     """
     if platform not in PLATFORMS:
         raise NoBuild(f"torch has no wheels for {platform}; there are some for {', '.join(PLATFORMS)}")
@@ -90,24 +100,25 @@ def choose(
         driver = None
     if driver is not None and driver < (12, 0):
         raise NoBuild(
-            f"the driver serves CUDA {_dotted(driver)}, and torch needs 12 or newer: update it (R525 and later), or "
-            "install for the CPU"
+            f"the driver supports CUDA {_dotted(driver)}, and torch needs 12 or newer: update the driver "
+            "(R525 and later), or install for the CPU"
         )
     torch = torch or ("2.13.0" if driver is None or driver >= (13, 0) else "2.11.0")
     if not re.fullmatch(r"\d+\.\d+\.\d+", torch) or _minor(torch) < OLDEST:
-        raise NoBuild(f"torch {torch} is no release of 2.11 or newer; tested are {' and '.join(RELEASES)}")
+        raise NoBuild(f"torch {torch} is not a release (X.Y.Z) of 2.11 or newer; tested are {' and '.join(RELEASES)}")
     newest = PYTHONS.get(torch)
     if python < OLDEST_PYTHON or newest and python > newest:
-        known = f"3.11 to {_dotted(newest)}" if newest else "3.11 or newer"
-        raise NoBuild(f"Python {_dotted(python)} does not go with torch {torch}, which needs {known}")
+        supported = f"3.11 to {_dotted(newest)}" if newest else "3.11 or newer"
+        raise NoBuild(f"Python {_dotted(python)} does not go with torch {torch}, which needs {supported}")
     build = "cpu" if driver is None else _cuda_build(torch, driver, devices)
     pin = f"torch=={torch}+{build}" if build.startswith("cu12") else f"torch=={torch}"
-    tried = (torch, build, python, platform) in TRIED
-    return TorchBuild(pin, f"{INDEX}/{build}", _dotted(BUILDS[build]) if build in BUILDS else None, tried)
+    is_tested = (torch, build, python, platform) in TESTED
+    return TorchBuild(pin, f"{INDEX}/{build}", _dotted(BUILDS[build]) if build in BUILDS else None, is_tested)
 
 
 def _cuda_build(torch: str, driver: tuple[int, int], devices: Sequence[tuple[int, int]]) -> str:
-    """The newest build of the release that the driver runs and that has code for all devices."""
+    """Returns the newest build of the release, such as `cu126`, that the driver runs and that supports all
+    GPUs. Raises NoBuild."""
     published = tuple(BUILDS) if _minor(torch) == OLDEST else _WITHOUT_CU128
     runs = [build for build in published if BUILDS[build] <= driver] or ["cu126"]
     for build in runs:
@@ -118,12 +129,12 @@ def _cuda_build(torch: str, driver: tuple[int, int], devices: Sequence[tuple[int
     if "cu128" not in published and driver >= BUILDS["cu128"] and _has_code("cu128", missing):
         fitting.append("torch 2.11.0 for CUDA 12.8, which this driver runs")
     raise NoBuild(
-        f"a GPU here has compute capability {_dotted(missing)}, for which no build of torch {torch} that a driver of "
-        f"CUDA {_dotted(driver)} runs has code; "
+        f"a GPU here has compute capability {_dotted(missing)}; no build of torch {torch} that this driver (CUDA "
+        f"{_dotted(driver)}) runs supports it; "
         + (
-            f"{' and '.join(fitting)} {'has' if len(fitting) == 1 else 'have'} it"
+            f"{' and '.join(fitting)} {'supports' if len(fitting) == 1 else 'support'} it"
             if fitting
-            else "it is too old or new"
+            else "the GPU is too old or too new"
         )
     )
 
@@ -137,13 +148,14 @@ def _minor(torch: str) -> tuple[int, ...]:
 
 
 def own_index(pip_config: str, env: Mapping[str, str]) -> bool:
-    """Whether pip or uv is configured with a place of packages. pip_config: what `pip config list` prints."""
+    """Returns whether pip or uv is configured with a package index. pip_config: output of `pip config
+    list`."""
     keys = {line.partition("=")[0].rpartition(".")[2] for line in pip_config.splitlines()}
     return not keys.isdisjoint(_SOURCES) or any(env.get(name) for name in _UV_SOURCES)
 
 
-def here() -> str:
-    """This machine's platform, as `linux-x86_64`; any release of macOS is alike."""
+def this_platform() -> str:
+    """Returns this machine's platform, such as `linux-x86_64`. The version of macOS is left out."""
     parts = sysconfig.get_platform().split("-")
     return f"{parts[0]}-{parts[-1]}"
 
@@ -151,31 +163,31 @@ def here() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
-    where.add_argument("--cpu", action="store_true", help="without CUDA")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
+    group.add_argument("--cpu", action="store_true", help="without CUDA")
     parser.add_argument("--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are")
     options = parser.parse_args(argv)
     if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
-        parser.error(f"--cuda {options.cuda}: a version as 12.6 or 13.0, as nvidia-smi shows it")
+        parser.error(f"--cuda {options.cuda}: write the version that nvidia-smi shows, such as 12.6 or 13.0")
     driver, devices = None, []
     if options.cuda:
         major, minor = options.cuda.split(".")
         driver = int(major), int(minor)
     elif not options.cpu:  # alone: `megatron.launch` imports more than the standard library
-        asked = runpy.run_path(str(Path(__file__).with_name("cuda_driver.py")))
-        driver, devices = asked["driver_cuda"](), asked["capabilities"]()
+        driver_module = runpy.run_path(str(Path(__file__).with_name("cuda_driver.py")))
+        driver, devices = driver_module["driver_cuda"](), driver_module["capabilities"]()
     python = sys.version_info[:2]
     try:
-        build = choose(python, here(), driver, options.torch or None, devices)
+        build = choose(python, this_platform(), driver, options.torch or None, devices)
     except NoBuild as problem:
         sys.exit(f"torch_builds.py: error: {problem}")
-    why = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"
+    driver_text = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"
     built = f"CUDA {build.cuda}" if build.cuda else "CPU"
-    untried = "" if build.tried else "; this combination was never tried by this project"
-    sys.stderr.write(f"{build.pin}, {built}: for Python {_dotted(python)}, {here()}, {why}{untried}\n")
-    listed = subprocess.run([options.pip, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    sys.stdout.write(" ".join(build.words(own_index(listed.stdout, os.environ))) + "\n")
+    untried = "" if build.is_tested else "; this combination was never tried by this project"
+    sys.stderr.write(f"{build.pin}, {built}: for Python {_dotted(python)}, {this_platform()}, {driver_text}{untried}\n")
+    pip_config = subprocess.run([options.pip, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    sys.stdout.write(" ".join(build.words(own_index(pip_config.stdout, os.environ))) + "\n")
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -1,8 +1,7 @@
-"""Variables that people set on each machine before they type: MAIN_NODE_IP, GPUS and TOTAL_GPUS.
+"""Reads MAIN_NODE_IP, GPUS and TOTAL_GPUS, which people set on each machine before they type the command.
 
-MAIN_NODE_IP and TOTAL_GPUS are taken, or refused, however a run is started. GPUS chooses where deepy.py
-chooses GPUs on the machine itself. It is not read in a Slurm job, with a hostfile or `--hosts`, and by ranks
-that torchrun has started: there others say which GPUs are used.
+MAIN_NODE_IP and TOTAL_GPUS are applied, or refused, however a run is started. GPUS is used only if deepy.py
+chooses GPUs on the machine itself: not in a Slurm job, with a hostfile or `--hosts`, or under torchrun.
 """
 
 import re
@@ -11,43 +10,45 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.launch.devices import choose_ranks, is_this_machine
-from megatron.launch.environment import LaunchError, whole_number
+from megatron.launch.environment import LaunchError, read_integer
 from megatron.process import say
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-OF_ALL_MACHINES = ("MAIN_NODE_IP", "TOTAL_GPUS")
-_EACH = "type on each machine --num_nodes N --node_rank R"
+CLUSTER_VARIABLES = ("MAIN_NODE_IP", "TOTAL_GPUS")
+_TYPE_ADVICE = "start each machine with --num_nodes N --node_rank R"
 
 
 def main_node(env: Mapping[str, str]) -> str | None:
-    """The address of the machine where the ranks meet, by MAIN_NODE_IP."""
+    """Returns the address where ranks meet, from MAIN_NODE_IP; None if it is unset."""
     return env.get("MAIN_NODE_IP") or None
 
 
-def main_node_among(env: Mapping[str, str], hosts: Sequence[str]) -> str | None:
-    """As `main_node`, of a run on the machines `hosts`; none are named where they are not known.
+def resolve_main_node(env: Mapping[str, str], hosts: Sequence[str]) -> str | None:
+    """Returns MAIN_NODE_IP after checking that it is an address of one of the machines `hosts`; None if it is
+    unset.
 
-    Raises LaunchError where it is none of them. Where names cannot be resolved it is taken, and that is said.
+    Without hosts nothing is checked. If names cannot be resolved, the address is accepted with a message.
+    Raises LaunchError if it belongs to none of the machines.
     """
     address = main_node(env)
     if address is None or not hosts or address in hosts:
         return address
     if is_this_machine(address) and any(map(is_this_machine, hosts)):  # which may have several addresses
         return address
-    wanted = _addresses(address)
-    for host in hosts if wanted else ():
-        found = _addresses(host)
-        if wanted & found:
+    main_addresses = _addresses(address)
+    for host in hosts if main_addresses else ():
+        addresses = _addresses(host)
+        if main_addresses & addresses:
             return address
-        if not found:
+        if not addresses:
             break
     else:
-        if wanted:
+        if main_addresses:
             raise LaunchError(
-                f"MAIN_NODE_IP={address} is none of the machines {', '.join(hosts)}; unset it, or, where it is another "
-                "address of one of them, write it as master_addr"
+                f"MAIN_NODE_IP={address} is none of the machines {', '.join(hosts)}; unset it; if it is another "
+                "address of one of them, set master_addr to it"
             )
         host = address
     say(f"deepy.py: MAIN_NODE_IP={address} is taken unchecked: {host} cannot be resolved here")
@@ -55,45 +56,53 @@ def main_node_among(env: Mapping[str, str], hosts: Sequence[str]) -> str | None:
 
 
 def total_ranks(env: Mapping[str, str]) -> int | None:
-    """The ranks of all machines, by TOTAL_GPUS. Raises LaunchError for what is no number."""
-    return whole_number(env, "TOTAL_GPUS") if env.get("TOTAL_GPUS") else None
+    """Returns the number of ranks on all machines, from TOTAL_GPUS; None if it is unset. Raises LaunchError
+    if it is not a number."""
+    return read_integer(env, "TOTAL_GPUS") if env.get("TOTAL_GPUS") else None
 
 
 def check_world(env: Mapping[str, str], world_size: int, on_one_machine: bool) -> None:
-    """Raises LaunchError where a run that is about to start has other ranks than TOTAL_GPUS, or is on this
-    machine alone and MAIN_NODE_IP names another."""
+    """Raises LaunchError if the run contradicts TOTAL_GPUS or MAIN_NODE_IP.
+
+    TOTAL_GPUS must be the number of ranks. If all ranks run on this machine, MAIN_NODE_IP must be an address
+    of this machine.
+    """
     total, address = total_ranks(env), main_node(env)
-    alone = f"{_EACH}, or unset it" if on_one_machine else "unset it, or start them all"
+    advice = f"{_TYPE_ADVICE}, or unset it" if on_one_machine else "unset it, or start all ranks"
     if total not in (None, world_size):
-        raise LaunchError(f"TOTAL_GPUS is {total}, but the machines have {world_size} ranks; {alone}")
+        raise LaunchError(f"TOTAL_GPUS is {total}, but the machines have {world_size} ranks; {advice}")
     if on_one_machine and address is not None and not is_this_machine(address):
-        raise LaunchError(f"MAIN_NODE_IP={address} is another machine, but all ranks are on this one; {alone}")
+        raise LaunchError(f"MAIN_NODE_IP={address} names another machine, but all ranks run on this one; {advice}")
 
 
 def choose_local_ranks(
     args: "NeoXArgs", env: Mapping[str, str], gpus: Sequence[str], ranks: int | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """As `choose_ranks`, of this machine: by `num_gpus`, `include` and `exclude`, or, without `include`, by
-    GPUS as in `2,3`. ranks: where `num_gpus` says nothing."""
+    """Returns the number of ranks on this machine and their GPUs, from num_gpus, include and exclude, like
+    `choose_ranks`.
+
+    Without `include` the environment variable GPUS, such as `2,3`, chooses the GPUs. ranks: used if num_gpus
+    is unset.
+    """
     ranks = ranks if args.num_gpus is None else args.num_gpus
-    named = env.get("GPUS")
-    if named and not gpus:
-        say(f"deepy.py: GPUS={named} in the environment names none: the run is on CPUs here")
-    if not named or not gpus or args.include:
+    gpus_text = env.get("GPUS")
+    if gpus_text and not gpus:
+        say(f"deepy.py: GPUS={gpus_text} in the environment names none: the run is on CPUs here")
+    if not gpus_text or not gpus or args.include:
         return choose_ranks(gpus, ranks, args.include, args.exclude)
-    if not re.fullmatch(r"\d+(,\d+)*", named):
-        raise LaunchError(f"GPUS={named!r} in the environment does not name GPUs, as in 2,3; unset it")
+    if not re.fullmatch(r"\d+(,\d+)*", gpus_text):
+        raise LaunchError(f"GPUS={gpus_text!r} in the environment is not a list of GPU numbers such as 2,3; unset it")
     try:
-        count, devices = choose_ranks(gpus, ranks, f"localhost:{named}", args.exclude)
+        count, devices = choose_ranks(gpus, ranks, f"localhost:{gpus_text}", args.exclude)
     except LaunchError as problem:
-        raise LaunchError(f"GPUS={named!r} in the environment names GPUs by their numbers: {problem}") from None
-    say(f"deepy.py: GPUS={named} in the environment chose the GPUs: {','.join(devices)}")
+        raise LaunchError(f"GPUS={gpus_text!r} in the environment chooses GPUs by number, but {problem}") from None
+    say(f"deepy.py: GPUS={gpus_text} in the environment chose the GPUs: {','.join(devices)}")
     return count, devices
 
 
 def _addresses(host: str) -> set[str]:
-    """The addresses of a name or address; none where it cannot be resolved."""
+    """Returns the addresses of a host; an empty set if its name cannot be resolved."""
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
         return set()

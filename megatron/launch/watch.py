@@ -1,5 +1,4 @@
-"""Run one process per rank to the end: stream rank 0, keep every rank's output, end all when one fails or is
-stuck."""
+"""Runs one process per rank to the end: shows rank 0, logs every rank, ends all if one fails or hangs."""
 
 import os
 import selectors
@@ -42,9 +41,13 @@ CRASHES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. code: 0, or that of the rank that failed first; reason: which and how, in words;
-    repeatable: whether the same command may fare better. It will not after a refusal, where the rank said
-    itself what is wrong and ended with code 1, nor shall it after a signal from outside."""
+    """The outcome of a run.
+
+    code: 0, or the exit code of the rank that failed first.
+    reason: which rank failed and how, in words.
+    repeatable: whether the same command may succeed if started again. False after a signal from outside, and
+        after a refusal (a rank ended with code 1 and an error message without a traceback).
+    """
 
     code: int
     reason: str = ""
@@ -57,22 +60,25 @@ class PeerLaunchers(Protocol):
     """The launchers of the same run on other machines; `LauncherRendezvous` is one."""
 
     def signals(self) -> list[int]:
-        """Signals for all ranks, in the order in which they came."""
+        """Returns new signals for all ranks, in order of arrival."""
         ...
 
     def outcome(self) -> Outcome | None:
-        """How the run ended: well when all machines said so, else as the first that failed; None while it
-        goes on."""
+        """Returns the run's outcome: success once all machines report it, or the first failure; None while it
+        runs."""
         ...
 
     def report(self, outcome: Outcome) -> None:
-        """Say how the ranks of this machine ended."""
+        """Reports the outcome of this machine's ranks."""
         ...
 
 
 @contextmanager
-def signals_kept() -> Iterator[list[int]]:
-    """The signals that are passed on, as they come while the block runs; an early SIGUSR1 is among them."""
+def record_signals() -> Iterator[list[int]]:
+    """Yields a list to which arriving signals of PASSED_ON are appended while the block runs.
+
+    If SIGUSR1 arrived before the block, the list begins with it.
+    """
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -94,14 +100,18 @@ def watch_ranks(
     peers: PeerLaunchers | None = None,
     will_restart: bool = False,
 ) -> Outcome:
-    """Run `command` once per environment, each with its RANK.
+    """Runs `command` once per environment, each with its RANK, and returns the outcome.
 
-    Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails
-    all are ended with their children, and its traceback is shown last; when one was killed, is stopped or
-    ended because nothing moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to
-    every rank. A rank killed by signal N counts as exit code 128 + N. With `peers` the run ends when it has
-    ended on every machine. will_restart: the caller starts a run again that may fare better; our stdout,
-    the log of a job, then names the rank and its log in one line and has no traceback, for the run goes on.
+    Rank 0's output goes to our stdout as it comes, every rank's output to `log_dir/rank_<r>.log`. If a rank
+    fails, all ranks and their children are ended, and the traceback of the failed rank is shown last. If that
+    rank was killed, stopped or hung, the stacks of all ranks are shown before. A rank killed by signal N
+    counts as exit code 128 + N.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on to every rank.
+
+    peers: the launchers of other machines; the run then ends when it has ended on every machine.
+    will_restart: whether the caller starts the run again after a repeatable failure. Our stdout then gets one
+        line with the rank and its log, and no traceback, because the run continues.
     """
     ranks: list[Rank] = []
     complaints: set[str] = set()
@@ -111,7 +121,7 @@ def watch_ranks(
             complaints.add(text)
             say(f"deepy.py: warning: {text}")
 
-    with signals_kept() as received:
+    with record_signals() as received:
         try:
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
@@ -126,8 +136,10 @@ def watch_ranks(
 
 
 class _Screen:
-    """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only
-    unseen. quiet: a failure that is followed by a restart is not shown."""
+    """Writes output of ranks to our stdout. The run continues if stdout is closed or its disk is full.
+
+    quiet: whether to hide a failure after which the run is started again.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -136,7 +148,7 @@ class _Screen:
         self._descriptor = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
-        """Write what is held back of a rank's output; only rank 0 has any, and may be on another machine."""
+        """Writes the output of rank 0 that was read but not yet shown. For another rank it writes nothing."""
         data, rank.held = rank.held, b""
         try:
             while data:
@@ -147,23 +159,28 @@ class _Screen:
             pass
 
     def show_until_traceback(self, rank: Rank) -> None:
-        """Write what is held back of a rank's output as far as it speaks of no failure."""
-        at = min((place for mark in (*FATAL, STACK) if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
-        rank.held = rank.held[: rank.held.rfind(b"\n", 0, at) + 1]
+        """Writes the output not yet shown, up to the first traceback or stack, and drops the rest."""
+        end = min((place for mark in (*FATAL, STACK) if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
+        rank.held = rank.held[: rank.held.rfind(b"\n", 0, end) + 1]
         self.show(rank)
 
 
 def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
-    """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
-    passed_on, looked, reported_done = 0, time.monotonic(), False
-    began = looked
+    """Forwards output and signals until all ranks have ended, one has failed, or one is stopped. Returns the
+    outcome.
+
+    received: list of signals, which a handler extends as they arrive.
+    peers: the launchers of other machines, if there are any.
+    """
+    passed_on, last_look, reported_done = 0, time.monotonic(), False
+    start = last_look
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
         while True:
             if peers is not None:
                 received += peers.signals()
-            while passed_on < len(received) and not _too_early(ranks, received[passed_on], began):
+            while passed_on < len(received) and not _too_early(ranks, received[passed_on], start):
                 say(f"deepy.py: {_signal_name(received[passed_on])}: passed on to {len(ranks)} ranks")
                 for rank in ranks:
                     rank.signal(received[passed_on])
@@ -178,7 +195,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 culprit = _first_failed(ranks, failed[0])
                 cause = _earlier(culprit, peers)
                 if cause is not None:
-                    return _end_with(cause, ranks, screen)
+                    return _end_as(cause, ranks, screen)
                 return _report_to(peers, _report_failure(culprit, ranks, screen, received))
             if None not in codes:
                 for rank in ranks:
@@ -190,11 +207,11 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                     peers.report(Outcome(0, signal=received[0] if received else 0))
                     reported_done = True
                 time.sleep(POLL_S)
-            ended = peers.outcome() if peers is not None else None
-            if ended is not None:
-                return _end_with(ended, ranks, screen)
-            looked, last = time.monotonic(), looked
-            if looked - last > SUSPENDED_S:
+            result = peers.outcome() if peers is not None else None
+            if result is not None:
+                return _end_as(result, ranks, screen)
+            last_look, last = time.monotonic(), last_look
+            if last_look - last > SUSPENDED_S:
                 for rank in ranks:
                     rank.stopped_at = None
             for rank in ranks:
@@ -207,24 +224,27 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
 
 
 def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
-    """How a rank of another machine failed, if ours only failed because it lost that peer; else None."""
+    """Returns the failure on another machine that made our rank fail; None if there is none.
+
+    It waits up to PEER_S seconds for the other machines to report.
+    """
     if peers is None or not culprit.traceback_at:
         return None
     deadline = time.monotonic() + PEER_S
-    while (ended := peers.outcome()) is None and time.monotonic() < deadline:
+    while (result := peers.outcome()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return ended
+    return result
 
 
 def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
-    """Report an outcome to the other machines, if there are any, and return it."""
+    """Reports an outcome to the other machines, if there are any, and returns it."""
     if peers is not None:
         peers.report(outcome)
     return outcome
 
 
-def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
-    """End our ranks as the run has ended on all machines."""
+def _end_as(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
+    """Ends our ranks because the run has ended, shows the outcome of the run, and returns it."""
     _end(ranks)
     if screen.quiet and outcome.repeatable:
         screen.show_until_traceback(ranks[0])
@@ -236,15 +256,22 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     return outcome
 
 
-def _too_early(ranks: list[Rank], number: int, began: float) -> bool:
-    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a
-    Python that is: it answers with a traceback until `begin_process`, which takes up both."""
+def _too_early(ranks: list[Rank], number: int, start: float) -> bool:
+    """Returns whether to hold a signal back because a rank has no handler for it yet.
+
+    USR1 asks for a checkpoint, but would end a rank that is still starting. Ctrl-C would make Python print a
+    traceback until `begin_process` has set a handler.
+    """
     patience = {signal.SIGUSR1: STARTING_S, signal.SIGINT: PYTHON_S}.get(signal.Signals(number), 0.0)
-    return time.monotonic() - began < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
+    return time.monotonic() - start < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
 
 
 def _suspect(ranks: list[Rank]) -> Rank | None:
-    """The rank that printed a traceback first, and not so long ago that it must have survived it."""
+    """Returns the rank whose traceback came first; None if there is none.
+
+    A rank that still runs TRACEBACK_S seconds after its traceback has handled the exception and does not
+    count.
+    """
     now = time.monotonic()
     fresh = [
         rank
@@ -255,8 +282,13 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 
 
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
-    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain,
-    else the one that printed a traceback first, if it does end of it."""
+    """Returns the rank to blame for a failure. It is the first of these that exists:
+
+    a rank killed by a signal from outside,
+    a rank that ended with code 1 and without a traceback (a refusal),
+    the first rank that printed a traceback, if it has failed,
+    the rank `failed`.
+    """
     suspect = _suspect(ranks)
     if suspect is not None:
         deadline = time.monotonic() + GRACE_S
@@ -265,34 +297,37 @@ def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
             time.sleep(0.02)
     for rank in ranks:
         rank.read_all()
-    killed = next((rank for rank in ranks if rank.ended_by() not in (0, *CRASHES)), None)
-    ended = (rank for rank in ranks if rank.process.poll() == 1)
-    refused = next((rank for rank in ended if not rank.traceback_at and not rank.is_overdue()), None)
+    killed = next((rank for rank in ranks if rank.ending_signal() not in (0, *CRASHES)), None)
+    exited = (rank for rank in ranks if rank.process.poll() == 1)
+    refused = next((rank for rank in exited if not rank.traceback_at and not rank.is_overdue()), None)
     return killed or refused or (suspect if suspect is not None and suspect.process.poll() else failed)
 
 
 def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for: Sequence[int]) -> Outcome:
-    """End every rank and show why one failed. asked_for: signals that were passed on."""
+    """Ends every rank, shows why `culprit` failed, and returns the outcome.
+
+    asked_for: signals that were passed on to the ranks.
+    """
     culprit.read_all()
     code = culprit.process.poll() or 1
     # Before it could take it for the wish to save and stop, or for a second one
-    if culprit.ended_by() in asked_for:
+    if culprit.ending_signal() in asked_for:
         _end(ranks)
         screen.show(ranks[0])
-        name = _signal_name(culprit.ended_by())
+        name = _signal_name(culprit.ending_signal())
         say(f"deepy.py: ended by {name}")
-        return Outcome(128 + culprit.ended_by(), f"{name} from outside")
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        return Outcome(128 + culprit.ending_signal(), f"{name} from outside")
+    cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGBUS:
-        how += " (a mapped file, as the data's .bin, became shorter while it was read, or /dev/shm is full)"
+        cause += " (a mapped file, as the data's .bin, became shorter while it was read, or /dev/shm is full)"
     if culprit.is_overdue():
-        how = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
-    reason = f"rank {culprit.index} of {culprit.world_size} {how}"
+        cause = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
+    reason = f"rank {culprit.index} of {culprit.world_size} {cause}"
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
     outcome = Outcome(
         128 - code if code < 0 else code, reason, not refused and not asked_for, str(culprit.log.path.resolve())
     )
-    if screen.quiet and outcome.repeatable and culprit.log.is_whole:
+    if screen.quiet and outcome.repeatable and culprit.log.is_complete:
         if code < 0 or culprit.is_overdue():
             _write_stacks(ranks)
         return _end_before_restart(outcome, ranks, screen)
@@ -302,26 +337,27 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
         screen.show(culprit)
     _end(ranks)
     screen.show(ranks[0])
-    shown = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
-    say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
+    ending = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
+    say(f"deepy.py: error: {reason}; {ending if culprit.index else 'its output is above'}")
     return outcome
 
 
 def _end_before_restart(outcome: Outcome, ranks: list[Rank], screen: _Screen, politely: bool = True) -> Outcome:
-    """End every rank of a run that is started again: one line, and the ranks' own logs, say why."""
+    """Ends every rank of a run that is started again, and says why in one line that names the log."""
     _end(ranks, politely)
     screen.show_until_traceback(ranks[0])
     say(f"deepy.py: {outcome.reason}; its output is in {outcome.log}")
     return outcome
 
 
-def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
-    """End every rank because one is stopped and the others wait for it."""
+def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_requested: bool) -> Outcome:
+    """Ends every rank because `culprit` was stopped (SIGSTOP) and the others wait for it. Returns the
+    outcome."""
     reason = (
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
-    outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
-    if screen.quiet and outcome.repeatable and culprit.log.is_whole:
+    outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_requested, str(culprit.log.path.resolve()))
+    if screen.quiet and outcome.repeatable and culprit.log.is_complete:
         _write_stacks(ranks)
         return _end_before_restart(outcome, ranks, screen, politely=False)
     _show_stacks(culprit, ranks, screen)
@@ -332,8 +368,10 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
-    """Show where every rank is, or what it said last, the culprit last of all; not of a culprit that has
-    ended, whose end is shown by the report. One that ends while it writes its stack has not."""
+    """Shows the stack of every rank, or its last output; those of `culprit` come last.
+
+    A culprit that has already ended is left out, because `_report_failure` shows its output.
+    """
     had_ended = culprit.process.poll() is not None
     _write_stacks(ranks)
     for rank in sorted(ranks, key=lambda rank: rank is culprit):
@@ -350,15 +388,16 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
 
 
 def _write_stacks(ranks: list[Rank]) -> None:
-    """Let every rank write its stack, into its log and what is held of it."""
-    before = {rank.index: rank.tail.count(STACK) for rank in ranks}
+    """Makes every rank write its stack to its output, and waits at most STACKS_S seconds to read the stacks
+    into the logs."""
+    counts = {rank.index: rank.tail.count(STACK) for rank in ranks}
     for rank in ranks:
         rank.signal(STACKS_SIGNAL)
         rank.signal(signal.SIGCONT)  # a stopped rank shows its stack when it goes on
     deadline = time.monotonic() + STACKS_S
-    asked = [rank for rank in ranks if rank.process.poll() is None]
+    running = [rank for rank in ranks if rank.process.poll() is None]
     while time.monotonic() < deadline and any(
-        rank.process.poll() is None and rank.tail.count(STACK) == before[rank.index] for rank in asked
+        rank.process.poll() is None and rank.tail.count(STACK) == counts[rank.index] for rank in running
     ):
         time.sleep(0.05)
         for rank in ranks:
@@ -374,7 +413,10 @@ def _signal_name(number: int) -> str:
 
 
 def _end(ranks: list[Rank], politely: bool = True) -> None:
-    """End the ranks' process groups, so that data-loader workers go too: politely, then not."""
+    """Kills each rank with its child processes, such as data-loader workers.
+
+    politely: whether to send SIGTERM first and wait up to GRACE_S seconds.
+    """
     alive = [rank for rank in ranks if politely and rank.process.poll() is None]
     for rank in alive:
         rank.signal_group(signal.SIGTERM)

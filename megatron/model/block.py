@@ -31,19 +31,21 @@ Feed = Callable[[Tensor], tuple[Tensor, RoutingSums | None]]
 
 
 class SubLayer(Protocol):
-    """What a kind of mixer (tokens see each other) or of feed-forward (each token alone) must offer.
+    """The interface of a mixer (tokens see each other) or a feed-forward (each token alone).
 
-    Spec: the frozen dataclass that describes one of its kind.
-    spec: from the configuration and the number of a block, counted from 0, to its `Spec`; None where the
-    block has a sublayer of another kind.
-    module_name: of a mixer, GPT-NeoX's name of it in the block.
-    params: the parameters that the constructor allocates for a `Spec`. The constructor takes (spec, groups,
-    sequence_parallel); that of a mixer takes `backends` too, what it computes with.
-    core: everything before the last linear, which is row-parallel. A mixer's takes `[seq, batch, hidden]`,
-    its `AttentionInputs`, or `StateInputs` where it has a state, the seed of its dropout, its cache, and the
-    seed that its linears are given; a feed-forward's `[seq, batch, hidden]`, that seed, and which tokens
-    count (as of `Router`), and it returns its `RoutingSums` too, None where it routes nothing.
-    output: that last linear, or what sums the products of tensor ranks.
+    Spec: the frozen dataclass that describes it.
+    spec: returns its `Spec`, from the configuration and the number of a block, counted from 0; None if the
+        block has another kind of sublayer.
+    module_name: only of mixers: GPT-NeoX's name of the module in the block.
+    params: returns the parameters that the constructor allocates for a `Spec`.
+    core: computes everything before the last linear, which is row-parallel, from `[seq, batch, hidden]`.
+        A mixer gets (x, inputs, dropout seed, cache, adapter seed); inputs are `AttentionInputs`, or
+        `StateInputs` if it has a state. A feed-forward gets (x, adapter seed, token_mask as of `Router`), and
+        also returns its `RoutingSums`; None if it has no router.
+    output: the last linear, or the sum of the tensor ranks' summands.
+
+    The constructor takes (spec, groups, sequence_parallel). A mixer's also takes `backends`, the kernels that
+    it computes with.
     """
 
     Spec: type
@@ -65,15 +67,20 @@ _SUBMODULES = (
 
 
 def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
-    """The spec of block number `block` by the first kind of the table that has one for it; None where it has
-    no such sublayer."""
+    """Returns the spec of block number `block` by the first class in `table` that has one for it.
+
+    None if the block has no such sublayer.
+    """
     return next((spec for kind in table if (spec := kind.spec(args, block)) is not None), None)
 
 
 class DropoutSeeds(NamedTuple):
-    """A block's seeds (`seed_tensor`) for one micro-batch: of the dropout of attention probabilities, of the
-    mixer's output, of the feed-forward's output, and of adapters' inputs and routers' jitter; None where
-    there is none of these."""
+    """A block's seeds (`seed_tensor`) for one micro-batch; None if nothing random is drawn.
+
+    attention: for dropout of attention probabilities.
+    mixer, feed_forward: for dropout of their outputs.
+    adapters: for dropout of adapters' inputs, and routers' jitter.
+    """
 
     attention: Tensor | None = None
     mixer: Tensor | None = None
@@ -82,11 +89,10 @@ class DropoutSeeds(NamedTuple):
 
 
 class Block(nn.Module):
-    """A block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
-    parallelism).
+    """A block: from `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to the same shape.
 
-    checkpoint: runs a function on the block's input and keeps less for the backward pass than it makes
-    (`training.recompute`); None: all is kept.
+    checkpoint: runs a function on the block's input, and recomputes activations in the backward pass
+        (`training.recompute`); None: all activations are kept.
     """
 
     checkpoint: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
@@ -138,8 +144,11 @@ class Block(nn.Module):
         return tuple(param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
 
     def seeds(self, *parts: int) -> DropoutSeeds:
-        """The seeds of this rank's dropout, functions of `parts` (the micro-batch and the layer) and of the
-        rank where its activations are its own."""
+        """Returns the seeds of this rank's dropout for one micro-batch.
+
+        parts: the numbers that they depend on: micro-batch and layer. Tensor ranks have different seeds if
+        their activations differ.
+        """
         offsets = (self.tensor_rank, self.seed_offset, self.seed_offset, 0)
         return DropoutSeeds(*(seed_tensor(mix_seed(*parts, i) + offset) for i, offset in enumerate(offsets)))
 
@@ -149,20 +158,20 @@ class Block(nn.Module):
         inputs: AttentionInputs | StateInputs | None,
         seeds: DropoutSeeds,
         cache: LayerCache | StateCache | None = None,
-        counted: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, RoutingSums | None]:
-        """Run the block on `x`. Returns the sums of its router beside the result, None without one.
+        """Runs the block on `x`; returns the result and the sums of its router (None without one).
 
-        seeds: of `Block.seeds`.
+        seeds: from `Block.seeds`.
         cache: this block's keys and values, or states, in generation; None in training.
-        counted: as of `Router`.
+        token_mask: as of `Router`.
         """
 
         def mix(x: Tensor) -> Tensor:
             return self._mixer.core(x, inputs, seeds.attention, cache, seeds.adapters)
 
         def feed(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
-            return self.mlp.core(x, seeds.adapters, counted)
+            return self.mlp.core(x, seeds.adapters, token_mask)
 
         def run(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
             return _RESIDUAL_FORMS[self.residual](self, x, mix, feed, seeds)
@@ -170,8 +179,7 @@ class Block(nn.Module):
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
     def _added(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """The output of a mixer or feed-forward as the residual stream gets it: after dropout, times the
-        multiplier."""
+        """Returns what a sublayer's output x adds to the residual stream: dropout(x) * multiplier."""
         x = x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
@@ -237,5 +245,5 @@ _RESIDUAL_FORMS = {
 
 
 def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
-    """The class of the table whose specs are of this type; None for no spec."""
+    """Returns the class in `table` whose specs are of this type; None for no spec."""
     return None if spec is None else next(kind for kind in table if isinstance(spec, kind.Spec))

@@ -1,7 +1,7 @@
 """The paged key-value cache of generation (arXiv 2309.06180).
 
-Keys and values of past tokens are kept in a pool of blocks that texts take as they grow, so that a new token
-does not run the text before it again; of Mamba's blocks a state for each text.
+Keys and values of past tokens stay in a pool of blocks, so a new token does not recompute the text before it.
+A text takes more blocks as it grows. Mamba's blocks keep one state for each text instead.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheRows:
-    """Where the rows of one forward pass stand in the pool of blocks.
+    """Maps the rows of one forward pass to slots in the pool of blocks.
 
     slots: `[rows * seq]` int64, the slot of each token: block * block_size + offset in the block.
-    table: `[rows, blocks]` int64, the blocks of each row's text in order, then any numbers.
-    parts: (first row, end row, blocks of the longest) of the groups of rows that attend together: for a short
-    text as much is read as for the longest of its group.
-    room: buffers for the keys (0) and values (1) that are read, by which of them and shape. All layers and
-    steps use them in turn.
-    states: `[rows]` int64, where the states of Mamba's blocks stand for each row; None in models without.
+    table: `[rows, blocks]` int64, the blocks of each row's text in order; unused columns hold any number.
+    parts: (first row, end row, number of blocks) of each group of rows that attend together. Every row of a
+        group reads as many blocks as its longest text has.
+    room: buffers that keys and values are gathered into, by (0 for keys or 1 for values, shape). All layers
+        and steps reuse them.
+    states: `[rows]` int64, the index of each row's state in Mamba's blocks; None in models without them.
     """
 
     slots: Tensor
@@ -37,8 +37,10 @@ class CacheRows:
 
 
 class LayerCache(NamedTuple):
-    """The keys (already rotated) and values of one transformer block on this rank, both
-    `[blocks, block_size, kv_heads, head_dim]`."""
+    """The keys (already rotated) and values of one transformer block on this rank.
+
+    keys, values: `[blocks, block_size, kv_heads, head_dim]`. rows: which slots `put` and `read` use.
+    """
 
     keys: Tensor
     values: Tensor
@@ -50,58 +52,61 @@ class LayerCache(NamedTuple):
             pool.view(-1, *pool.shape[2:]).index_copy_(0, self.rows.slots, x.transpose(1, 2).flatten(0, 1))
 
     def read(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For each part its rows, and the keys and values of their whole texts
-        `[rows, kv_heads, columns, head_dim]`.
+        """Yields (rows, keys, values) of each of `CacheRows.parts`, for the full text of each row.
 
-        The tensors are valid until the next part is asked for. Columns behind the end of a text hold anything
-        and are to be masked.
+        keys, values: `[rows, kv_heads, columns, head_dim]`, valid until the next part is requested. Columns
+        past the end of a text hold any values; mask them.
         """
-        for first, last, blocks in self.rows.parts:
-            table = self.rows.table[first:last, :blocks].flatten()
+        for start, end, blocks in self.rows.parts:
+            table = self.rows.table[start:end, :blocks].flatten()
             yield (
-                slice(first, last),
+                slice(start, end),
                 self._gather(self.keys, 0, table, blocks),
                 self._gather(self.values, 1, table, blocks),
             )
 
-    def _gather(self, pool: Tensor, which: int, table: Tensor, blocks: int) -> Tensor:
+    def _gather(self, pool: Tensor, buffer_id: int, table: Tensor, blocks: int) -> Tensor:
         shape = pool.shape[1:]
-        buffer = self.rows.room.get((which, shape))
+        buffer = self.rows.room.get((buffer_id, shape))
         if buffer is None or len(buffer) < len(table):
             buffer = pool.new_empty((len(table) + len(table) // 4, *shape))
-            self.rows.room[which, shape] = buffer
+            self.rows.room[buffer_id, shape] = buffer
         out = buffer[: len(table)]
         torch.index_select(pool, 0, table, out=out)
         return out.view(len(table) // blocks, -1, *pool.shape[2:]).transpose(1, 2)
 
 
 class StateCache(NamedTuple):
-    """What one of Mamba's blocks on this rank keeps of each text, however long: the last inputs of its
-    convolution `[texts, k - 1, channels]`, and its state `[texts, ..]`."""
+    """The cache of one Mamba block on this rank, of constant size per text.
+
+    last_inputs: of the convolution, `[texts, k - 1, channels]`.
+    states: of the scan, `[texts, ..]`.
+    rows: which texts the methods read and write.
+    """
 
     last_inputs: Tensor
     states: Tensor
     rows: CacheRows
 
     def inputs(self) -> Tensor:
-        """`[k - 1, rows, channels]`, those of the rows."""
+        """Returns the last inputs of the convolution for the current rows, `[k - 1, rows, channels]`."""
         return self.last_inputs[self.rows.states].transpose(0, 1)
 
     def put_inputs(self, x: Tensor) -> None:
-        """Keep others for the rows, in the shape of `inputs`."""
+        """Replace the last inputs of the current rows by x, in the shape of `inputs`."""
         self.last_inputs[self.rows.states] = x.transpose(0, 1).to(self.last_inputs.dtype)
 
     def state(self) -> Tensor:
-        """`[rows, ..]`, those of the rows."""
+        """Returns the states of the current rows, `[rows, ..]`."""
         return self.states[self.rows.states]
 
     def put_state(self, state: Tensor) -> None:
-        """Keep others for the rows."""
+        """Replace the states of the current rows."""
         self.states[self.rows.states] = state.to(self.states.dtype)
 
 
 class StateShapes(NamedTuple):
-    """The shapes of what a `StateCache` keeps of a text, and the dtype of its state."""
+    """The shapes of one text's last inputs and state in a `StateCache`, and the dtype of the state."""
 
     last_inputs: tuple[int, ...]
     state: tuple[int, ...]
@@ -110,9 +115,9 @@ class StateShapes(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of the blocks of a stage, by NeoX layer index, with the rows of one forward pass.
+    """The caches of a stage's blocks, by NeoX layer index, with the rows of one forward pass.
 
-    The tensors are written in place, and all views share them. block_size: tokens of a block.
+    All views share the tensors, which are written in place. block_size: tokens of a block.
     """
 
     layers: Mapping[int, LayerCache | StateCache]
@@ -129,38 +134,42 @@ class KVCache:
         states: Mapping[int, StateShapes],
         texts: int,
     ) -> KVCache:
-        """A cache without rows. heads: (key-value heads, head_dim) by layer; states: of layers that have
-        them, for so many texts at once.
+        """Returns a cache without rows, filled with zeros, since even masked values must be numbers.
 
-        It begins as zeros, since what is masked must still be a number.
+        heads: (key-value heads, head_dim) of each layer with keys and values.
+        blocks: number of blocks in the pool of each of these layers.
+        states: the shapes of each layer with states. texts: number of texts that it has states for.
         """
-        nothing = torch.empty(0, 0, dtype=torch.long)
-        rows = CacheRows(nothing.flatten(), nothing, (), {})
+        no_rows = torch.empty(0, 0, dtype=torch.long)
+        rows = CacheRows(no_rows.flatten(), no_rows, (), {})
         layers: dict[int, LayerCache | StateCache] = {}
         for layer, shape in heads.items():
             keys, values = (_zeros((blocks, block_size, *shape), dtype, device) for _ in range(2))
             layers[layer] = LayerCache(keys, values, rows)
-        for layer, of in states.items():
-            last_inputs = _zeros((texts, *of.last_inputs), dtype, device)
-            layers[layer] = StateCache(last_inputs, _zeros((texts, *of.state), of.state_dtype, device), rows)
+        for layer, shapes in states.items():
+            last_inputs = _zeros((texts, *shapes.last_inputs), dtype, device)
+            layers[layer] = StateCache(last_inputs, _zeros((texts, *shapes.state), shapes.state_dtype, device), rows)
         return KVCache(layers, rows, block_size)
 
     @property
     def length(self) -> int:
-        """Number of columns of the rows: of slots for the longest text that `table` has room for."""
+        """Number of slots per row of `table`: the most tokens that a text can have."""
         return self.rows.table.shape[1] * self.block_size
 
-    def of(
+    def with_rows(
         self,
         slots: Tensor,
         table: Tensor,
         parts: Sequence[tuple[int, int, int]] | None = None,
         states: Tensor | None = None,
+        room: dict[tuple[int, torch.Size], Tensor] | None = None,
     ) -> KVCache:
-        """A view of the same tensors for other rows, as `CacheRows` has them; parts: None for a single
-        part."""
+        """Returns a view of the same tensors for other rows. Arguments are those of `CacheRows`.
+
+        parts: None: one group of all rows. room: None: the buffers that all views share.
+        """
         parts = [(0, *table.shape)] if parts is None else parts
-        rows = CacheRows(slots, table, parts, self.rows.room, states)
+        rows = CacheRows(slots, table, parts, self.rows.room if room is None else room, states)
         return KVCache({i: cache._replace(rows=rows) for i, cache in self.layers.items()}, rows, self.block_size)
 
 

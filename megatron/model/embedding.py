@@ -20,18 +20,19 @@ from megatron.mpu import (
 
 
 def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
-    """The weight `[vocab, hidden]` of the embedding, which a tied head shares.
+    """Returns the spec of the embedding's weight `[vocab, hidden]`, which a tied head shares.
 
-    Raises ValueError before the padded size of the vocabulary is known.
+    Raises ValueError if the padded vocabulary size is not known yet.
     """
     if spec.vocab is None:
         raise ValueError("padded_vocab_size is not known yet: build the tokenizer first")
-    shape, cut = (spec.vocab, spec.hidden), (spec.vocab,)
-    return ParamSpec("word_embeddings.weight", shape, 0, cut, "embedding", weight_decay=True, tied=spec.tied)
+    shape, blocks = (spec.vocab, spec.hidden), (spec.vocab,)
+    return ParamSpec("word_embeddings.weight", shape, 0, blocks, "embedding", weight_decay=True, tied=spec.tied)
 
 
 def copied(weight: ParamSpec) -> ParamSpec:
-    """The copy of a weight that is trained in its place beside adapters (`lora.modules_to_save`)."""
+    """Returns the spec of a copy of a weight. Beside adapters the copy is trained instead of the weight
+    (`lora.modules_to_save`)."""
     return replace(weight, name=weight.name.replace(".weight", ".modules_to_save"))
 
 
@@ -67,10 +68,12 @@ class Embedding(nn.Module):
         return (*cls.words(spec), *cls.positions(spec))
 
     def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
-        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of
-        `Batch`."""
+        """Returns hidden states `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
+
+        tokens, positions: `[batch, seq]`. seed: of noise and dropout. cu_seqlens: as of `Documents`.
+        """
         x = self.word_embeddings(tokens.t())
-        cut = self.group if self.sequence_parallel else None
+        sequence_group = self.group if self.sequence_parallel else None
         if self.multiplier != 1.0:
             x = x * torch.tensor(self.multiplier, dtype=x.dtype)
         if self.noise and self.training:
@@ -78,8 +81,8 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             rows = positions.t() + self.position_offset
             added = nn.functional.embedding(rows, self.position_embeddings.weight)  # type: ignore[arg-type]
-            x = x + scatter_to_sequence(added, cut)
+            x = x + scatter_to_sequence(added, sequence_group)
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
-            x = x + scatter_to_sequence(added, cut)
+            x = x + scatter_to_sequence(added, sequence_group)
         return dropout(x, self.dropout, seed_tensor(seed + self.part), self.training)

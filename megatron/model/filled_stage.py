@@ -12,16 +12,16 @@ from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 LoadLayers = Callable[..., Mapping[int, Mapping[str, Tensor]]]
-"""Of `layers`, `tensor_rank` and `tensor_size` their weights by layer and name, as `load_weights`."""
+"""From `layers`, `tensor_rank` and `tensor_size` to weights by layer and name, as `load_weights`."""
 
 
 def build_filled_stage(
     args: NeoXArgs, groups: ParallelGroups, load: LoadLayers, log: Callable[[str], None], *, at_once: bool
 ) -> Stage:
-    """This rank's stage with the weights that `load` returns for a list of layers.
+    """Returns this rank's stage with the weights that `load` returns for a list of layers.
 
-    at_once: read all layers together, so that an error names what is wrong in any of them; else one layer
-    after the other, which needs less memory.
+    at_once: read all layers together, so that an error names the problems of all layers; false: one layer
+    after another, which needs less memory.
     """
     stage = build_stage(args, groups, log=log)
     materialize(stage, DTYPES[args.params_dtype]).eval()

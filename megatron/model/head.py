@@ -1,4 +1,4 @@
-"""The last layers: the final norm, and the output projection to this rank's part of the vocabulary."""
+"""The last layers: the final norm, and the output projection to this rank's shard of the vocabulary."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +45,10 @@ class FinalNorm(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """What all heads are: the logits of hidden states, or what a function makes of these and the
-    `OutputLayer`. softcap: as of `HeadSpec`."""
+    """Base of all heads: computes logits, or applies a function to hidden states and the `OutputLayer`.
+
+    softcap: as of `HeadSpec`.
+    """
 
     softcap: float | None = None
 
@@ -56,17 +58,20 @@ class OutputProjection(nn.Module):
         self.kernels = self.plain_kernels = plain_kernels()
 
     def compile_kernels(self) -> None:
-        """Compile what is done to the logits of a chunk where gradients are wanted; passes without them
-        compile nothing."""
+        """Compiles the functions that compute a chunk of logits. Passes without gradients keep the uncompiled
+        functions."""
         self.kernels = compiled_kernels()
 
     def projection(self) -> tuple[Tensor, Product]:
-        """The weight `[vocab/T, hidden]`, and what multiplies with it."""
+        """Returns the weight `[vocab/T, hidden]`, and the `Product` that multiplies by it."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
-        """`[..., hidden]` to `[..., vocab/T]`, or to what `use` returns; the weight is there within this call
-        alone where it is cut over data ranks."""
+        """Returns the logits `[..., vocab/T]` of x `[..., hidden]`, or the result of `use`.
+
+        use: called with x and the `OutputLayer`. If the weight is sharded over data ranks (ZeRO 3), it is
+        available only within this call.
+        """
         weight, product = self.projection()
         if use is None:
             logits = linear(x, weight, None, product)
@@ -76,8 +81,11 @@ class OutputProjection(nn.Module):
 
 
 class Head(OutputProjection):
-    """Final projection of `HeadInput.hidden_states`; parameter `final_linear.weight`, and the copy that is
-    trained beside adapters."""
+    """An untied output projection of `HeadInput.hidden_states`.
+
+    Its parameter is `final_linear.weight`. Beside adapters a copy of it may be trained
+    (`final_linear.modules_to_save`).
+    """
 
     def __init__(self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__(groups, sequence_parallel)
@@ -93,7 +101,7 @@ class Head(OutputProjection):
 
     @classmethod
     def params(cls, spec: HeadSpec) -> tuple[ParamSpec, ...]:
-        """The head's parameters: no own ones where it is tied, since its weight is the embedding's."""
+        """Returns the head's parameters; none if it is tied, since its weight is the embedding's."""
         return () if spec.tied else (*with_prefix("final_linear", cls._linear(spec).params()), *cls._copies(spec))
 
     @classmethod
@@ -107,8 +115,10 @@ class Head(OutputProjection):
 
 
 class ScoreHead(OutputProjection):
-    """The score of each token by `HeadInput.hidden_states`; parameter `rm_linear.weight`, `[1, hidden]`, cut
-    along its input as in GPT-NeoX, each rank of which gives a part of the sum."""
+    """Computes the score of each token from `HeadInput.hidden_states`.
+
+    Its parameter `rm_linear.weight`, `[1, hidden]`, is sharded along its input as in GPT-NeoX: each rank
+    computes a part of the sum."""
 
     def __init__(self, spec: ScoreSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__(groups, sequence_parallel)
@@ -117,9 +127,9 @@ class ScoreHead(OutputProjection):
 
     @staticmethod
     def params(spec: ScoreSpec) -> tuple[ParamSpec, ...]:
-        """The weight; at first it is normal with `init_method_std`, as transformers begins such heads."""
-        shape, cut = (1, spec.hidden), (spec.hidden,)
-        return (ParamSpec("rm_linear.weight", shape, 1, cut, "normal", weight_decay=True),)
+        """Returns the weight's spec. It is initialised like transformers' (normal, `init_method_std`)."""
+        shape, blocks = (1, spec.hidden), (spec.hidden,)
+        return (ParamSpec("rm_linear.weight", shape, 1, blocks, "normal", weight_decay=True),)
 
     def projection(self) -> tuple[Tensor, Product]:
         return self.rm_linear.weight, PlainProduct()  # type: ignore[return-value]
@@ -132,9 +142,11 @@ class ScoreHead(OutputProjection):
 
 
 class TiedHead(OutputProjection):
-    """Final projection with the embedding's weight: the embedding's own parameter where both are on one
-    stage, else a copy whose gradient is summed with the first stage's. product: as of `Linear`. What is
-    trained beside adapters in the embedding's place is so here."""
+    """Final projection with the embedding's weight, or with the embedding's trained copy beside adapters.
+
+    If the embedding is on the same stage, the head uses its parameter. Otherwise the head has a copy, whose
+    gradient is summed with the first stage's. product: as of `Linear`.
+    """
 
     product: Product
 
@@ -158,5 +170,5 @@ class TiedHead(OutputProjection):
         self.adapters_on, self.softcap = spec.copied, spec.softcap
 
     def projection(self) -> tuple[Tensor, Product]:
-        held = self.word_embeddings
-        return held.modules_to_save if self.adapters_on else held.weight, self.product  # type: ignore[return-value]
+        embedding = self.word_embeddings
+        return embedding.modules_to_save if self.adapters_on else embedding.weight, self.product  # type: ignore[return-value]

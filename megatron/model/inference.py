@@ -1,5 +1,4 @@
-"""A model in inference mode: this rank's stage with its tokenizer and configuration, of a checkpoint or of a
-run."""
+"""A model for inference: this rank's stage, tokenizer and configuration, from a checkpoint or from a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,17 +18,17 @@ from megatron.tokenizer import Tokenizer
 class Model:
     """This rank's stage in evaluation mode, and what generation and evaluation need beside it.
 
-    args: the configuration, as `for_inference` made it.
+    args: the configuration, as `for_inference` returned it.
     dtype: of weights and hidden states.
-    columns: number of tokens that take part in the softmax: the rows of vocabulary that an export to
-    HuggingFace keeps. None: all of padded_vocab_size, as in training.
-    lockstep: parameters, or experts, are shared out over data-parallel ranks (ZeRO 3, expert parallelism), so
-    that all of them must run the stage equally often.
+    columns: number of tokens in the softmax: the vocabulary rows that an export to HuggingFace keeps. None:
+        all of padded_vocab_size, as in training.
+    lockstep: parameters or experts are sharded over data-parallel ranks (ZeRO 3, expert parallelism), so all
+        of these ranks must run the stage equally often.
     source: the folder that the weights came from; empty in training.
-    adapter_rows: where rows of a batch choose their adapters (`Request.adapter`); None: there are none.
-    adapters: the folders of adapters that its weights have taken in, each with its factor.
-    declared_eos_ids: ids that end a text besides the tokenizer's end of document, as the model's own files
-    name them.
+    adapter_rows: sets the adapter of each row of a batch (`Request.adapter`); None: rows choose none.
+    adapters: (folder, factor) of each set of adapters merged into the weights.
+    declared_eos_ids: further ids that end a text, from the model's own files, besides the tokenizer's end of
+        document.
     """
 
     args: NeoXArgs
@@ -51,7 +50,7 @@ class Model:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """All folders that the weights are made of."""
+        """The folder of the weights, then those of the adapters merged into them."""
         return (self.source, *(path for path, _ in self.adapters))
 
     @property
@@ -62,19 +61,20 @@ class Model:
 
 
 def for_inference(args: NeoXArgs) -> NeoXArgs:
-    """The same configuration without what only training gains from.
+    """Returns the configuration without settings that only help training.
 
-    Sequence parallelism saves activations, but cannot split a single token; compiled blocks would be compiled
-    again for every length of text. A limit on how many tokens an expert takes keeps its work even; the text
-    would depend on what else is in the batch.
+    Off are sequence parallelism (it cannot shard a single token), compiled blocks (each length of text would
+    compile again) and expert capacity (a text would depend on others in the batch).
     """
     return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None)
 
 
 @contextmanager
 def eager_blocks(stage: Stage) -> Iterator[None]:
-    """Within the context the blocks of a stage run uncompiled, and it counts as such: what is run now and
-    then, in other shapes than those of steps, would have the run wait for graphs of its own."""
+    """Runs the blocks of a stage uncompiled within the context; `stage.compiled` is then False.
+
+    Without it, shapes other than those of training steps would be compiled to further graphs.
+    """
     was_compiled = stage.compiled
     blocks = [stage.layers[str(spec.index)] for spec in stage.blocks] if was_compiled else []
     compiled = [block._compiled_call_impl for block in blocks]
@@ -92,10 +92,10 @@ def eager_blocks(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def inference_mode(stage: Stage) -> Iterator[None]:
-    """Within the context a stage that is being trained runs as `for_inference` would have built it.
+    """Runs a stage that is being trained as `for_inference` would have built it, within the context.
 
-    It is in evaluation mode, without sequence parallelism, experts take all tokens, and compiled blocks run
-    uncompiled.
+    The stage is in evaluation mode, without sequence parallelism and expert capacity, and its blocks run
+    uncompiled. The end of the context restores all of these.
     """
     was_training = stage.training
     split_modules = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]

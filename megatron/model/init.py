@@ -1,5 +1,6 @@
-"""The weights of a fresh stage: their memory, and initial values that are a function of (seed, parameter,
-shape) alone, so any layout starts from the same model."""
+"""Allocates and initialises the weights of a new stage.
+
+Initial values are a function of (seed, parameter, shape) alone, so any layout starts from the same model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +30,16 @@ def materialize(
     frozen_dtype: torch.dtype | None = None,
     precise: bool = True,
 ) -> Stage:
-    """Give the parameters that `build_stage` left on the meta device memory on the stage's device, one layer
-    after the other; the same stage.
+    """Allocates the parameters that `build_stage` left on the meta device; returns the same stage.
 
-    What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen;
-    those that have memory keep it, with their values.
-    finish: fills, or shards, each layer before the next one is given memory. frozen_dtype: of what is not
-    trained; None: `dtype`. precise: whether those that are to be fp32 in any precision are.
+    Values are undefined until `finish` sets them. Shared parameters stay shared, and frozen ones frozen.
+    Parameters that are not on the meta device keep their memory and values.
+
+    finish: fills, or shards, each layer before the next one is allocated.
+    frozen_dtype: of parameters that are not trained; None: `dtype`.
+    precise: allocate parameters marked as precise in fp32, whatever `dtype` is.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     stage.dtype = dtype
     for index, layer in stage.layers.items():
         first_seen: list[tuple[str, nn.Parameter]] = []
@@ -45,15 +47,15 @@ def materialize(
             for name, param in module._parameters.items():
                 if param is None or param.device.type != "meta":
                     continue  # blocks may share a module
-                if param not in made:
+                if param not in allocated:
                     its_dtype = dtype if param.requires_grad else frozen_dtype or dtype
                     if is_never_trained(param) or (precise and is_precise(param)):
                         its_dtype = torch.float32
                     local = torch.empty_like(param, dtype=its_dtype, device=stage.device_of_groups)
-                    made[param] = nn.Parameter(local, param.requires_grad)
-                    mark(made[param], is_never_trained(param), is_precise(param))
-                    first_seen.append((f"{path}.{name}", made[param]))
-                module._parameters[name] = made[param]
+                    allocated[param] = nn.Parameter(local, param.requires_grad)
+                    mark(allocated[param], is_never_trained(param), is_precise(param))
+                    first_seen.append((f"{path}.{name}", allocated[param]))
+                module._parameters[name] = allocated[param]
         if finish is not None:
             finish(int(index), first_seen)
     return stage
@@ -73,7 +75,7 @@ def _deviations(args: NeoXArgs) -> dict[str, float]:
 
 
 def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, generator: torch.Generator) -> None:
-    """Fill some rows of a parameter, which follow those that `generator` was used for before."""
+    """Fill the next rows of a parameter from `generator`, which drew the rows before them."""
     if isinstance(method, float):
         rows.fill_(method)
     elif method == "ones":
@@ -106,11 +108,13 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, ge
 
 
 def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """The initial value of a whole parameter, over all tensor ranks, fp32, as (first row, rows): pieces of
-    bounded size that depend on its shape alone. Orthogonal weights come as a whole, which their QR
-    decomposition needs."""
-    named = {"output": args.output_layer_init_method, "input": args.init_method, "embedding": args.init_method}
-    method = spec.init if isinstance(spec.init, float) else named.get(spec.init, spec.init)
+    """Yields the fp32 initial value of a full parameter (over all tensor ranks) in pieces: (first row, rows).
+
+    The size of pieces is bounded and depends only on the parameter's shape. An orthogonal weight is a single
+    piece, because its QR decomposition needs all rows.
+    """
+    configured = {"output": args.output_layer_init_method, "input": args.init_method, "embedding": args.init_method}
+    method = spec.init if isinstance(spec.init, float) else configured.get(spec.init, spec.init)
     generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
     # Of a multiple of 16 elements each: then torch's generator of the CPU, which makes normal numbers 16 at a
@@ -120,26 +124,25 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
     else:
         step = max(16, _PIECE // width // 16 * 16)
     starts = list(range(0, max(1, rows - step + 1), step))
-    for first, last in zip(starts, [*starts[1:], rows], strict=True):
-        piece = torch.empty((last - first, *spec.shape[1:]), dtype=torch.float32, device=device)
+    for start, end in zip(starts, [*starts[1:], rows], strict=True):
+        piece = torch.empty((end - start, *spec.shape[1:]), dtype=torch.float32, device=device)
         _draw(piece, method, spec, args, generator)
-        yield first, piece
+        yield start, piece
 
 
-def initial_whole(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
-    """`initial_rows` put together, drawn by the CPU's generator."""
+def initial_weight(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
+    """Returns all rows of `initial_rows` as one tensor, drawn by the CPU's generator."""
     return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)
 
 
 def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
-    """This rank's part of a parameter's initial value, of its experts where ranks share these out, as (first
-    row of the part, rows)."""
+    """Yields this rank's shard, or experts, of a parameter's initial value as (first row in it, rows)."""
     start, count = spec.expert_rows(groups)
-    for whole_first, whole in initial_rows(spec, layer, args, groups.device):
-        for first, rows in shard_rows(whole, whole_first, spec, groups.rank("tensor"), groups.size("tensor")):
-            low, high = max(first, start), min(first + len(rows), start + count)
+    for full_start, full_rows in initial_rows(spec, layer, args, groups.device):
+        for row, rows in shard_rows(full_rows, full_start, spec, groups.rank("tensor"), groups.size("tensor")):
+            low, high = max(row, start), min(row + len(rows), start + count)
             if low < high:
-                yield low - start, rows[low - first : high - first]
+                yield low - start, rows[low - row : high - row]
 
 
 def init_stage(
@@ -151,17 +154,18 @@ def init_stage(
     frozen_dtype: torch.dtype | None = None,
     precise: bool = True,
 ) -> None:
-    """`materialize` with this rank's part of the initial values, rounded from fp32; weights that are held
-    packed are packed one after another.
+    """Allocates a stage as `materialize` does, and sets this rank's initial values, rounded from fp32.
 
-    take_over: called with each layer's index and parameters, before the next one is given memory.
+    Weights that the stage holds quantised are quantised one at a time.
+
+    take_over: called with each layer's index and parameters, before the next layer is allocated.
     frozen_dtype, precise: as of `materialize`.
     """
     specs, packed = named_params(args), quantized_linears(stage)
 
     def fill_one(value: Tensor, layer: int, name: str) -> None:
-        for first, rows in initial_part(specs[layer, name], layer, args, groups):
-            value[first : first + len(rows)].copy_(rows)
+        for row, rows in initial_part(specs[layer, name], layer, args, groups):
+            value[row : row + len(rows)].copy_(rows)
 
     def fill(layer: int, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for name, param in params:
@@ -178,15 +182,18 @@ def init_stage(
 
 
 def _key(layer: int, name: str) -> tuple[int, str]:
-    """A parameter's place in the weight map: the last stage's copy of a tied embedding is layer 0's."""
+    """Returns the (layer, name) of a parameter in the weight map.
+
+    The last stage's copy of a tied embedding belongs to layer 0.
+    """
     return (0 if name.startswith("word_embeddings.") else layer, name)
 
 
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
-    """The parameters of a stage as (layer, name in the weight map, parameter).
+    """Returns the parameters of a stage as (layer, name in the weight map, parameter).
 
-    The last stage's copy of a tied embedding counts as layer 0's. copies: a parameter that blocks share is
-    listed for each of these blocks, not for the first alone.
+    The last stage's copy of a tied embedding counts as layer 0's. copies: list a parameter that blocks share
+    once for each block; false: for the first block only.
     """
     params: dict[tuple[int, str], nn.Parameter] = {}
     for full_name, param in stage.named_parameters(remove_duplicate=not copies):

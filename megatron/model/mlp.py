@@ -73,8 +73,8 @@ class XIELU(nn.Module):
             F.softplus(copy_to_tensor(alpha, self.group).float()) for alpha in (self.alpha_p, self.alpha_n)
         )
         wide = x.float()
-        below = (torch.expm1(wide.clamp(max=XIELU_EPS)) - wide) * (XIELU_BETA + negative)
-        return (torch.where(wide > 0, positive * wide * wide, below) + XIELU_BETA * wide).to(x.dtype)
+        negative_branch = (torch.expm1(wide.clamp(max=XIELU_EPS)) - wide) * (XIELU_BETA + negative)
+        return (torch.where(wide > 0, positive * wide * wide, negative_branch) + XIELU_BETA * wide).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -99,8 +99,8 @@ class MLP(nn.Module):
     @staticmethod
     def _linears(spec: DenseSpec) -> tuple[LinearSpec, LinearSpec]:
         rows = (spec.width, spec.width) if spec.gated else (spec.width,)
-        names, whole = (("up_proj", "gate_proj"), "gate_up_proj") if spec.gated else ((), "up_proj")
-        up = adapters_of(spec.lora, sum(rows), whole, names, rows, cut=True)
+        names, fused_name = (("up_proj", "gate_proj"), "gate_up_proj") if spec.gated else ((), "up_proj")
+        up = adapters_of(spec.lora, sum(rows), fused_name, names, rows, pattern_sharded=True)
         down = adapters_of(spec.lora, spec.hidden, "down_proj")
         return (
             LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows, adapters=up),
@@ -120,7 +120,9 @@ class MLP(nn.Module):
     def output(self) -> Linear:
         return self.linear2
 
-    def core(self, x: Tensor, adapter_seed: Tensor | None = None, counted: Tensor | None = None) -> tuple[Tensor, None]:
+    def core(
+        self, x: Tensor, adapter_seed: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`. adapter_seed: as
         of `Linear.forward`."""
         x = self.linear1(x, adapter_seed)

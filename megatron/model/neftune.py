@@ -9,7 +9,7 @@ from megatron.mpu import fork_seed, mix_seed
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The number of tokens of the document that each token belongs to, `[batch, seq]` fp32.
 
-    tokens: `[batch, seq]`. cu_seqlens: as of `Batch`; None: each row is one document.
+    tokens: `[batch, seq]`. cu_seqlens: as of `Documents`; None: each row is one document.
     """
     (rows, seq), device = tokens.shape, tokens.device
     if cu_seqlens is None:
@@ -20,10 +20,10 @@ def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
-    """`x` `[seq/parts, batch, hidden]` plus U(-1, 1) * alpha / sqrt(L * hidden) with L of `lengths`
-    `[batch, seq]`.
+    """Returns `x` plus noise: U(-1, 1) * alpha / sqrt(L * hidden), with L the token's entry in `lengths`.
 
-    The noise of the whole sequence is a function of `seed` alone, of which `x` is the `part`-th of `parts`.
+    x: `[seq/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence. lengths:
+    `[batch, seq]`. The noise of the full sequence is a function of `seed` alone.
     """
     rows, seq = lengths.shape
     shape = seq, rows, x.shape[-1]

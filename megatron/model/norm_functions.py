@@ -1,5 +1,4 @@
-"""The functions under the norms of hidden states: torch's, and those of NVIDIA's apex and
-Transformer-Engine."""
+"""Functions that compute the norms of hidden states: torch's, NVIDIA apex's and Transformer-Engine's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NormFunctions:
-    """layer_norm: (x, shape, weight or None, bias or None, eps), as `torch.nn.functional.layer_norm`.
-    rms_norm: (x, shape, weight, eps, zero_centered), as `torch.nn.functional.rms_norm`; zero_centered: by 1 +
-    weight, in fp32. Both return the shape and dtype of x.
+    """The norm functions of a backend. Both return the shape and dtype of x.
+
+    layer_norm: (x, shape, weight or None, bias or None, eps), as `torch.nn.functional.layer_norm`.
+    rms_norm: (x, shape, weight, eps, zero_centered), as `torch.nn.functional.rms_norm`. zero_centered:
+        multiply by 1 + weight, in fp32.
     """
 
     layer_norm: Callable[[Tensor, Shape, Tensor | None, Tensor | None, float], Tensor]
@@ -89,9 +90,9 @@ class _EngineLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, mean, rstd, weight = ctx.saved_tensors
-        of_out = grad.contiguous().view(rows.shape)
-        of_x, of_weight, of_bias = ctx.kernels.layernorm_bwd(of_out, rows, mean, rstd, weight, _ALL_SMS, False)
-        return of_x.view(grad.shape), of_weight, of_bias if ctx.has_bias else None, None, None, None
+        grad_out = grad.contiguous().view(rows.shape)
+        grad_x, grad_weight, grad_bias = ctx.kernels.layernorm_bwd(grad_out, rows, mean, rstd, weight, _ALL_SMS, False)
+        return grad_x.view(grad.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
 class _EngineRMSNorm(torch.autograd.Function):
@@ -108,6 +109,6 @@ class _EngineRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, rstd, weight = ctx.saved_tensors
-        of_out = grad.contiguous().view(rows.shape)
-        of_x, of_weight = ctx.kernels.rmsnorm_bwd(of_out, rows, rstd, weight, _ALL_SMS, ctx.zero_centered)
-        return of_x.view(grad.shape), of_weight, None, None, None, None
+        grad_out = grad.contiguous().view(rows.shape)
+        grad_x, grad_weight = ctx.kernels.rmsnorm_bwd(grad_out, rows, rstd, weight, _ALL_SMS, ctx.zero_centered)
+        return grad_x.view(grad.shape), grad_weight, None, None, None, None

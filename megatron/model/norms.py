@@ -25,7 +25,7 @@ def _gain(spec: NormSpec | HeadNormSpec) -> str:
 
 
 class Norm(nn.Module):
-    """The base of norms of hidden states `[..., hidden]`. functions: what computes LayerNorm and RMSNorm."""
+    """The base of norms of hidden states `[..., hidden]`. functions: compute LayerNorm and RMSNorm."""
 
     functions: NormFunctions = TORCH_NORMS
 
@@ -41,7 +41,7 @@ class Norm(nn.Module):
     def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
         raise NotImplementedError
 
-    def _whole(self, param: nn.Parameter | None) -> Tensor | None:
+    def _summed_over_tensor(self, param: nn.Parameter | None) -> Tensor | None:
         return None if param is None else copy_to_tensor(param, self.group)
 
 
@@ -60,7 +60,7 @@ class LayerNorm(Norm):
         return (ParamSpec("weight", (spec.width,), init="ones"), *bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._whole(self.weight), self._whole(self.bias)
+        weight, bias = self._summed_over_tensor(self.weight), self._summed_over_tensor(self.bias)
         return self.functions.layer_norm(x, self.shape, weight, bias, self.eps)
 
 
@@ -104,7 +104,7 @@ NORMS: Mapping[str, type[Norm]] = {
 
 
 def set_norm_functions(module: nn.Module, functions: NormFunctions) -> None:
-    """Let the norms of hidden states in `module` compute with these functions."""
+    """Make all norms of hidden states in `module` use these functions."""
     for norm in module.modules():
         if isinstance(norm, Norm):
             norm.functions = functions
@@ -115,10 +115,9 @@ def build_norm(spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool =
 
 
 class _HeadNorm(nn.Module):
-    """Over this rank's heads `[seq, batch, heads, head_dim]`; weights are cut over tensor ranks like the
-    heads.
+    """Base of norms of queries or keys `[seq, batch, heads, head_dim]`, over this rank's heads.
 
-    heads: of all ranks.
+    Weights are sharded over tensor ranks like the heads. heads: number of heads on all ranks.
     """
 
     def __init__(self, spec: HeadNormSpec, heads: int, groups: ParallelGroups) -> None:
@@ -137,10 +136,10 @@ class _HeadNorm(nn.Module):
         return 1.0 + scale.float() if self.zero_centered else scale
 
     def _mean(self, x: Tensor) -> Tensor:
-        """The mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`; heads that ranks share count
-        equally often.
+        """Returns the mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`.
 
-        Each rank uses the whole sum for its own heads, so gradients are summed as well.
+        Heads that several ranks share count equally often. Each rank uses the mean for its own heads, so its
+        gradients are summed over ranks as well.
         """
         mean = x.mean((-2, -1), keepdim=True)
         return copy_to_tensor(reduce_from_tensor(mean, self.group), self.group) / self.size
@@ -164,8 +163,8 @@ class QKLayerNorm(_HeadNorm):
         return (ParamSpec("weight", shape, 0, (heads,), _gain(spec)), *bias)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.stack([q, k]).float()
-        centred = both - self._mean(both)
+        stacked = torch.stack([q, k]).float()
+        centred = stacked - self._mean(stacked)
         normed = centred * (self._mean(centred.square()) + self.eps).rsqrt() * self.weight
         q, k = (normed if self.bias is None else normed + self.bias).to(q.dtype)
         return q, k

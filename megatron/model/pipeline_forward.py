@@ -1,4 +1,4 @@
-"""Forward-only execution over pipeline stages, in any layout, with or without a training engine around."""
+"""Runs forward passes over pipeline stages, in any layout, with or without a training engine."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -37,11 +37,12 @@ def forward_only(
     dtype: torch.dtype,
     shape: Callable[[Batch], tuple[int, ...]],
 ) -> list[Tensor]:
-    """Run micro-batches through all pipeline stages without gradients and read something off the end of the
-    model.
+    """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes.
 
-    stage: runs this rank's stage. read: from the final hidden states with their head, and the batch, to a
-    tensor of `shape(batch)`, called on the last stage. dtype: of the hidden states that stages exchange.
+    stage: runs this rank's stage.
+    read: called on the last stage with the final hidden states (and their head) and the batch; returns a
+        tensor of `shape(batch)`.
+    dtype: of the hidden states that stages exchange.
     Returns one fp32 tensor for each micro-batch, the same on every pipeline rank.
     """
     pipe, members = groups.group("pipe"), groups.members["pipe"]

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage runs (`pipe_partition_method`)."""
+"""Assigns layers to pipeline stages (`pipe_partition_method`)."""
 
 import math
 import re
@@ -19,8 +19,10 @@ _NEOX_CLASSES = {
 
 
 def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
-    """The weight of each layer that `pipe_partition_method` balances over the stages: 1, its number of
-    parameters, or whether its class matches a pattern."""
+    """Returns the weight of each layer, which `pipe_partition_method` balances over the stages.
+
+    It is 1, the number of parameters, or whether the layer's class matches a pattern.
+    """
     method = args.pipe_partition_method.lower()
     if method == "uniform":
         return [1] * len(specs)
@@ -32,16 +34,16 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
         weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
         if any(weights):
             return weights
-    expected = "expected uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
+    expected = "expected uniform, parameters, or type:REGEX with a REGEX that matches layers, as type:transformer|mlp"
     raise args.error("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
 
 
 def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
     """Split the list of layers into `stages` contiguous parts, one for each pipeline stage.
 
-    The largest weight of a stage is as small as possible, then the smallest as large as possible; ties give
-    earlier stages more, so that equal blocks fall as in DeepSpeed's `partition_balanced`. Every stage has a
-    block, whatever the weights: all stages must own the same parameter groups.
+    It minimises the largest weight of a stage, then maximises the smallest. Ties give earlier stages more, so
+    equal blocks are split as by DeepSpeed's `partition_balanced`. Every stage gets a block, because all
+    stages must have the same parameter groups.
     """
     specs = layer_specs(args)
     weight = [0, *accumulate(_layer_weights(args, specs))]

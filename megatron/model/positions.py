@@ -17,9 +17,10 @@ from megatron.neox_arguments import NeoXArgs
 class Rope(NamedTuple):
     """The tables of rotary embedding for the tokens of a micro-batch.
 
-    cos, sin: `[seq, batch, 1, rotary_dim]` fp32, factor * cos and factor * sin of each angle; sin is negated
-    where `apply_rope` needs it. interleaved: as of `RotarySpec`. query_scale: `[seq, batch, 1, 1]` fp32, what
-    rotated queries are multiplied by; None: nothing.
+    cos, sin: `[seq, batch, 1, rotary_dim]` fp32, factor * cos and factor * sin of each angle. sin is negated
+        where `apply_rope` needs it.
+    interleaved: as of `RotarySpec`.
+    query_scale: `[seq, batch, 1, 1]` fp32, a factor of rotated queries; None: no factor.
     """
 
     cos: Tensor
@@ -34,8 +35,10 @@ def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = N
 
 
 def rope_length_limit(args: NeoXArgs) -> int | None:
-    """The length of a text beyond which its rotary frequencies are other ones: for each length (dynamic NTK),
-    or the same for all that are longer (LongRoPE). None where they never depend on it."""
+    """Returns the text length beyond which rotary frequencies change; None if they never do.
+
+    Beyond it, frequencies depend on the length (dynamic NTK), or are a second fixed set (LongRoPE).
+    """
     scaling = args.rope_scaling
     if scaling is None or not args.rotates_by_length:
         return None
@@ -43,11 +46,12 @@ def rope_length_limit(args: NeoXArgs) -> int | None:
 
 
 def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
-    """Rotation frequencies `[width / 2]` fp32, in radians per position, and the factor of cos and sin, after
-    scaling by HuggingFace's formulas.
+    """Returns the scaled rotation frequencies in radians per position, and the factor of cos and sin.
 
-    length: number of tokens of the text, which only dynamic NTK and LongRoPE read: one number, or one for
-    each row or token, `[batch, 1 or seq]`; frequencies are then `[batch, 1 or seq, width / 2]`.
+    Frequencies are `[width / 2]` fp32, scaled by HuggingFace's formulas.
+
+    length: number of tokens of the text, which only dynamic NTK and LongRoPE read: a number, or
+        `[batch, 1 or seq]` for rows or tokens. Frequencies are then `[batch, 1 or seq, width / 2]`.
     """
     dim, base, scaling = rotary.width, rotary.base, rotary.scaling
     if scaling is None:
@@ -62,8 +66,8 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
         return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
     frequencies = _frequencies(dim, base, device)
     if scaling["rope_type"] == "longrope":
-        own = scaling["attention_factor"]
-        grown = longrope_factor(trained, rotary.positions) if own is None else own
+        configured = scaling["attention_factor"]
+        grown = longrope_factor(trained, rotary.positions) if configured is None else configured
         return _longrope(frequencies, scaling, trained, length), grown
     if scaling["rope_type"] == "linear":
         return frequencies / factor, 1.0
@@ -77,9 +81,9 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Te
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
     blend = (trained / waves - low) / (high - low)
-    between = (1 - blend) * frequencies / factor + blend * frequencies
-    kept = torch.where(waves < trained / high, frequencies, between)
-    return torch.where(waves > trained / low, frequencies / factor, kept)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    scaled = torch.where(waves < trained / high, frequencies, blended)
+    return torch.where(waves > trained / low, frequencies / factor, scaled)
 
 
 def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, length: int | Tensor) -> Tensor:
@@ -96,8 +100,10 @@ def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, len
 
 
 def longrope_factor(trained: int, positions: float) -> float:
-    """LongRoPE's attention factor, as `_yarn_factor`, of a model that was trained at one length and is
-    stretched to another."""
+    """Returns LongRoPE's attention factor, which multiplies cos and sin.
+
+    trained: the original length. positions: the length that the model is stretched to.
+    """
     return math.sqrt(1 + math.log(positions / trained) / math.log(trained)) if positions > trained else 1.0
 
 
@@ -107,18 +113,18 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: in
     def dimension(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = dimension(scaling["beta_fast"] or 32), dimension(scaling["beta_slow"] or 1)
+    low, high = dimension(scaling["beta_fast"] or 32), dimension(scaling["beta_slow"] or 1)
     if scaling["truncate"] is not False:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     steps = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    kept = 1 - ((steps - first) / (last - first or 0.001)).clamp(0, 1)
+    unscaled = 1 - ((steps - low) / (high - low or 0.001)).clamp(0, 1)
     stretched = 1.0 / (scaling["factor"] * base ** (2 * steps / dim))
-    return stretched * (1 - kept) + frequencies * kept
+    return stretched * (1 - unscaled) + frequencies * unscaled
 
 
 def _yarn_factor(scaling: Mapping[str, Any]) -> float:
-    """YaRN's attention factor: cos and sin are multiplied by it, and so attention logits by its square."""
+    """Returns YaRN's attention factor. It multiplies cos and sin, and so attention logits by its square."""
 
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
@@ -174,18 +180,18 @@ def sinusoidal_embedding(positions: Tensor, hidden_size: int) -> Tensor:
 
 def alibi_slopes(num_heads: int) -> list[float]:
     """ALiBi's slope of each head (arXiv 2108.12409), interpolated as in its authors' code where the number of
-    heads is no power of two."""
+    heads is not a power of two."""
 
     def powers(n: int) -> list[float]:
         start = 2.0 ** -(2.0 ** -(math.log2(n) - 3))
         return [start ** (i + 1) for i in range(n)]
 
-    whole = 2 ** math.floor(math.log2(num_heads))
-    return powers(whole) + powers(2 * whole)[0::2][: num_heads - whole]
+    power = 2 ** math.floor(math.log2(num_heads))
+    return powers(power) + powers(2 * power)[0::2][: num_heads - power]
 
 
 def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
-    """Column of the key minus column of the query, `[batch or 1, 1, queries, seq]`.
+    """Returns the column of the key minus the column of the query, `[batch or 1, 1, queries, seq]`.
 
     queries: the columns of the queries, `[batch, queries]`; None: all of seq.
     """
@@ -194,12 +200,14 @@ def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
 
 
 def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
-    """ALiBi's bias of attention logits: slope * (key - query), -inf for future keys, `[1, heads, seq, seq]`
-    fp32.
+    """Returns ALiBi's bias of attention logits: slope * (key - query), and -inf for future keys.
 
-    slopes: `[heads]`. positions: the columns of the queries where these are not all of seq,
-    `[batch, queries]`; the result is then `[batch, heads, queries, seq]`. distance: key - query where it is
-    not that of columns, `[batch, 1, queries, keys]`.
+    The result is `[1, heads, seq, seq]` fp32.
+
+    slopes: `[heads]`.
+    positions: `[batch, queries]`, the columns of the queries; None: all of seq. With it the result is
+        `[batch, heads, queries, seq]`.
+    distance: `[batch, 1, queries, keys]`, key - query to use instead of the difference of columns.
     """
     distance = distances(seq, slopes.device, positions) if distance is None else distance
     return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))
@@ -210,8 +218,8 @@ def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor
     grow logarithmically up to max_distance."""
     exact = buckets // 2
     growth = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
-    far = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
-    return torch.where(distance < exact, distance, far)
+    logarithmic = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return torch.where(distance < exact, distance, logarithmic)
 
 
 class RelativePositionBias(nn.Module):
@@ -230,8 +238,8 @@ class RelativePositionBias(nn.Module):
 
     @staticmethod
     def params(spec: RelativeSpec) -> tuple[ParamSpec, ...]:
-        shape, cut = (spec.buckets, spec.heads), (spec.heads,)
-        return (ParamSpec("weight", shape, 1, cut, "xavier_normal", weight_decay=True, shared=True),)
+        shape, blocks = (spec.buckets, spec.heads), (spec.heads,)
+        return (ParamSpec("weight", shape, 1, blocks, "xavier_normal", weight_decay=True, shared=True),)
 
     def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
         """The bias of attention logits, -inf for future keys; shapes and arguments are those of

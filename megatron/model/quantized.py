@@ -1,5 +1,4 @@
-"""Weights below adapters that are held in 4 bits (`lora.quantization`): those of the linears of a stage's
-blocks."""
+"""Base weights of adapters in 4 bits (`lora.quantization`): the linears of a stage's blocks."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,10 +12,10 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> None:
-    """Let the linears of a stage's blocks hold their weights packed, as `lora.quantization` says. The stage
-    is still on the meta device; the weights are no parameters afterwards.
+    """Makes the linears of a stage's blocks hold quantised weights, if `lora.quantization` is set.
 
-    Raises ConfigError without bitsandbytes.
+    The stage is still on the meta device. The weights are no parameters afterwards. Logs a line. Raises
+    ConfigError if bitsandbytes is missing.
     """
     if args.lora is None or not args.quantized:
         return
@@ -45,7 +44,7 @@ def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> N
 
 
 def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear]]:
-    """(NeoX's layer index, name of the weight in the weight map, linear) of each that holds it packed."""
+    """Returns (NeoX layer index, name in the weight map, linear) of each linear with a quantised weight."""
     return [
         (int(index), f"{name}.weight", module)
         for index, layer in stage.layers.items()
@@ -56,19 +55,21 @@ def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear]]:
 
 @torch.no_grad()
 def take_quantized(stage: Stage, weights: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Pack those of `weights` (by layer and name, this rank's parts, on any device) that the stage holds
-    packed, one after another; returns the others."""
-    rest = {layer: dict(values) for layer, values in weights.items()}
+    """Quantises the weights that the stage holds quantised, one at a time; returns the other weights.
+
+    weights: this rank's shards by NeoX layer index and name, on any device.
+    """
+    unpacked = {layer: dict(values) for layer, values in weights.items()}
     for layer, name, linear in quantized_linears(stage):
-        value = rest.get(layer, {}).pop(name, None)
+        value = unpacked.get(layer, {}).pop(name, None)
         if value is not None:
             assert isinstance(linear.product, QuantizedProduct)
             linear.set_quantized(value.to(stage.device_of_groups, linear.product.dtype))
-    return rest
+    return unpacked
 
 
 def quantized_memory(stage: Stage) -> list[Tensor]:
-    """What packed weights take: their bytes, and the scales of their blocks."""
+    """Returns the tensors of quantised weights: their bytes, and the scales of their blocks."""
     held = []
     for _, _, linear in quantized_linears(stage):
         assert isinstance(linear.product, QuantizedProduct)

@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from megatron.mpu import LoraSpec
+from megatron.mpu import LoraSpec, LowRank
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.resolved import FULL_BLOCKS
-from megatron.neox_arguments.values.adapters import adapter_names, copied_modules, lora_scale
+from megatron.neox_arguments.values.lora_settings import block_adapters, copied_modules, lora_scale
 
 Residual = Literal["sequential", "parallel", "olmo3", "sandwich", "single"]
 
-# Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say
-# (transformer_engine.py).
+# Of Transformer-Engine's LayerNormMLP in GPT-NeoX, whatever the epsilon keys say (transformer_engine.py).
 _TE_EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-8}
 # `activation` -> the function of it, or of its gate
 _FUNCTIONS = {
@@ -58,11 +57,10 @@ class HeadNormSpec:
 class RotarySpec:
     """Rotary position embedding.
 
-    width: number of dimensions of a head that are rotated. base: rope_theta. scaling: the key `rope_scaling`;
-    None for layers that it does not apply to. positions: length of the longest text, from which scaling
-    stretches unless it gives a length of its own. interleaved: neighbouring dimensions are rotated together,
-    not those of the two halves.
-    """
+    width: number of dimensions of a head that are rotated. base: rope_theta.
+    scaling: the key `rope_scaling`; None: this layer's rotary positions are not scaled.
+    positions: max_position_embeddings, from which scaling stretches unless `scaling` has an original length.
+    interleaved: dimensions 2i and 2i + 1 are rotated together, not i and i + width / 2."""
 
     width: int
     base: float
@@ -71,8 +69,8 @@ class RotarySpec:
     interleaved: bool = False
 
     @property
-    def by_length(self) -> bool:
-        """Whether frequencies depend on how long a text is."""
+    def length_dependent(self) -> bool:
+        """Whether rotary frequencies depend on the length of the text."""
         return self.scaling is not None and self.scaling["rope_type"] in ("dynamic", "longrope")
 
 
@@ -90,17 +88,17 @@ class RelativeSpec:
 class AttentionSpec:
     """Self-attention over `heads` queries and `kv_heads` keys and values of `head_dim`.
 
-    window: keys before itself that a query sees, flash attention's `window_size=(W, 0)`, so W + 1 keys with
-    its own; transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are
-    seen.
-    backend: `attention_backend`; flash where `attention_config` names it beside global.
-    scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c);
-    None: they stay. clip: queries, keys and values are clamped to +- this. sinks: each query has one logit
-    more, a parameter of its head, whose probability is given to no value. bias, output_bias: whether the
-    linear of queries, keys and values, and the last one, have biases.
+    window: number of keys before its own that a query sees; None: all. It is W in flash attention's
+        `window_size=(W, 0)`, and one less than transformers' `sliding_window`.
+    backend: `attention_backend`; but flash in flash blocks if `attention_config` has global blocks too.
+    scale: factor of the logits; None: 1 / sqrt(head_dim).
+    softcap: c; logits x become c tanh(x / c). None: no cap.
+    clip: queries, keys and values are clamped to [-clip, clip]; None: they are not.
+    sinks: each head's softmax has an additional logit, which is a parameter and has no value.
+    bias, output_bias: whether query_key_value, and dense, have biases.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
-    (gpt_j_residual). lora: the adapters of its linears.
-    """
+        (gpt_j_residual).
+    lora: the adapters of its linears."""
 
     hidden: int
     heads: int
@@ -124,12 +122,12 @@ class AttentionSpec:
 
     @property
     def biased(self) -> bool:
-        """Whether positions are added to attention logits, which makes every call one with a mask."""
+        """Whether position biases are added to attention logits. Every call then has a mask."""
         return self.alibi or self.relative is not None
 
     @property
     def inputs(self) -> tuple[int | None, RotarySpec | None, str]:
-        """Everything that `AttentionInputs` depend on: blocks in which it is equal share them."""
+        """The fields that `AttentionInputs` depend on. Blocks with equal values share their inputs."""
         return self.window, self.rotary, self.backend
 
 
@@ -152,13 +150,13 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """What chooses the experts of each token.
+    """The router, which chooses the experts of each token.
 
-    sinkhorn: in training from scores that are balanced over a micro-batch first. scores: softmax or sigmoid.
-    normalized, factor: scores of the chosen are divided by their sum, and multiplied by this. groups,
-    top_groups: of neighbouring experts, of which the chosen are of these best. bias: of the logits.
-    bias_update_rate: of the bias that counts in the choice alone; None without. jitter: of the input.
-    """
+    sinkhorn: in training, experts are chosen by scores that Sinkhorn balances over the micro-batch.
+    scores: softmax or sigmoid. normalized: chosen scores are divided by their sum. factor: multiplies them.
+    groups, top_groups: neighbouring experts form groups; only experts of the best `top_groups` are chosen.
+    bias: the logits have biases. jitter: relative noise on the router's input in training; 0: none.
+    bias_update_rate: of the untrained bias that affects only the choice of experts; None: no such bias."""
 
     hidden: int
     experts: int
@@ -176,18 +174,17 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts: each token's feed-forward is the sum of some experts', times their scores.
+    """A mixture of experts: each token's output is the sum of its experts' outputs, times their scores.
 
-    expert: one expert. capacity_factor: tokens that an expert takes at most, in units of their mean; None:
-    all. cut: tensor ranks have a slice of every expert, else some of them whole. shared: a feed-forward
-    beside them that all tokens go through; shared_gate: its output is multiplied by the sigmoid of a gate.
-    latent: experts read a projection of a token, as wide as `expert.hidden`; their sum is projected back.
-    """
+    expert: one expert. capacity_factor: most tokens of an expert, in units of the mean; None: no limit.
+    sharded: each tensor rank holds a slice of every expert; else some experts in full.
+    shared: a feed-forward that all tokens also go through. shared_gate: a sigmoid gate multiplies its output.
+    latent: experts read a projection of width `expert.hidden`; the sum of their outputs is projected back."""
 
     router: RouterSpec
     expert: DenseSpec
     capacity_factor: float | None
-    cut: bool
+    sharded: bool
     shared: DenseSpec | None
     shared_gate: bool
     latent: bool = False
@@ -197,11 +194,11 @@ class MoESpec:
 class MambaSpec:
     """Mamba's mixer (arXiv 2312.00752): a state of `state` numbers for each of `inner` channels.
 
-    dt_rank: of the projection of time steps. conv_kernel: tokens that the causal convolution sees.
-    conv_bias, bias: whether the convolution, and the linears but that of time steps, have biases. norm_eps:
-    of the RMS norms of B, C and time steps, which have no weights; None: there are none. fp32_params: A_log
-    and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision.
-    """
+    dt_rank: inner width of the projection of time steps. conv_kernel: tokens that the convolution sees.
+    conv_bias: the convolution has biases. bias: the linears have, except dt_proj, which always has one.
+    norm_eps: of the RMSNorms (without weights) of B, C and time steps; None: no norms.
+    fp32_params: A_log and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision.
+    lora: the adapters of in_proj and x_proj."""
 
     hidden: int
     inner: int
@@ -213,6 +210,7 @@ class MambaSpec:
     norm_eps: float | None
     fp32_params: bool
     state_fp32: bool
+    lora: LoraSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -220,10 +218,9 @@ class Mamba2Spec:
     """Mamba 2's mixer (arXiv 2405.21060): `heads` of `head_dim` channels, each with one decay and a state
     `[head_dim, state]`.
 
-    groups: of neighbouring heads, which share B and C, and the mean square of the gated norm. norm_eps: of
-    this. chunk: tokens that the scan takes at once. time_step_limit: lowest and highest time step. Others as
-    of `MambaSpec`.
-    """
+    groups: neighbouring heads form groups, which share B and C, and the mean square of the gated norm.
+    norm_eps: of the gated norm. chunk: tokens per chunk of the scan. time_step_limit: (lowest, highest).
+    Other fields: as of `MambaSpec`."""
 
     hidden: int
     heads: int
@@ -238,6 +235,7 @@ class Mamba2Spec:
     time_step_limit: tuple[float, float]
     fp32_params: bool
     state_fp32: bool
+    lora: LoraSpec | None = None
 
     @property
     def inner(self) -> int:
@@ -254,10 +252,10 @@ FeedForwardSpec = DenseSpec | MoESpec
 class EmbeddingSpec:
     """The embedding, from tokens to hidden states.
 
-    vocab: rows of the embedding; None before the tokenizer is known. learned: rows of learned positions, 0
-    without; offset: how many of these come before position 0. noise: NEFTune's alpha. tied: the head has the
-    same weight. copied: a copy of the weight is trained beside adapters (`lora.modules_to_save`).
-    """
+    vocab: rows of the embedding; None before the tokenizer is known.
+    learned: rows of learned positions; 0: none. offset: position p reads row p + offset.
+    noise: NEFTune's alpha; None: no noise. tied: the head has the same weight.
+    copied: a copy of the weight is trained beside adapters (`lora.modules_to_save`)."""
 
     kind: ClassVar[str] = "embedding"
     index: int
@@ -275,9 +273,10 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: a mixer and a feed-forward, or one of them alone (residual single). norms: by their names in
-    the block; which of them exist follows from `residual`. multiplier: of what mixer and feed-forward add to
-    the residual stream."""
+    """One block: a mixer and a feed-forward, or one of them alone (residual: single).
+
+    norms: by their names in the block; `residual` decides which exist.
+    multiplier: factor of what the mixer and the feed-forward add to the residual stream."""
 
     kind: ClassVar[str] = "block"
     index: int
@@ -301,8 +300,10 @@ class FinalNormSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The output layer, from hidden states to logits. tied: it has the embedding's weight, and its copy.
-    copied: as of `EmbeddingSpec`. softcap: c of logits x that become c tanh(x / c); None: they stay."""
+    """The output layer, from hidden states to logits.
+
+    tied: its weight is the embedding's, and so is a trained copy. copied: as of `EmbeddingSpec`.
+    softcap: c; logits x become c tanh(x / c). None: no cap."""
 
     kind: ClassVar[str] = "head"
     index: int
@@ -344,8 +345,8 @@ def _has_norm_bias(args: NeoXArgs) -> bool:
 
 
 def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
-    """The norm that the key `norm` names; in_te_mlp: with the epsilon of the one in Transformer-Engine's
-    MLP."""
+    """Returns the norm that the key `norm` names. in_te_mlp: for Transformer-Engine's MLP, whose norm has a
+    fixed epsilon."""
     kind = norm_kind(args)
     epsilons = {"rmsnorm": args.rms_norm_epsilon, "scalenorm": args.scalenorm_epsilon}
     eps = _TE_EPSILON[kind] if in_te_mlp else epsilons.get(kind, args.layernorm_epsilon)
@@ -353,8 +354,10 @@ def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
 
 
 def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
-    """The rotary positions of the model; local: those of layers with a window, whose base is
-    `rope_local_base_freq` where that is set, without scaling."""
+    """Returns the rotary settings of the model.
+
+    local: for layers with a window. If `rope_local_base_freq` is set, it is their base, without scaling;
+    otherwise local changes nothing."""
     # NeoX rounds the rotated width down to an even number of dimensions.
     width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
@@ -374,7 +377,7 @@ def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
     return HeadNormSpec(form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma)
 
 
-def _of(value: int | tuple[int, ...], block: int) -> int:
+def _block_value(value: int | tuple[int, ...], block: int) -> int:
     return value[block] if isinstance(value, tuple) else value
 
 
@@ -390,14 +393,14 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec | None:
     named_flash = args.attention_config[block] == "flash" and "global" in args.attention_config
     relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
-        hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
+        hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_block_value(args.kv_heads, block),
         head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
         alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
         scale=attention_scale(args), softcap=args.attn_logit_softcapping, clip=args.clip_qkv,
         sinks=args.attention_sinks, bias=args.use_bias_in_attn_linear or args.add_qkv_bias,
         output_bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
-        lora=lora_spec(args),
+        lora=lora_spec(args, block),
     )  # fmt: skip
 
 
@@ -408,15 +411,16 @@ def attention_scale(args: NeoXArgs) -> float | None:
     return args.attention_multiplier
 
 
-def lora_spec(args: NeoXArgs) -> LoraSpec | None:
-    """The adapters of every block's linears."""
+def lora_spec(args: NeoXArgs, block: int) -> LoraSpec | None:
+    """The adapters of the linears of block number `block`, counted from 0."""
     if args.lora is None:
         return None
-    init = args.lora["init"]
+    init, sizes = args.lora["init"], block_adapters(args, block)
     return LoraSpec(
-        r=args.lora["r"], scale=lora_scale(args), dropout=args.lora_dropout, dora=args.lora["dora"],
+        dropout=args.lora_dropout, dora=args.lora["dora"],
         init_a="gaussian_over_rank" if init == "gaussian" else "kaiming_uniform",
-        init_b="kaiming_uniform" if init is False else "zeros", targets=frozenset(adapter_names(args)),
+        init_b="kaiming_uniform" if init is False else "zeros",
+        targets={name: LowRank(r, lora_scale(args, r, alpha)) for name, (r, alpha) in sizes.items()},
     )  # fmt: skip
 
 
@@ -427,8 +431,9 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec | None:
 
 def _dense(args: NeoXArgs, block: int) -> DenseSpec:
     return DenseSpec(
-        hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
-        gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual, lora=lora_spec(args),
+        hidden=args.hidden_size, width=_block_value(args.ffn_size, block), activation=activation_name(args),
+        gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual,
+        lora=lora_spec(args, block),
     )  # fmt: skip
 
 
@@ -444,21 +449,20 @@ def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
         factor=args.moe_router_topk_scaling_factor, groups=groups, top_groups=args.moe_router_group_topk or groups,
         bias=args.moe_router_bias, bias_update_rate=args.moe_router_bias_update_rate, jitter=args.moe_jitter_eps or 0.0,
     )  # fmt: skip
-    latent, cut = args.moe_latent_size, args.moe_expert_tensor_parallel == "cut"
+    latent, sharded = args.moe_latent_size, args.moe_expert_tensor_parallel == "cut"
     hidden, width = latent or args.hidden_size, args.expert_ffn_size
     expert = replace(dense, hidden=hidden, width=width, bias=args.moe_expert_bias, lora=None)
-    shared = replace(dense, width=shared_width, bias=False, lora=None) if shared_width is not None else None
-    gate = args.moe_shared_expert_gate
-    return MoESpec(router, expert, args.moe_expert_capacity_factor, cut, shared, gate, latent is not None)
+    shared = replace(dense, width=shared_width, bias=False) if shared_width is not None else None
+    factor, gate = args.moe_expert_capacity_factor, args.moe_shared_expert_gate
+    return MoESpec(router, expert, factor, sharded, shared, gate, latent is not None)
 
 
 def activation_name(args: NeoXArgs) -> str:
     """The nonlinearity of `activation`; for gated ones, that of the gate.
 
     gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's
-    gelu and geglu are the tanh approximation:
-    `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in common/util/math.h, and its tests
-    compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
+    gelu and geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x *
+    x)))` in common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
     """
     name = _FUNCTIONS.get(args.activation, args.activation)
     tanh = args.te_layernorm_mlp or (args.activation == "gelu" and args.bias_gelu_fusion)
@@ -466,20 +470,19 @@ def activation_name(args: NeoXArgs) -> str:
 
 
 def block_norms(args: NeoXArgs, block: int) -> dict[str, NormSpec]:
-    """The norms of block number `block`, by their names in the block; that of Mamba's is GPT-NeoX's."""
+    """Returns the norms of block number `block`, by their names in the block; single blocks have `norm`."""
     if args.attention_config[block] not in FULL_BLOCKS:
         return {"norm": norm_spec(args)}
-    norm, second = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
-    one = {"input_layernorm": norm}
-    two = one if has_one_norm(args) else {**one, "post_attention_layernorm": second}
-    after = {"post_attention_layernorm": norm, "post_feedforward_layernorm": norm}
-    placed = {"olmo3": after, "sandwich": {**one, **after, "pre_feedforward_layernorm": norm}}
-    return placed.get(args.norm_placement, two)
+    norm, mlp_norm = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
+    input_norm = {"input_layernorm": norm}
+    pre_norms = input_norm if has_one_norm(args) else {**input_norm, "post_attention_layernorm": mlp_norm}
+    post_norms = {"post_attention_layernorm": norm, "post_feedforward_layernorm": norm}
+    placed = {"olmo3": post_norms, "sandwich": {**input_norm, **post_norms, "pre_feedforward_layernorm": norm}}
+    return placed.get(args.norm_placement, pre_norms)
 
 
 def residual_form(args: NeoXArgs, block: int) -> Residual:
-    """The form of the residual stream of block number `block`: single where it is one sublayer, parallel with
-    gpt_j_residual, else as norm_placement says."""
+    """Returns the residual form of block number `block`: single, parallel, sequential, olmo3 or sandwich."""
     if args.attention_config[block] not in FULL_BLOCKS:
         return "single"
     if args.gpt_j_residual:

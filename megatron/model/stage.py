@@ -63,18 +63,18 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferenceContext:
-    """The inputs of a forward pass without gradients beside its batch; in training there are none.
+    """The inputs of a forward pass without gradients beside its batch. In training there are none.
 
-    cache: a batch without positions fills it (its rows are padded on the right), batches with positions
-    continue it.
-    last_tokens: `[batch]` int64, the index of the last token of each row where rows are padded.
-    branch_ids: `[batch, seq]` int64, for tree attention: 0 for the context of a row, 1, 2, .. for the
-    continuations after it. A token attends to what is before it in the context and in its own branch;
-    positions count on from the context in every branch.
-    logit_positions: `[n]` int64, row * seq + column of the only tokens whose logits are computed, as
-    `[n, 1, vocab/T]`; None: all.
-    text_lengths: `[batch]` int64, tokens of the texts that rows are parts of, for rotary frequencies that
-    depend on it; None: texts end with the last token of each row.
+    cache: a batch without positions fills it (rows are padded on the right); a batch with positions continues
+        the texts in it.
+    last_tokens: `[batch]` int64, the index of the last token of each row, if rows are padded.
+    branch_ids: `[batch, seq]` int64, for tree attention: 0 for the context of a row, 1, 2, .. for its
+        continuations. A token sees earlier tokens of the context and of its own branch. Each branch continues
+        the context's positions.
+    logit_positions: `[n]` int64, row * seq + column of the tokens whose logits are computed, which are then
+        `[n, 1, vocab/T]`; None: all.
+    text_lengths: `[batch]` int64, number of tokens of the full text that each row is a part of, for rotary
+        frequencies that depend on it; None: texts end with the last token of each row.
     """
 
     cache: KVCache | None = None
@@ -85,16 +85,18 @@ class InferenceContext:
 
 
 class Stage(nn.Module):
-    """The layers of one pipeline stage: the whole decoder without pipeline parallelism.
+    """The layers of one pipeline stage; the full decoder without pipeline parallelism.
 
-    Parameters are named `layers.<NeoX index>.<NeoX name>`, and on the meta device until `materialize`.
-    run_blocks: how blocks with gradients are run: calls a function of `x` and numbers of a first block and of
-    that after a last one, until all have run (`training.recompute` keeps less than that makes).
+    Parameters are named `layers.<NeoX index>.<NeoX name>`. They are on the meta device until `materialize`.
+
+    run_blocks: runs the blocks that need gradients. It calls a function of (x, first block, end block) for
+        consecutive ranges of blocks; `training.recompute` sets one that keeps fewer activations.
     compiled: blocks are compiled.
-    dtype: of weights as blocks compute with them, and of hidden states.
-    backends: the attention backends by `AttentionSpec.backend`. scans: the kernels of Mamba's mixers.
-    delayed_scaling: of the FP8 products of its linears, where they have a state.
-    balance: of its experts, where the model has some; in training alone.
+    dtype: of the weights that blocks compute with, and of hidden states.
+    backends: the attention backends by `AttentionSpec.backend`.
+    scans: the kernels of Mamba's mixers.
+    delayed_scaling: the state of FP8 products with delayed scaling; None without it.
+    balance: load balancing of experts, used in training; None if the model has no experts.
     """
 
     delayed_scaling: DelayedScaling | None = None
@@ -133,7 +135,7 @@ class Stage(nn.Module):
             self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
         self._share_relative_biases(unallocated)
         adapters = [module.adapters for module in self.modules() if isinstance(module, Linear)]
-        self.drops |= any(of is not None and of.lora.dropout > 0.0 for of in adapters)
+        self.drops |= any(adapter is not None and adapter.lora.dropout > 0.0 for adapter in adapters)
 
     def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool) -> nn.Module:
         match spec:
@@ -156,29 +158,32 @@ class Stage(nn.Module):
     def _share_relative_biases(self, groups: ParallelGroups) -> None:
         """Give every block the same table of relative biases under NeoX's name; pipeline stages sum its
         gradient."""
-        made: dict[RelativeSpec, RelativePositionBias] = {}
+        tables: dict[RelativeSpec, RelativePositionBias] = {}
         for layer, spec in self.attention.items():
             relative, attention = spec.relative, self.layers[str(layer)].attention
             if relative is not None and isinstance(attention, SelfAttention):
-                if relative not in made:
-                    made[relative] = RelativePositionBias(relative, groups)
-                attention.rpe = made[relative]
+                if relative not in tables:
+                    tables[relative] = RelativePositionBias(relative, groups)
+                attention.rpe = tables[relative]
 
     @property
     def attention(self) -> dict[int, AttentionSpec]:
-        """The attention of the blocks that have some, by NeoX layer index."""
+        """The attention specs of this stage's blocks, by NeoX layer index; blocks without attention are left
+        out."""
         return {spec.index: spec.mixer for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)}
 
     @property
     def state_blocks(self) -> list[BlockSpec]:
-        """The blocks whose mixer has a state."""
+        """The blocks of this stage whose mixer has a state (Mamba)."""
         return [spec for spec in self.blocks if isinstance(spec.mixer, MambaSpec | Mamba2Spec)]
 
     # -- caches ----------------------------------------------------------------------------------------------
 
     def empty_cache(self, blocks: int, block_size: int, texts: int = 0) -> KVCache:
-        """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights, and of the
-        states of so many texts."""
+        """Returns a cache of `blocks` blocks of `block_size` tokens, and the states of `texts` texts.
+
+        Keys and values have the dtype of the weights.
+        """
         device = self.device_of_groups
         return KVCache.empty(self._cached, blocks, block_size, self.dtype, device, self._states, texts)
 
@@ -191,14 +196,14 @@ class Stage(nn.Module):
     def state_bytes(self) -> int:
         """Number of bytes that the states of one text take on this rank."""
         sizes = [
-            math.prod(of.last_inputs) * self.dtype.itemsize + math.prod(of.state) * of.state_dtype.itemsize
-            for of in self._states.values()
+            math.prod(shapes.last_inputs) * self.dtype.itemsize + math.prod(shapes.state) * shapes.state_dtype.itemsize
+            for shapes in self._states.values()
         ]
         return sum(sizes)
 
     @property
     def _states(self) -> dict[int, StateShapes]:
-        """The shapes of what this rank keeps of each text, by the layers that have a state."""
+        """Returns the shapes of the state that this rank keeps of each text, by layer."""
         kinds = {kind.Spec: kind for kind in MIXERS}
         mixers = {spec.index: spec.mixer for spec in self.state_blocks}
         return {
@@ -217,8 +222,10 @@ class Stage(nn.Module):
     def attention_inputs(
         self, layer: int, batch: Batch, positions: Tensor, context: InferenceContext
     ) -> AttentionInputs:
-        """The attention inputs of the block with this NeoX layer index, and of all others whose
-        `AttentionSpec.inputs` are equal."""
+        """Returns the attention inputs of the block with this NeoX layer index.
+
+        All blocks with equal `AttentionSpec.inputs` share them.
+        """
 
         def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
             return self._bias(layer, seq, columns, distance)
@@ -251,8 +258,10 @@ class Stage(nn.Module):
         return None
 
     def _slopes_of(self, heads: int) -> Tensor:
-        """ALiBi's slopes of this rank's heads, `[heads/T]`: copied to the device once, because such a copy is
-        waited for."""
+        """Returns ALiBi's slopes of this rank's heads, `[heads/T]`.
+
+        They are cached on the device, because the host waits for such a copy.
+        """
         if heads not in self._slopes:
             local = heads // self.tensor_size
             slopes = alibi_slopes(heads)[local * self.tensor_rank :][:local]
@@ -266,23 +275,25 @@ class Stage(nn.Module):
     ) -> Ran:
         specs, dropping = self.blocks, self.training and self.drops
         # Padding takes no expert's room.
-        counted = batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
+        token_mask = (
+            batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
+        )
 
-        def run(x: Tensor, first: int, last: int) -> Ran:
+        def run(x: Tensor, start: int, end: int) -> Ran:
             routed: list[RoutingSums] = []
-            for spec in specs[first:last]:
+            for spec in specs[start:end]:
                 layer = spec.index
                 block = self.layers[str(layer)]
                 seeds = block.seeds(batch.seed, layer) if dropping else DropoutSeeds()  # type: ignore[operator]
-                x, sums = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None, counted)
+                x, sums = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None, token_mask)
                 routed += [sums] if sums is not None else []
             return x, tuple(routed)
 
         frozen = sum(spec.index < self.lowest_trained for spec in specs)
         with torch.no_grad():
-            x, below = run(x, 0, frozen)
+            x, frozen_sums = run(x, 0, frozen)
         x, routed = (self.run_blocks if torch.is_grad_enabled() else _run_at_once)(run, x, frozen, len(specs))
-        return x, below + routed
+        return x, frozen_sums + routed
 
     def forward(
         self,
@@ -291,59 +302,64 @@ class Stage(nn.Module):
         finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
         context: InferenceContext | None = None,
     ) -> HiddenStates | Tensor:
-        """Run one micro-batch through this stage.
+        """Runs one micro-batch through this stage. Returns `HiddenStates`, or on the last stage the result of
+        `finish`.
 
-        hidden: the output of the stage before, None on the first stage. context: inputs of a forward pass
-        without gradients; a cache, and rows that are padded, exclude document boundaries in the batch.
-        Returns `HiddenStates`; on the last stage the result of `finish`, such as the logits
-        `[seq, batch, vocab/T]`.
-        `finish` is called within the forward pass because ZeRO 3 has the weights only there.
+        hidden: the output of the stage before; None on the first stage.
+        finish: called within the forward pass, because ZeRO 3 has the weights only there. It gets the last
+            stage's `HeadInput`; by default it returns the logits `[seq, batch, vocab/T]`.
+        context: inputs of a forward pass without gradients. With a cache or padded rows, the batch must have
+            no document boundaries.
         """
-        given = context or InferenceContext()
-        assert batch.cu_seqlens is None or (given.cache is None and given.last_tokens is None)
-        positions = batch.positions
+        inference = context or InferenceContext()
+        assert batch.documents is None or (inference.cache is None and inference.last_tokens is None)
+        positions, starts = batch.positions, None if batch.documents is None else batch.documents.cu_seqlens
         if positions is None:
             seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
         if self.specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
-                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens)
+                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), starts)
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
             if self.specs[0].index <= self.lowest_trained:
                 x = x.detach()  # a pipeline's input asks for a gradient
-        alike: dict[object, AttentionInputs] = {}
+        inputs_by_spec: dict[object, AttentionInputs] = {}
         for layer, spec in self.attention.items():
-            if spec.inputs not in alike:
-                alike[spec.inputs] = self.attention_inputs(layer, batch, positions, given)
+            if spec.inputs not in inputs_by_spec:
+                inputs_by_spec[spec.inputs] = self.attention_inputs(layer, batch, positions, inference)
         inputs: dict[int, AttentionInputs | StateInputs]
-        inputs = {layer: alike[spec.inputs] for layer, spec in self.attention.items()}
+        inputs = {layer: inputs_by_spec[spec.inputs] for layer, spec in self.attention.items()}
         if self.state_blocks:
-            assert given.branch_ids is None and batch.prefixes is None, "branches of a text have states of their own"
-            of_states = state_inputs(batch, given.last_tokens, given.cache is not None)
-            inputs |= {spec.index: of_states for spec in self.state_blocks}
-        x, routed = self._run_blocks(x, inputs, batch, given.cache)
+            shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
+            assert inference.branch_ids is None and not shares_prefixes, "branches of a text have states of their own"
+            states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
+            inputs |= {spec.index: states for spec in self.state_blocks}
+        x, routed = self._run_blocks(x, inputs, batch, inference.cache)
         if self.balance is not None and self.training:
             x = self.balance.attach(x, routed)
         if self.specs[-1].kind not in ("head", "score"):
             return HiddenStates(x)
-        if given.logit_positions is not None:
+        if inference.logit_positions is not None:
             seq_length = batch.tokens.shape[1]
-            rows, columns = given.logit_positions // seq_length, given.logit_positions % seq_length
+            rows, columns = inference.logit_positions // seq_length, inference.logit_positions % seq_length
             x = x[columns, rows].unsqueeze(1)
         norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
         return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
 
 
-def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, first: int, last: int) -> Ran:
-    return run(x, first, last)
+def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, start: int, end: int) -> Ran:
+    return run(x, start, end)
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
-    """This rank's pipeline stage on the meta device: shapes alone. `init_stage` gives its parameters memory
-    and values, `materialize` memory alone."""
+    """Returns this rank's pipeline stage on the meta device, which has shapes only.
+
+    Chooses its attention backends and Mamba kernels. `init_stage` allocates and initialises its parameters,
+    `materialize` only allocates them.
+    """
     mixers = [block.mixer for block in block_specs(args)]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
     with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]

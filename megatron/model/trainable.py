@@ -1,4 +1,5 @@
-"""Which parameters a run trains (`trainable`, `lora`), and from which layer on gradients are needed."""
+"""Selects the parameters that a run trains (`trainable`, `lora`), and the lowest layer that needs
+gradients."""
 
 import difflib
 import re
@@ -17,61 +18,65 @@ _SUGGESTIONS = 4  # names shown for a pattern that matches none
 
 
 def head_parameter(args: NeoXArgs) -> ParamName:
-    """The weight of the output layer."""
+    """Returns the (layer, name) of the output layer's weight. A tied head's is the embedding."""
     if not args.no_weight_tying:
         return EMBEDDING
     return args.num_layers + 4, "rm_linear.weight" if args.score_head else "final_linear.weight"
 
 
 def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
-    """The parameters that are trained: all without `trainable` and `lora`; adapters and copies alone with
-    `lora`. A tied head is the embedding.
+    """Returns the (layer, name) of each parameter that is trained.
 
-    Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
+    With `lora` these are adapters, trained copies and a score head; with `trainable` those that it selects;
+    otherwise all. A tied head is the embedding.
+
+    Raises ConfigError for a pattern that matches no parameter, or if no parameter is trained.
     """
     shared, params = shared_params(args), layer_params(args)
-    every = [(i, p.name) for i, specs in params.items() for p in specs if p.trained and shared.get(p.name, i) == i]
-    asked = args.trainable
+    all_names = [(i, p.name) for i, specs in params.items() for p in specs if p.trained and shared.get(p.name, i) == i]
+    options = args.trainable
     if args.lora is not None:
-        return frozenset((i, name) for i, name in every if is_adapter(name))
-    if asked is None:
-        return frozenset(every)
+        return frozenset((i, name) for i, name in all_names if is_adapter(name))
+    if options is None:
+        return frozenset(all_names)
     trained: set[ParamName] = set()
-    if asked["last_layers"]:
-        blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
-        trained |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
-    if asked["head"]:
+    if options["last_layers"]:
+        blocks = range(args.num_layers + 2 - options["last_layers"], args.num_layers + 2)
+        trained |= {(layer, name) for layer, name in all_names if layer in blocks and name not in shared}
+    if options["head"]:
         trained.add(head_parameter(args))
-    known = {f"{layer}.{name}": (layer, name) for layer, name in every}
+    names = {f"{layer}.{name}": (layer, name) for layer, name in all_names}
     problems = []
-    for pattern in asked["names"] or ():
-        matched = {item for text, item in known.items() if re.search(pattern, text)}
+    for pattern in options["names"] or ():
+        matched = {item for text, item in names.items() if re.search(pattern, text)}
         if not matched:
-            near = difflib.get_close_matches(pattern.replace("\\", ""), {name for _, name in every}, _SUGGESTIONS, 0.0)
+            close_names = difflib.get_close_matches(
+                pattern.replace("\\", ""), {name for _, name in all_names}, _SUGGESTIONS, 0.0
+            )
             problems.append(
                 f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
-                f"{', '.join(near)}; blocks are layers 2 to {args.num_layers + 1}"
+                f"{', '.join(close_names)}; blocks are layers 2 to {args.num_layers + 1}"
             )
         trained |= matched
     if not trained and not problems:
         problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
-    if asked["embedding_gradient"] is False and not problems:
+    if options["embedding_gradient"] is False and not problems:
         problems += _embedding_problems(args, trained)
     if problems:
         raise ConfigError(problems)
     return frozenset(trained)
 
 
-def _embedding_problems(args: NeoXArgs, found: set[ParamName]) -> Iterable[str]:
+def _embedding_problems(args: NeoXArgs, trained: set[ParamName]) -> Iterable[str]:
     place = f"{args.origin('trainable.embedding_gradient')}: trainable.embedding_gradient: false"
-    if args.no_weight_tying or EMBEDDING not in found:
+    if args.no_weight_tying or EMBEDDING not in trained:
         yield f"{place} is for a tied head that is trained; remove it"
-    elif (0, "position_embeddings.weight") in found:
+    elif (0, "position_embeddings.weight") in trained:
         yield f"{place}: position_embeddings.weight is trained, which needs that gradient; remove one of them"
 
 
 def lowest_trained(args: NeoXArgs) -> int:
-    """NeoX's index of the lowest layer that needs gradients: what lies below runs forwards alone."""
+    """Returns the NeoX index of the lowest layer that needs gradients. Layers below it only run forward."""
     if args.trainable is None and args.lora is None:
         return 0
     trained = trained_parameters(args)
@@ -81,10 +86,9 @@ def lowest_trained(args: NeoXArgs) -> int:
 
 
 def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:
-    """Set `requires_grad` of a stage's parameters by `trainable` or `lora`; to be called before an optimizer
-    or engine is made.
+    """Set `requires_grad` of a stage's parameters by `trainable` or `lora`, before an optimizer is made.
 
-    params: (NeoX's layer index, name in the weight map, parameter), as `stage_parameters` gives them.
+    params: (NeoX's layer index, name in the weight map, parameter), from `stage_parameters`.
     """
     if args.trainable is None and args.lora is None:
         return

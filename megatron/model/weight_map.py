@@ -27,7 +27,7 @@ from megatron.model.specs import (
 )
 from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.adapters import copied_modules
+from megatron.neox_arguments.values.lora_settings import copied_modules
 
 
 def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
@@ -65,24 +65,29 @@ def attention_of(args: NeoXArgs, layer: int) -> AttentionSpec | None:
 
 
 def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """The parameters of each layer that has some, by NeoX layer index. `args.padded_vocab_size` must be
-    known."""
+    """Returns the parameters by NeoX layer index, without layers that have none.
+
+    `args.padded_vocab_size` must be known.
+    """
     kinds: dict[str, Any] = {
         "embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head, "score": ScoreHead,
     }  # fmt: skip
-    by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
-    return {layer: specs for layer, specs in by_layer.items() if specs or layer <= args.num_layers + 3}
+    params_by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
+    return {layer: specs for layer, specs in params_by_layer.items() if specs or layer <= args.num_layers + 3}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is trained beside weights that stay as they are (`lora`): of an
-    adapter, a copy that takes a weight's place, or the head of a reward model."""
+    """Tells whether a parameter of this name is trained while base weights are frozen (`lora`).
+
+    It is an adapter's, a copy in place of a weight, or the head of a reward model."""
     return ".lora." in name or name.endswith(".modules_to_save") or name == "rm_linear.weight"
 
 
 def may_be_wide(name: str) -> bool:
-    """Whether a parameter of this name may be fp32 beside 16-bit weights: those whose `ParamSpec` says that
-    they are precise, or not trained."""
+    """Whether a parameter of this name may be fp32 beside 16-bit weights.
+
+    These are the parameters whose `ParamSpec` is precise or not trained.
+    """
     return name.endswith(("mixer.A_log", "mixer.D", "router.expert_bias"))
 
 
@@ -92,9 +97,9 @@ def base_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
 
 
 def adapter_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """Of `layer_params` those of adapters and copies, by the layers that have some."""
-    found = {i: tuple(p for p in specs if is_adapter(p.name)) for i, specs in layer_params(args).items()}
-    return {layer: specs for layer, specs in found.items() if specs}
+    """Returns the adapters and copies among `layer_params`, by the layers that have some."""
+    adapters = {i: tuple(p for p in specs if is_adapter(p.name)) for i, specs in layer_params(args).items()}
+    return {layer: specs for layer, specs in adapters.items() if specs}
 
 
 def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:
@@ -103,8 +108,10 @@ def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:
 
 
 def shared_params(args: NeoXArgs) -> dict[str, int]:
-    """The parameters that all blocks share, by name, with the NeoX index of the first block, as whose they
-    count."""
+    """Returns the parameters that all blocks share, by name, with the NeoX index of the first block.
+
+    The first block owns them.
+    """
     owners: dict[str, int] = {}
     for (layer, name), spec in named_params(args).items():
         if spec.shared:
@@ -113,10 +120,12 @@ def shared_params(args: NeoXArgs) -> dict[str, int]:
 
 
 def unused_params(args: NeoXArgs, layer: int) -> tuple[ParamSpec, ...]:
-    """The norms of a layer (by its NeoX index) that GPT-NeoX makes and saves though nothing reads them, so
-    that its files hold their initial values."""
+    """Returns the norms of a layer (by NeoX index) that GPT-NeoX saves but never uses.
+
+    Checkpoints hold their initial values.
+    """
     if not 2 <= layer < args.num_layers + 2 or residual_form(args, layer - 2) == "single":
         return ()
-    norm, used = norm_spec(args), block_norms(args, layer - 2)
-    names = [name for name in ("input_layernorm", "post_attention_layernorm") if name not in used]
+    norm, norms_in_use = norm_spec(args), block_norms(args, layer - 2)
+    names = [name for name in ("input_layernorm", "post_attention_layernorm") if name not in norms_in_use]
     return tuple(param for name in names for param in with_prefix(name, NORMS[norm.kind].params(norm)))

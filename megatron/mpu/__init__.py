@@ -1,9 +1,11 @@
-"""Model parallelism (Megatron's `mpu`): `groups.py` holds the process groups as one frozen object,
-`layers.py` the linear layer, `parallel_linear.py` its columns and rows over tensor ranks, `products.py` what
-it multiplies with, `grouped.py` products by group, `mappings.py` the collectives, `parameters.py` what a
-parameter is, `head.py` the output layer and its loss in chunks, `cross_entropy.py` what is done to the logits
-of a chunk over tensor ranks, `random.py` the seeds of dropout, `gpu_kernels.py` which kernels have run on
-which GPUs.
+"""Model parallelism (Megatron's `mpu`): process groups, layers split over tensor ranks, the output layer and
+its loss.
+
+`groups.py` holds the process groups as one frozen object, `mappings.py` the collectives, `parameters.py` the
+specs of parameters. `layers.py` has the linear layer, `parallel_linear.py` its columns and rows over tensor
+ranks, `products.py` its matrix product, `grouped.py` products by group. `head.py` has the output layer and
+its loss in chunks, `cross_entropy.py` the loss of a chunk of logits over tensor ranks. `random.py` derives
+seeds of dropout, `gpu_kernels.py` lists the GPUs on which each kernel has run.
 
 Everything takes its groups as an argument; nothing here is global.
 """
@@ -27,7 +29,7 @@ from megatron.mpu.head import (
 )
 from megatron.mpu.initialize import init_model_parallel
 from megatron.mpu.layers import Linear, LinearSpec, PartialSum, VocabParallelEmbedding, row_parallel_sum
-from megatron.mpu.lora import LoraSpec, adapters_of
+from megatron.mpu.lora import LoraSpec, LowRank, adapters_of
 from megatron.mpu.mappings import (
     all_gather,
     all_to_all,
@@ -63,6 +65,7 @@ __all__ = [
     "Linear",
     "LinearSpec",
     "LoraSpec",
+    "LowRank",
     "LossOfTokens",
     "OutputLayer",
     "ParamSpec",

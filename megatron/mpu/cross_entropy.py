@@ -1,9 +1,9 @@
-"""Vocab-parallel cross-entropy of the logits of some tokens, over a vocabulary that may be split over tensor
-ranks (arXiv 1909.08053, section 3): log-probabilities of labels, statistics, and the gradient of the logits.
+"""Vocab-parallel cross-entropy: log-probabilities of labels, statistics, and the gradient of the logits.
 
-Everything is fp32, whatever the dtype of the logits. A function here is elementwise but for sums over a row
-of logits, so that torch.compile makes one kernel or two of each; run as it is, it works on slices of a few
-rows, which bounds the memory for fp32 copies.
+The vocabulary may be split over tensor ranks (arXiv 1909.08053, section 3). Everything is fp32, whatever the
+dtype of the logits. Functions here are elementwise except for sums over a row of logits, so torch.compile
+makes one or two kernels of each. Without compilation they work on slices of a few rows, which bounds the
+memory for fp32 copies.
 """
 
 from collections.abc import Callable
@@ -15,47 +15,55 @@ from torch import Tensor
 
 from megatron.mpu.mappings import gather_from_tensor
 
-# Logits in a slice: 128 MiB in fp32, of which one or two live at once; on a CPU what its caches hold.
+# Logits in a slice: 128 MiB in fp32, one or two copies alive at once; on a CPU as many as fit its caches.
 SLICE, CPU_SLICE = 2**25, 2**20
 
-# From log p(label) of tokens to their losses, each of its own token alone, fp32 `[n]`.
+# Maps log p(label) of tokens to their losses, elementwise, fp32 `[n]`.
 TokenLoss = Callable[[Tensor], Tensor]
 
 
 class VocabPart(NamedTuple):
     """This rank's part of the vocabulary.
 
-    group, rank: the tensor ranks it is cut over, None for one, and the number of this one. first: of its
-    columns in the whole. own: how many of them take part in the softmax, the others pad the vocabulary.
-    columns: how many take part on all ranks.
+    group: the tensor ranks over which it is split; None for one rank.
+    rank: this rank's index in the group.
+    first_column: index of this part's first column in the full vocabulary.
+    local_columns: columns of this part that take part in the softmax; further columns are padding.
+    columns: columns that take part, over all ranks.
     """
 
     group: dist.ProcessGroup | None
     rank: int
-    first: int
-    own: int
+    first_column: int
+    local_columns: int
     columns: int
 
     @classmethod
-    def of(cls, size: int, group: dist.ProcessGroup | None, columns: int | None) -> "VocabPart":
-        """The part of a rank that has `size` columns; columns: of the whole vocabulary, the first that take
-        part (None: all)."""
+    def for_rank(cls, size: int, group: dist.ProcessGroup | None, columns: int | None) -> "VocabPart":
+        """The part of a rank that holds `size` columns.
+
+        columns: number of leading columns of the full vocabulary that take part in the softmax (None: all).
+        """
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        total, first = size * ranks if columns is None else columns, rank * size
-        return cls(group, rank, first, min(max(total - first, 0), size), total)
+        total, first_column = size * ranks if columns is None else columns, rank * size
+        return cls(group, rank, first_column, min(max(total - first_column, 0), size), total)
 
     def local(self, labels: Tensor) -> Tensor:
-        """Labels as numbers of this rank's columns; -1 where another rank has them."""
-        local = labels - self.first
-        return local.masked_fill_((local < 0) | (local >= self.own), -1)
+        """Labels as indices of this rank's columns; -1 for labels of other ranks."""
+        local = labels - self.first_column
+        return local.masked_fill_((local < 0) | (local >= self.local_columns), -1)
 
 
 class TokenValues(NamedTuple):
-    """What is known of each token once all ranks have been asked, fp32 `[n]` each.
+    """The values of each token after the reduction over all ranks, fp32 `[n]` each.
 
-    logprobs: log p(label). logsumexp: of the logits. highest: of this rank's logits; inverse: p of one of
-    its columns is exp(logit - highest) * inverse. entropy (nats), mean_logit (over the columns that take
-    part), is_top (1 where no token is likelier than the label): None where they were not asked for.
+    logprobs: log p(label).
+    logsumexp: of the logits.
+    highest: the largest logit on this rank.
+    inverse: factor with which p of a column of this rank is exp(logit - highest) * inverse.
+    entropy: in nats; None if not requested.
+    mean_logit: over the columns that take part; None if not requested.
+    is_top: 1 if no token is likelier than the label, else 0; None if not requested.
     """
 
     logprobs: Tensor
@@ -67,16 +75,16 @@ class TokenValues(NamedTuple):
     is_top: Tensor | None = None
 
 
-def _at(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits at local labels in fp32, 0 where another rank has them, `[rows]`."""
-    if torch.compiler.is_compiling():  # what is read in the same order as all else is read by the same kernel
+def _label_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logits at local labels in fp32, 0 for labels of other ranks, `[rows]`."""
+    if torch.compiler.is_compiling():  # reading in the order of the other reads lets them share a kernel
         numbers = torch.arange(logits.shape[1], device=logits.device)
         return torch.where(numbers == labels[:, None], logits, 0.0).sum(-1, dtype=torch.float32)
     return logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).float().masked_fill_(labels < 0, 0.0)
 
 
-def _below(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
-    """logit / temperature - highest, fp32 in memory of its own; `[rows, own]`."""
+def _shifted_logits(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
+    """logit / temperature - highest, in a new fp32 tensor `[rows, local_columns]`."""
     if temperature == 1.0:
         return logits - highest[:, None]
     divided = logits / temperature if logits.dtype == torch.float32 else logits.float().div_(temperature)
@@ -84,43 +92,45 @@ def _below(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
 
 
 def _row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """exp(logit - highest) `[rows, own]`; and of each row the highest logit, the sum of these, the label's
-    logit, with `statistics` the sums of (logit - highest) * exp and of the logits: `[3 or 5, rows]`. All are
-    of logits divided by the temperature, in fp32."""
+    """Returns exp(logit - highest) `[rows, local_columns]`, and sums of each row `[3 or 5, rows]`.
+
+    The sums are the highest logit, the sum of exp, and the label's logit. With `statistics` also the sum of
+    (logit - highest) * exp and the sum of the logits. All are of logits divided by the temperature, in fp32.
+    """
     highest = logits.amax(-1).float() / temperature
-    shifted = _below(logits, highest, temperature)
-    found = [highest, highest, _at(logits, labels) / temperature]
+    shifted = _shifted_logits(logits, highest, temperature)
+    sums = [highest, highest, _label_logits(logits, labels) / temperature]
     if statistics:
         exp = shifted.exp()
-        found += [shifted.mul_(exp).sum(-1), logits.sum(-1, dtype=torch.float32) / temperature]
+        sums += [shifted.mul_(exp).sum(-1), logits.sum(-1, dtype=torch.float32) / temperature]
     else:
         exp = shifted.exp_()
-    found[1] = exp.sum(-1)
-    return exp, torch.stack(found)
+    sums[1] = exp.sum(-1)
+    return exp, torch.stack(sums)
 
 
 def _combined(sums: Tensor, rank: int, columns: int) -> TokenValues:
-    """The values of tokens from the sums of all ranks, `[3 or 5, ranks, n]`."""
+    """Computes the values of tokens from the sums of all ranks, `[3 or 5, ranks, n]`."""
     if sums.shape[1] == 1:
-        (highest, total, label, *more), inverse = sums[:, 0].unbind(), sums[1, 0].reciprocal()
+        (highest, total, label, *extra), inverse = sums[:, 0].unbind(), sums[1, 0].reciprocal()
     else:
         highest = sums[0].amax(0)
-        below = sums[0] - highest
-        share = below.exp()
+        shift = sums[0] - highest
+        share = shift.exp()
         total, label = (share * sums[1]).sum(0), sums[2].sum(0)
         inverse = share[rank] / total
-        more = [] if len(sums) == 3 else [(share * (sums[3] + below * sums[1])).sum(0), sums[4].sum(0)]
+        extra = [] if len(sums) == 3 else [(share * (sums[3] + shift * sums[1])).sum(0), sums[4].sum(0)]
     log_total = total.log()
-    found = TokenValues(label - highest - log_total, highest + log_total, sums[0, rank], inverse)
-    if not more:
-        return found
-    entropy, mean_logit = log_total - more[0] / total, more[1] / columns
-    return found._replace(entropy=entropy, mean_logit=mean_logit, is_top=(label >= highest).float())
+    values = TokenValues(label - highest - log_total, highest + log_total, sums[0, rank], inverse)
+    if not extra:
+        return values
+    entropy, mean_logit = log_total - extra[0] / total, extra[1] / columns
+    return values._replace(entropy=entropy, mean_logit=mean_logit, is_top=(label >= highest).float())
 
 
 def _with_slopes(loss: TokenLoss, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses of tokens, and their derivatives."""
-    if torch.compiler.is_compiling():  # which does not know the other way
+    """Returns the losses of tokens, and their derivatives with respect to the log-probabilities."""
+    if torch.compiler.is_compiling():  # the compiler does not support autograd.grad below
 
         def summed(x: Tensor) -> tuple[Tensor, Tensor]:
             losses = loss(x)
@@ -134,34 +144,35 @@ def _with_slopes(loss: TokenLoss, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
 
 
-def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, of_label: Tensor) -> None:
-    """Make the logits their gradient: exp * scale, and at the labels `of_label` more; `[rows]` each."""
+def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, label_slope: Tensor) -> None:
+    """Overwrites the logits with their gradient: exp * scale, plus `label_slope` at the labels; `[rows]`
+    each."""
     if torch.compiler.is_compiling():
         numbers = torch.arange(logits.shape[1], device=logits.device)
-        logits.copy_(exp * scale[:, None] + torch.where(numbers == labels[:, None], of_label[:, None], 0.0))
+        logits.copy_(exp * scale[:, None] + torch.where(numbers == labels[:, None], label_slope[:, None], 0.0))
         return
     place = labels.clamp(min=0)[:, None]
-    at_label = exp.gather(-1, place).squeeze(-1) * scale + of_label.masked_fill(labels < 0, 0.0)
+    at_label = exp.gather(-1, place).squeeze(-1) * scale + label_slope.masked_fill(labels < 0, 0.0)
     torch.mul(exp, scale[:, None], out=logits)
     logits.scatter_(-1, place, at_label[:, None].to(logits.dtype))
 
 
-# -- what is done to the logits of a chunk: `[rows, own]`, labels local `[rows]` -----------------------------
+# -- functions of the logits of a chunk, `[rows, local_columns]`, and local labels `[rows]` ------------------
 
 
 def row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float) -> Tensor:
-    """The sums of each row `[3 or 5, rows]` from which `_combined` makes values, of logits divided by the
+    """The sums of each row `[3 or 5, rows]` from which `_combined` computes values. Logits are divided by the
     temperature."""
     return _row_sums(logits, labels, statistics, temperature)[1]
 
 
 class Slopes(NamedTuple):
-    """What makes a row's logits their gradient, fp32 `[rows]` each: exp(logit - highest) * scale, and
-    `of_label` more at the label."""
+    """The factors of the gradient of a row's logits, fp32 `[rows]` each. The gradient is exp(logit - highest)
+    * scale, plus `label_slope` at the label."""
 
     highest: Tensor
     scale: Tensor
-    of_label: Tensor
+    label_slope: Tensor
 
 
 def loss_rows(
@@ -176,29 +187,33 @@ def loss_rows(
     rank: int,
     columns: int,
 ) -> Tensor:
-    """The loss of each row times its weight, with `statistics` its entropy and whether its label is the
-    likeliest, times its weight too: `[1 or 3, rows]`.
+    """Returns `[1 or 3, rows]`: the weighted loss of each row; with `statistics` also its weighted entropy
+    and top-1 flag.
 
-    sums: `[3 or 5, ranks, rows]` of all ranks; None: there is one. gradient: the logits become their
-    gradient, z_loss * logsumexp^2 included, which the value leaves out."""
+    The flag is 1 where the label is the likeliest token. sums: `[3 or 5, ranks, rows]` of all ranks; None for
+    a single rank. gradient: the logits are overwritten with their gradient. It includes that of z_loss *
+    logsumexp^2, which the returned loss does not.
+    """
     exp, sums = (None, sums) if sums is not None else _own_sums(logits, labels, statistics)
-    found, slopes = _losses(sums, weights, loss, z_loss, statistics, gradient, rank, columns)
+    losses, slopes = _losses(sums, weights, loss, z_loss, statistics, gradient, rank, columns)
     if slopes is not None:
         exp = (logits - slopes.highest[:, None]).exp_() if exp is None else exp
-        _put_gradient(logits, exp, slopes.scale, labels, slopes.of_label)
-    return found
+        _put_gradient(logits, exp, slopes.scale, labels, slopes.label_slope)
+    return losses
 
 
 def _loss_slopes(
-    logits: Tensor, sums: Tensor | None, labels: Tensor, weights: Tensor, *rest: Any
+    logits: Tensor, sums: Tensor | None, labels: Tensor, weights: Tensor, *options: Any
 ) -> tuple[Tensor, Slopes | None]:
-    """The first half of `loss_rows`, which leaves the logits as they are."""
-    sums = _own_sums(logits, labels, rest[2])[1] if sums is None else sums
-    return _losses(sums, weights, *rest)
+    """Returns the losses of `loss_rows`, and the `Slopes` that give the logits' gradient. Does not change the
+    logits."""
+    sums = _own_sums(logits, labels, options[2])[1] if sums is None else sums
+    return _losses(sums, weights, *options)
 
 
 def _own_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
-    """What `_row_sums` returns, with the sums in the shape of all ranks', of which there is one."""
+    """Returns the result of `_row_sums` for a single rank, where the sums get a dimension of ranks, of size
+    1."""
     exp, sums = _row_sums(logits, labels, statistics)
     return exp, sums.unsqueeze(1)
 
@@ -216,34 +231,37 @@ def _losses(
     values = _combined(sums, rank, columns)
     slopes = None
     if gradient:
-        losses, of_losses = _with_slopes(loss, values.logprobs)
-        of_label = of_losses * weights
-        of_sum = 2 * z_loss * values.logsumexp * weights - of_label if z_loss else -of_label
-        slopes = Slopes(values.highest, of_sum * values.inverse, of_label)
+        losses, loss_slopes = _with_slopes(loss, values.logprobs)
+        label_slope = loss_slopes * weights
+        sum_slope = 2 * z_loss * values.logsumexp * weights - label_slope if z_loss else -label_slope
+        slopes = Slopes(values.highest, sum_slope * values.inverse, label_slope)
     else:
         losses = loss(values.logprobs)
-    found = [losses, *((values.entropy, values.is_top) if statistics else ())]
-    return torch.stack(found) * weights, slopes
+    rows = [losses, *((values.entropy, values.is_top) if statistics else ())]
+    return torch.stack(rows) * weights, slopes
 
 
-def _put_loss_gradient(logits: Tensor, highest: Tensor, scale: Tensor, of_label: Tensor, labels: Tensor) -> Tensor:
-    """The second half of `loss_rows`."""
-    _put_gradient(logits, (logits - highest[:, None]).exp_(), scale, labels, of_label)
+def _put_loss_gradient(logits: Tensor, highest: Tensor, scale: Tensor, label_slope: Tensor, labels: Tensor) -> Tensor:
+    """Overwrites the logits with their gradient, from the `Slopes` of `_loss_slopes`. Returns `scale`."""
+    _put_gradient(logits, (logits - highest[:, None]).exp_(), scale, labels, label_slope)
     return scale
 
 
 def put_logprob_gradient(
     logits: Tensor, highest: Tensor, inverse: Tensor, labels: Tensor, grad: Tensor, temperature: float
 ) -> Tensor:
-    """Make the logits their gradient where that of log p(label) is `grad`, fp32 `[rows]`, and p is of logits
-    divided by the temperature; highest, inverse: as of `TokenValues`. Returns `grad`."""
-    exp, of_label = _below(logits, highest, temperature).exp_(), grad / temperature
-    _put_gradient(logits, exp, -of_label * inverse, labels, of_label)
+    """Overwrites the logits with their gradient, given the gradient `grad` of log p(label), fp32 `[rows]`.
+
+    p is the softmax of logits divided by the temperature. highest, inverse: as in `TokenValues`. Returns
+    `grad`.
+    """
+    exp, label_slope = _shifted_logits(logits, highest, temperature).exp_(), grad / temperature
+    _put_gradient(logits, exp, -label_slope * inverse, labels, label_slope)
     return grad
 
 
 class Kernels(NamedTuple):
-    """The functions above, as they are or compiled."""
+    """The functions `row_sums`, `loss_rows` and `put_logprob_gradient`, plain or compiled."""
 
     row_sums: Callable[..., Tensor]
     loss_rows: Callable[..., Tensor]
@@ -251,49 +269,53 @@ class Kernels(NamedTuple):
 
 
 def _in_slices(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function of logits and rows, on a few rows at a time."""
+    """Wraps a function of logits and per-row tensors so that it runs on a few rows at a time, which bounds
+    memory."""
 
-    def sliced(logits: Tensor, *given: object) -> Tensor:
+    def sliced(logits: Tensor, *inputs: object) -> Tensor:
         rows, size = logits.shape
         step = max(1, (SLICE if logits.device.type == "cuda" else min(SLICE, CPU_SLICE)) // max(1, size))
         if rows <= step:
-            return function(logits, *given)
+            return function(logits, *inputs)
         parts = []
         for start in range(0, rows, step):
-            cut = [x[..., start : start + step] if isinstance(x, Tensor) else x for x in given]
-            parts.append(function(logits[start : start + step], *cut))
+            sliced_inputs = [x[..., start : start + step] if isinstance(x, Tensor) else x for x in inputs]
+            parts.append(function(logits[start : start + step], *sliced_inputs))
         return torch.cat(parts, -1)
 
     return sliced
 
 
 def plain_kernels() -> Kernels:
-    """The functions as they are, on slices."""
+    """The uncompiled functions, which run on slices."""
     return Kernels(_in_slices(row_sums), _in_slices(loss_rows), _in_slices(put_logprob_gradient))
 
 
 def compiled_kernels() -> Kernels:
-    """The functions, compiled for any number of rows. What is computed of a row is kept apart from what is
-    done to each of its logits: in one graph the compiler would compute it for each of them again."""
+    """Returns the functions compiled for any number of rows.
+
+    Values per row and values per logit are computed in two graphs: in one graph the compiler would recompute
+    the values per row for each logit.
+    """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         fast = torch.compile(function, fullgraph=True)
 
-        def run(logits: Tensor, *given: object) -> Any:
-            for x in (logits, *given):
+        def run(logits: Tensor, *inputs: object) -> Any:
+            for x in (logits, *inputs):
                 if isinstance(x, Tensor):
                     torch._dynamo.maybe_mark_dynamic(x, 0 if x is logits else x.dim() - 1)
-            return fast(logits, *given)
+            return fast(logits, *inputs)
 
         return run
 
     slopes_of, put = compiled(_loss_slopes), compiled(_put_loss_gradient)
 
-    def loss_of(logits: Tensor, sums: Tensor | None, labels: Tensor, *given: object) -> Tensor:
-        found, slopes = slopes_of(logits, sums, labels, *given)
+    def loss_of(logits: Tensor, sums: Tensor | None, labels: Tensor, *inputs: object) -> Tensor:
+        losses, slopes = slopes_of(logits, sums, labels, *inputs)
         if slopes is not None:
             put(logits, *slopes, labels)
-        return found
+        return losses
 
     return Kernels(compiled(row_sums), loss_of, compiled(put_logprob_gradient))
 
@@ -305,9 +327,9 @@ def sums_of_ranks(
     logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float = 1.0
 ) -> Tensor:
     """`row_sums` of every rank, `[3 or 5, ranks, rows]`, by one all-gather. labels: local `[rows]`."""
-    if part.own:
-        sums = kernels.row_sums(logits[:, : part.own], labels, statistics, temperature)
-    else:  # nothing but padding: below all others, and finite
+    if part.local_columns:
+        sums = kernels.row_sums(logits[:, : part.local_columns], labels, statistics, temperature)
+    else:  # only padding: below all other logits, and finite
         sums = torch.zeros(5 if statistics else 3, len(logits), device=logits.device)
         sums[0] = -1e30
     ranks = 1 if part.group is None else dist.get_world_size(part.group)
@@ -317,6 +339,9 @@ def sums_of_ranks(
 def values_of(
     logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float
 ) -> TokenValues:
-    """The values of tokens from this rank's logits `[rows, vocab/T]`, which the temperature divides in fp32,
-    the same on every tensor rank but for `highest` and `inverse`. labels: local `[rows]`."""
+    """Returns the values of tokens, computed from this rank's logits `[rows, vocab/T]` divided by the
+    temperature in fp32.
+
+    All values but `highest` and `inverse` are the same on every tensor rank. labels: local `[rows]`.
+    """
     return _combined(sums_of_ranks(logits, labels, part, kernels, statistics, temperature), part.rank, part.columns)

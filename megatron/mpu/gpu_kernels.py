@@ -1,5 +1,7 @@
-"""Which kernels have run on which GPUs, compared there with plain computations (`tests/gpu`). An `auto` takes
-no other; the tables of these runs are in benchmarks/results."""
+"""Lists the GPUs on which each kernel has run and agreed with plain computations (`tests/gpu`).
+
+A setting of `auto` takes no other kernel. The tables of these runs are in benchmarks/results.
+"""
 
 from collections.abc import Mapping
 
@@ -10,12 +12,12 @@ Capability = tuple[int, int]
 
 HOPPER: Capability = (9, 0)
 EVERY_GPU: tuple[Capability, ...] = ()
-"""Of kernels that ran on Hopper and are built from one source for every GPU, by torch or by Triton."""
+"""Kernels that ran on Hopper and are built from one source for every GPU, by torch or by Triton."""
 
-# By the setting that asks for the kernel whatever has run. What is not here has run on no GPU: attention by
-# flash3, flash4, flash_attn and transformer_engine, precision_fp8: mxfp8, async_tensor_parallel: true,
-# te_backend: transformer_engine, apex: true, mamba_backend: mamba_ssm and fla,
-# overlap_optimizer_with_forward: true, which is no kernel but an order of kernels on two streams.
+# By the setting that selects the kernel explicitly. These have run on no GPU: attention by flash3,
+# flash4, flash_attn and transformer_engine; precision_fp8: mxfp8; async_tensor_parallel: true; te_backend:
+# transformer_engine; apex: true; mamba_backend: mamba_ssm and fla. decode_cuda_graphs: true has passed on an
+# H200 and has not been timed there.
 RUN_ON: Mapping[str, tuple[Capability, ...]] = {
     "attention_backend: flash": EVERY_GPU,
     "attention_backend: efficient": EVERY_GPU,
@@ -37,10 +39,13 @@ def capability_of(device: torch.device) -> Capability | None:
 
 
 def not_run_on(setting: str, capability: Capability | None) -> str | None:
-    """Why `auto` does not take the kernel of a setting (`key: value`) on a GPU of this compute capability, in
-    words with the setting; None where it has run there, and on a CPU (capability None)."""
+    """The reason why `auto` does not take a kernel on a GPU; None if the kernel has run there.
+
+    setting: `key: value`, which the reason names. capability: of the GPU; None for a CPU, where nothing is
+    refused.
+    """
     capabilities = RUN_ON.get(setting)
     if capability is None or capabilities == EVERY_GPU or capability in (capabilities or ()):
         return None
-    where = " and ".join(".".join(map(str, each)) for each in capabilities or ())
-    return f"it has run on {f'compute capability {where} alone' if where else 'no GPU'}; set {setting} to use it"
+    versions = " and ".join(".".join(map(str, version)) for version in capabilities or ())
+    return f"it has run on {f'compute capability {versions} alone' if versions else 'no GPU'}; set {setting} to use it"

@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, which experts are made of."""
+"""Grouped matrix products: each group of rows is multiplied by its own matrix, as for experts."""
 
 from typing import Any
 
@@ -10,34 +10,33 @@ _ALIGNED = 16  # bytes that rows begin at a multiple of, for torch's kernel
 
 
 def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows `x` `[rows, in]`, sorted by group, each times the matrix of its group: `[rows, out]`.
+    """Multiplies rows `x` `[rows, in]`, sorted by group, by the matrix of their group: `[rows, out]`.
 
-    weights: `[groups, in, out]`. ends: `[groups]` int32, the number of rows up to the end of each group; what
-    comes out for rows behind the last end is undefined.
-    In bf16 on GPUs it is torch's `grouped_mm`, for which the host does not wait; else a product after the
-    other.
+    weights: `[groups, in, out]`. ends: `[groups]` int32, the number of rows up to the end of each group; the
+    output for rows behind the last end is undefined. In bf16 on GPUs it is torch's `grouped_mm`, for which
+    the host does not wait; else one product after the other.
     """
-    if _fits(x, weights):
+    if _has_kernel(x, weights):
         return F.grouped_mm(x, weights, offs=ends)
     return _one_by_one(x, weights, ends)
 
 
-def _fits(x: Tensor, weights: Tensor) -> bool:
+def _has_kernel(x: Tensor, weights: Tensor) -> bool:
     sizes = (x.shape[-1], *weights.shape[1:])
     return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and all(n * x.itemsize % _ALIGNED == 0 for n in sizes)
 
 
-# An operator, because the sizes of groups are read: within it the compiler sees shapes alone.
+# A custom operator, because it reads the sizes of groups on the host: the compiler sees only shapes.
 @torch.library.custom_op("megatron::grouped_mm", mutates_args=())
 def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` by plain products; rows behind the last group are 0."""
+    """`grouped_mm` by separate products; rows behind the last group are 0."""
     out = x.new_empty((x.shape[0], weights.shape[2]))
-    first = 0
+    start = 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
-        if end > first:
-            torch.mm(x[first:end], weight, out=out[first:end])
-        first = end
-    out[first:] = 0.0
+        if end > start:
+            torch.mm(x[start:end], weight, out=out[start:end])
+        start = end
+    out[start:] = 0.0
     return out
 
 
@@ -45,10 +44,10 @@ def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _weight_gradients(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
     """The gradients `[groups, in, out]` of the weights from that of the result; 0 for empty groups."""
     out = x.new_empty((ends.shape[0], x.shape[1], gradient.shape[1]))
-    first = 0
-    for of_group, end in zip(out, ends.tolist(), strict=True):
-        torch.mm(x[first:end].t(), gradient[first:end], out=of_group)  # of no rows: 0
-        first = end
+    start = 0
+    for group_gradient, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(x[start:end].t(), gradient[start:end], out=group_gradient)  # of no rows: 0
+        start = end
     return out
 
 
@@ -69,9 +68,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weights, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    of_x = _one_by_one(gradient, weights.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    of_weights = _weight_gradients(x, gradient, ends) if ctx.needs_input_grad[1] else None
-    return of_x, of_weights, None
+    x_gradient = _one_by_one(gradient, weights.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    weights_gradient = _weight_gradients(x, gradient, ends) if ctx.needs_input_grad[1] else None
+    return x_gradient, weights_gradient, None
 
 
 _one_by_one.register_autograd(_gradients, setup_context=_keep)

@@ -13,19 +13,20 @@ import torch.distributed as dist
 AXES = ("pipe", "data", "context", "tensor")
 """Outermost first: neighbouring ranks share a tensor group (NeoX's and DeepSpeed's rank order)."""
 FOLDED = ("expert", "expert_data")
-"""Axes that are parts of the data axis: neighbours on it share out the experts of a model (`expert`), and
-ranks that have the same experts are replicas (`expert_data`)."""
+"""Axes that are parts of the data axis. Neighbours on it hold different experts of a model (`expert`); ranks
+with the same experts are replicas (`expert_data`)."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Where this rank stands on every axis and whom it talks to there.
+    """This rank's coordinates in the parallel layout, and its process groups.
 
-    sizes, ranks: extent of each axis and this process's coordinate on it.
-    handles: process group of each axis, None where the axis has one member.
+    sizes: number of ranks along each axis.
+    ranks: this rank's coordinate on each axis.
+    handles: process group of each axis; None if the axis has one member.
     members: global ranks of each axis's group, in axis order.
-    embedding: group of the first and last pipeline stage (tied embeddings), None for one stage or middle
-    stages.
+    embedding: group of the first and last pipeline stage (tied embeddings); None for one stage or on middle
+        stages.
     """
 
     sizes: Mapping[str, int]
@@ -50,19 +51,19 @@ class ParallelGroups:
         return self.handles[axis]
 
     def sum(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """`x`, summed in place over the ranks along `axis`."""
+        """Sums `x` in place over the ranks along `axis`, and returns it."""
         if self.handles[axis] is not None:
             dist.all_reduce(x, group=self.handles[axis])
         return x
 
     def max(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """The largest `x` of the ranks along `axis`, in place, elementwise."""
+        """Replaces `x` by its elementwise maximum over the ranks along `axis`, and returns it."""
         if self.handles[axis] is not None:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handles[axis])
         return x
 
     def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, in place that of the last pipeline stage."""
+        """Overwrites `x` with the last pipeline stage's `x`, and returns it."""
         if self.handles["pipe"] is not None:
             dist.broadcast(x, src=self.members["pipe"][-1], group=self.handles["pipe"])
         return x
@@ -77,8 +78,9 @@ class ParallelGroups:
         """Whether this rank holds the head."""
         return self.rank("pipe") == self.size("pipe") - 1
 
-    def with_whole_experts(self) -> ParallelGroups:
-        """The same groups for a model whose experts are all on each data rank."""
+    def with_replicated_experts(self) -> ParallelGroups:
+        """Returns these groups without expert parallelism, for a model with all experts on every data
+        rank."""
         return replace(
             self,
             sizes=MappingProxyType({**self.sizes, "expert": 1, "expert_data": self.sizes["data"]}),
@@ -90,13 +92,13 @@ class ParallelGroups:
         )
 
     def barrier(self) -> None:
-        """Wait for all ranks; nothing in a single process."""
+        """Waits for all ranks; does nothing in a single process."""
         if self.world_size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @staticmethod
     def single(device: str | torch.device = "cpu") -> ParallelGroups:
-        """One process, no torch.distributed."""
+        """The groups of a single process, without torch.distributed."""
         return ParallelGroups(
             sizes=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 1)),
             ranks=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 0)),
@@ -113,18 +115,19 @@ def _group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 def build_groups(
     *, pipe: int, data: int, tensor: int, device: torch.device, context: int = 1, expert: int = 1
 ) -> ParallelGroups:
-    """Make the groups of this rank, one for each axis; all ranks call it together, after
-    init_process_group. expert: number of data ranks that share out experts.
+    """Creates this rank's process group for each axis. All ranks call it together, after init_process_group.
 
-    A rank makes only the groups it is in, but as many of them as every other: torch numbers their names.
-    Raises ValueError when the product of the axes is not the world size.
+    A rank creates only the groups that it is in. All ranks create equally many groups, because torch numbers
+    their names. Raises ValueError if the product of the axes is not the world size.
+
+    expert: number of data ranks over which experts are split.
     """
     sizes = dict(zip(AXES, (pipe, data, context, tensor), strict=True))
     world_size, world_rank = dist.get_world_size(), dist.get_rank()
     if math.prod(sizes.values()) != world_size:
-        raise ValueError(f"axes {sizes} need {math.prod(sizes.values())} ranks, the world has {world_size}")
+        raise ValueError(f"parallel sizes {sizes} need {math.prod(sizes.values())} ranks, but {world_size} run")
     if data % expert:
-        raise ValueError(f"{expert} ranks with the experts of a model do not divide the {data} data ranks")
+        raise ValueError(f"expert_parallel_size {expert} does not divide the {data} data-parallel ranks")
     if world_size == 1:
         return ParallelGroups.single(device)
     grid = torch.arange(world_size).view(*sizes.values())
@@ -132,13 +135,13 @@ def build_groups(
     ranks = dict(zip(AXES, coordinate, strict=True))
     members: dict[str, tuple[int, ...]] = {}
     for position, axis in enumerate(AXES):
-        others = tuple(coordinate[:position] + coordinate[position + 1 :])
-        members[axis] = tuple(grid.movedim(position, -1)[others].tolist())
-    replica, of_expert = divmod(ranks["data"], expert)
+        index = tuple(coordinate[:position] + coordinate[position + 1 :])
+        members[axis] = tuple(grid.movedim(position, -1)[index].tolist())
+    replica, expert_rank = divmod(ranks["data"], expert)
     sizes |= {"expert": expert, "expert_data": data // expert}
-    ranks |= {"expert": of_expert, "expert_data": replica}
+    ranks |= {"expert": expert_rank, "expert_data": replica}
     members["expert"] = members["data"][replica * expert :][:expert]
-    members["expert_data"] = members["data"][of_expert::expert]
+    members["expert_data"] = members["data"][expert_rank::expert]
     handles = {axis: None if sizes[axis] == 1 else _group_of(members[axis], axis) for axis in AXES}
     for axis in FOLDED:
         if sizes[axis] == data:

@@ -1,7 +1,7 @@
-"""The linear layer, split over tensor-parallel ranks by column or row or not at all, the sum that ends other
-row-parallel layers, and the vocab-parallel embedding.
+"""Linear layers split over tensor-parallel ranks, the sum that ends row-parallel layers, the vocab-parallel
+embedding.
 
-What tensor ranks compute and send each other is in `parallel_linear.py`, the collectives in `mappings.py`.
+Computation and communication of tensor ranks are in `parallel_linear.py`, the collectives in `mappings.py`.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ class LinearSpec:
     """A linear layer and how its weight is split over tensor-parallel ranks.
 
     parallel: "column" splits the output features, "row" the input features, "none" replicates the layer.
-    blocks: as of `ParamSpec`, of the output features. bias_sum_over_tensor: on disk each tensor rank holds a
-    part of the bias, and the parts sum to it. projections: as of `ParamSpec`; else `blocks`. adapters: its
-    low-rank adapters.
+    blocks: as in `ParamSpec`, of the output features.
+    bias_sum_over_tensor: each tensor rank's file holds one summand of the bias.
+    projections: as in `ParamSpec`; if empty, `blocks`.
+    adapters: its low-rank adapters.
     """
 
     in_features: int
@@ -45,45 +46,48 @@ class LinearSpec:
 
     def params(self) -> tuple[ParamSpec, ...]:
         """The parameters that `Linear` allocates: weight, bias, and those of the adapters."""
-        own = self.own_params()
-        return (*own, *(spec for name, specs in self.adapter_params().items() for spec in with_prefix(name, specs)))
+        layer_params = self.own_params()
+        return (
+            *layer_params,
+            *(spec for name, specs in self.adapter_params().items() for spec in with_prefix(name, specs)),
+        )
 
     def adapter_params(self) -> dict[str, tuple[ParamSpec, ...]]:
-        """Those of each adapter, by the name of its module, `lora.q_proj`."""
+        """The parameters of each adapter, by the name of its module, such as `lora.q_proj`."""
         if self.adapters is None:
             return {}
         weight = self.own_params()[0]
-        return {f"lora.{each.name}": self.adapters.params(each.name, weight) for each in self.adapters.each}
+        return {f"lora.{adapter.name}": self.adapters.params(adapter.name, weight) for adapter in self.adapters.specs}
 
     def own_params(self) -> tuple[ParamSpec, ...]:
-        """Weight and bias."""
+        """The parameters of the layer itself: weight and bias."""
         shape, column = (self.out_features, self.in_features), self.parallel == "column"
         parts = self.blocks or (self.out_features,)
         axis = {"column": 0, "row": 1, "none": None}[self.parallel]
-        cut = parts if column else (self.in_features,) if axis is not None else ()
-        weight = ParamSpec("weight", shape, axis, cut, "input" if column else "output", weight_decay=True)
+        split_sizes = parts if column else (self.in_features,) if axis is not None else ()
+        weight = ParamSpec("weight", shape, axis, split_sizes, "input" if column else "output", weight_decay=True)
         weight = replace(weight, projections=self.projections or self.blocks)
         bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
         return (weight, replace(bias, sum_over_tensor=self.bias_sum_over_tensor)) if self.bias else (weight,)
 
 
 class Linear(nn.Module):
-    """y = x W^T + b over `[seq, batch, features]`, with its weight cut over tensor ranks:
-    Megatron-LM's ColumnParallelLinear and RowParallelLinear in one.
+    """y = x W^T + b over `[seq, batch, features]`, with its weight split over tensor ranks.
 
-    column: W is cut along the output; the input is whole (or `[seq/T]` under sequence parallelism), the
-    output is this rank's features. row: W is cut along the input; the output is summed over ranks (or
-    reduce-scattered to `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds
-    and computes everything.
+    It is Megatron-LM's ColumnParallelLinear and RowParallelLinear in one. column: W is split along the
+    output; the input is full (or `[seq/T]` under sequence parallelism), the output is this rank's features.
+    row: W is split along the input; the output is summed over ranks (or reduce-scattered to `[seq/T]`) and
+    the bias, one replicated copy, is added once. none: every rank holds and computes everything.
 
-    product: what it multiplies with, forwards and backwards; the plain one unless another is set.
+    product: computes the matrix products, forward and backward; by default PlainProduct.
     weight: this rank's part `[out, in]`, a parameter; after `quantize` a buffer of packed bytes.
-    sum_in_place: whether the sum over ranks may overwrite a row-parallel product; not where recomputation
-    keeps it.
-    async_tensor_parallel: under sequence parallelism, whether the plain product runs in pieces with what
-    travels (`symmetric_memory.py`).
-    lora: its adapters by the name of their projection, None without; adapters_on: whether they take part.
-    stack: those that rows of a batch choose from where text is served.
+    sum_in_place: whether the sum over ranks may overwrite the product of a row-parallel layer; False if
+        recomputation saves the product.
+    async_tensor_parallel: whether, under sequence parallelism, a PlainProduct runs in pieces that overlap
+        with communication (`symmetric_memory.py`).
+    lora: adapters by name of their projection; None without adapters.
+    adapters_on: whether the adapters are used.
+    stack: when serving, the adapters from which each row of a batch selects one.
     """
 
     stack: AdapterStack | None = None
@@ -104,33 +108,35 @@ class Linear(nn.Module):
         self.adapters, self.adapters_on = spec.adapters, spec.adapters is not None
         self.lora: nn.ModuleDict | None = None
         if spec.adapters is not None:
-            each = {name.removeprefix("lora."): Adapter(of, groups) for name, of in spec.adapter_params().items()}
-            self.lora = nn.ModuleDict(each)
-            # Dropout of inputs that tensor ranks have parts of is each rank's own.
-            own = groups.rank("tensor") if sequence_parallel or spec.parallel == "row" else 0
-            self.seed_offset = mix_seed(*each) % 2**32 + own
-            size = groups.size("tensor") if spec.parallel == "column" and spec.adapters.cut else 1
+            adapter_modules = {
+                name.removeprefix("lora."): Adapter(specs, groups) for name, specs in spec.adapter_params().items()
+            }
+            self.lora = nn.ModuleDict(adapter_modules)
+            # If tensor ranks have different parts of the input, their dropout masks differ.
+            rank_offset = groups.rank("tensor") if sequence_parallel or spec.parallel == "row" else 0
+            self.seed_offset = mix_seed(*adapter_modules) % 2**32 + rank_offset
+            size = groups.size("tensor") if spec.parallel == "column" and spec.adapters.pattern_sharded else 1
             self.pattern = tuple(rows // size for rows in spec.adapters.pattern)
 
     def quantize(self, product: QuantizedProduct) -> None:
-        """Hold the weight as `product` packs it, from now on; `set_quantized` gives it its value."""
+        """Replaces the weight by a buffer for `product`'s packed form; `set_quantized` fills it."""
         packed = torch.empty(product.packed_shape, dtype=torch.uint8, device=self.weight.device)
         del self.weight
         self.register_buffer("weight", packed, persistent=False)
         self.product = product
 
     def set_quantized(self, weight: Tensor) -> None:
-        """The value of a quantised weight, `[out, in]` on the device where it is to be."""
+        """Sets the value of a quantised weight, `[out, in]` on the device where it is to be."""
         assert isinstance(self.product, QuantizedProduct)
         self.weight = self.product.pack(weight)
 
     def dense_weight(self) -> Tensor:
-        """The weight `[out, in]` that it multiplies with."""
+        """The weight `[out, in]`, unpacked if it is quantised."""
         return self.product.unpack(self.weight) if isinstance(self.product, QuantizedProduct) else self.weight
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says). seed: of the dropout of
-        the adapters' input; None: there is none."""
+        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says). seed: for dropout of the
+        adapters' input; None: no dropout."""
         if self.parallel == "row" and self.group is not None:
             return row_parallel_sum((self,), (x,), seed)
         if self.stack is not None:
@@ -145,13 +151,13 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Where nothing is summed over ranks."""
+        """Returns the output of a column-parallel or unsharded layer, before its adapters."""
         if self.group is None:
             return linear(x, self.weight, bias, self.product)
         return column_parallel(x, self.weight, bias, self.product, self.group, self.sequence_parallel, self.pipelined)
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """What this rank adds to the output of a row-parallel layer, without the bias."""
+        """This rank's summand of the output of a row-parallel layer, without the bias."""
         out = linear(x, self.weight, None, self.product)
         if self.stack is not None:
             return self.stack(out, x)
@@ -161,43 +167,49 @@ class Linear(nn.Module):
         return out if gains is None else gains * out
 
     def _add_low_rank(self, out: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-        """`out` `[seq, batch, out]` of the product with `x`, and that of the adapters.
+        """Adds the adapters' output for `x` to `out` `[seq, batch, out]`, the product with `x`.
 
-        One product for all, which adds as it multiplies: the B of several projections stand in one matrix, of
-        zeros where a row is another's. What each rank has of A, or of B, alone gets gradients summed over
-        ranks.
+        One product serves all adapters and adds as it multiplies. The B of several projections are in one
+        matrix, with zeros in the rows of other projections. The A or B that is replicated on all ranks gets
+        gradients summed over ranks.
         """
         assert self.adapters is not None
-        lora, each = self.adapters.lora, self._each()
+        lora, part_adapters = self.adapters.lora, self._part_adapters()
         if seed is not None:
             x = dropout(x, lora.dropout, seed + self.seed_offset, self.training)
-        a = torch.cat([adapter.lora_A for _, adapter in each])
+        a = torch.cat([adapter.lora_A for _, adapter in part_adapters])
         if self.parallel == "row":
             hidden = F.linear(x, a)
         elif self.sequence_parallel:
             hidden = gather_from_sequence(F.linear(x, copy_to_tensor(a, self.group)), self.group)
         else:
             hidden = copy_to_tensor(F.linear(x, a), self.group)
-        columns = {
-            place: F.pad(self._of_rows(adapter.lora_B).t(), (0, 0, i * lora.r, (len(each) - 1 - i) * lora.r))
-            for i, (place, adapter) in enumerate(each)
-        }
+        scales = [spec.size.scale for spec in self.adapters.specs]
+        shared = scales[0] if len(set(scales)) == 1 else None
+        columns = {}
+        for (place, adapter), scale, (left, right) in zip(part_adapters, scales, self.adapters.offsets(), strict=True):
+            column = self._row_parameter(adapter.lora_B).t()
+            columns[place] = F.pad(column if shared is not None else scale * column, (0, 0, left, right))
         b = join_rows(columns, self.pattern, missing=0.0)
-        return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b, alpha=lora.scale).view(out.shape)
+        alpha = 1.0 if shared is None else shared
+        return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b, alpha=alpha).view(out.shape)
 
-    def _each(self) -> list[tuple[int, Adapter]]:
-        """(part, adapter) of each projection that has one."""
+    def _part_adapters(self) -> list[tuple[int, Adapter]]:
+        """(part, adapter) of each projection that has an adapter."""
         assert self.adapters is not None and self.lora is not None
-        return [(of.part, cast(Adapter, self.lora[of.name])) for of in self.adapters.each]
+        return [(spec.part, cast(Adapter, self.lora[spec.name])) for spec in self.adapters.specs]
 
-    def _of_rows(self, param: Tensor) -> Tensor:
-        """A parameter of the output features; a row-parallel layer's ranks see summands, so that its
-        gradients are summed."""
+    def _row_parameter(self, param: Tensor) -> Tensor:
+        """A parameter over output features. In a row-parallel layer each rank sees only its summand, so the
+        parameter's gradients are summed over ranks."""
         return copy_to_tensor(param, self.group) if self.parallel == "row" else param
 
     def _gains(self) -> Tensor | None:
-        """DoRA's magnitude over the norm of each row `[out]`, 1 for rows without adapter; the norm counts as
-        a constant in the gradient (arXiv 2402.09353, 4.3). None without DoRA."""
+        """DoRA's magnitude divided by the norm of each row `[out]`; 1 for rows without adapter; None without
+        DoRA.
+
+        The norm counts as a constant in the gradient (arXiv 2402.09353, 4.3).
+        """
         assert self.adapters is not None
         if not self.adapters.lora.dora:
             return None
@@ -205,29 +217,28 @@ class Linear(nn.Module):
         gains = {}
         with torch.no_grad():
             weight = self.dense_weight()
-        for place, adapter in self._each():
+        for (place, adapter), spec in zip(self._part_adapters(), self.adapters.specs, strict=True):
             assert adapter.lora_magnitude_vector is not None
             with torch.no_grad():
                 rows = rows_of(weight, place, self.pattern)
-                norms = row_norms(rows, adapter.lora_A, adapter.lora_B, self.adapters.lora.scale, group)
-            # The norm is rounded as the magnitude is, so that in 16 bits too their quotient begins at 1.
+                norms = row_norms(rows, adapter.lora_A, adapter.lora_B, spec.size.scale, group)
+            # The norm is rounded like the magnitude, so that in 16 bits their quotient also starts at 1.
             norms = norms.to(weight.dtype).float()
-            gains[place] = (self._of_rows(adapter.lora_magnitude_vector).float() / norms).to(weight.dtype)
+            gains[place] = (self._row_parameter(adapter.lora_magnitude_vector).float() / norms).to(weight.dtype)
         return join_rows(gains, self.pattern, missing=1.0)
 
     @property
     def pipelined(self) -> bool:
-        """Whether its product runs in pieces; one that adapters add to before it is summed does not."""
+        """Whether its product runs in pieces; not if adapters are added before the sum over ranks."""
         if self.parallel == "row" and self.adapters_on:
             return False
         return self.async_tensor_parallel and self.sequence_parallel and isinstance(self.product, PlainProduct)
 
 
 class PartialSum(nn.Module):
-    """The end of a row-parallel layer whose product is made elsewhere: sums what tensor ranks have
-    computed.
+    """The end of a row-parallel layer whose product is computed elsewhere: sums the results of tensor ranks.
 
-    sum_in_place: as of `Linear`.
+    sum_in_place: as in `Linear`.
     """
 
     bias: Tensor | None = None
@@ -238,7 +249,7 @@ class PartialSum(nn.Module):
         self.group, self.sequence_parallel, self.sum_in_place = groups.group("tensor"), sequence_parallel, True
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """What this rank adds to the sum, as `Linear.summand`: its input, which is made already."""
+        """This rank's summand, as `Linear.summand`: the input itself, which is already computed."""
         return x
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
@@ -251,26 +262,28 @@ def row_parallel_sum(
 ) -> Tensor:
     """The sum of the outputs of row-parallel layers of one group, in one collective.
 
-    inputs: of each layer, `[seq, batch, in/T]`. seed: as of `Linear.forward`. Returns `[seq, batch, out]`
+    inputs: of each layer, `[seq, batch, in/T]`. seed: as in `Linear.forward`. Returns `[seq, batch, out]`
     (`[seq/T, ..]` under sequence parallelism).
     """
     group = layers[0].group
-    linears = [of for of in layers if isinstance(of, Linear) and of.pipelined]
+    linears = [layer for layer in layers if isinstance(layer, Linear) and layer.pipelined]
     if group is not None and len(linears) == len(layers):
-        outs = [pipelined_row(x, of.weight, of.bias, group) for of, x in zip(linears, inputs, strict=True)]
+        outs = [pipelined_row(x, layer.weight, layer.bias, group) for layer, x in zip(linears, inputs, strict=True)]
         return sum(outs[1:], outs[0])
-    summands = [of.summand(x, seed) for of, x in zip(layers, inputs, strict=True)]
+    summands = [layer.summand(x, seed) for layer, x in zip(layers, inputs, strict=True)]
     summand = sum(summands[1:], summands[0])
-    biases = [of.bias for of in layers if of.bias is not None]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     if group is None:
         return sum(biases, summand)
-    return sum_over_ranks(summand, biases, group, layers[0].sequence_parallel, all(of.sum_in_place for of in layers))
+    return sum_over_ranks(
+        summand, biases, group, layers[0].sequence_parallel, all(layer.sum_in_place for layer in layers)
+    )
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary cut over tensor ranks.
+    """Token embedding with the vocabulary split over tensor ranks.
 
-    modules_to_save: the copy of the weight that is trained beside adapters, and used while `adapters_on`.
+    modules_to_save: a trained copy of the weight, used in place of it while `adapters_on`.
     """
 
     weight: nn.Parameter

@@ -6,7 +6,7 @@ with an adapter of its own, or one for all of its rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -17,81 +17,105 @@ from megatron.mpu.groups import ParallelGroups
 from megatron.mpu.mappings import reduce_from_tensor
 from megatron.mpu.parameters import ParamSpec, allocate
 
-WHOLE = -1
+ALL_ROWS = -1
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The size of an adapter: its rank `r` and the factor `scale` of its output."""
+
+    r: int
+    scale: float
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapters of a model: rank `r`, the factor `scale` of their output, the dropout of their input.
+    """The adapters of a block: the dropout of their input, and the projections that have one.
 
-    targets: the projections that have one, by the names of HuggingFace's modules. dora: each has a magnitude
-    for every row. init_a, init_b: initial values, of `ParamSpec`.
+    targets: size of each adapter, by the names of HuggingFace's modules. dora: each has a magnitude for every
+    row. init_a, init_b: initial values, of `ParamSpec`.
     """
 
-    r: int
-    scale: float
     dropout: float
     dora: bool
     init_a: Literal["kaiming_uniform", "gaussian_over_rank"]
     init_b: Literal["zeros", "kaiming_uniform"]
-    targets: frozenset[str]
+    targets: Mapping[str, LowRank] = field(hash=False)
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The adapter of one projection. name: of the projection. part: which in the pattern of projections down
-    the weight's rows; `WHOLE`: all of them. rows: its number of output features."""
+    """The adapter of one projection.
+
+    name: of the projection.
+    part: index of the projection in the pattern along the weight's rows; `ALL_ROWS`: the adapter covers all
+        rows.
+    rows: number of its output features.
+    """
 
     name: str
     part: int
     rows: int
+    size: LowRank
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of one linear layer. pattern: how many rows belong to each projection in turn, over all
-    tensor ranks, again and again down the rows; cut: whether each number, else how often they repeat, is
-    divided by the ranks of a column-parallel layer."""
+    """The adapters of one linear layer.
+
+    pattern: numbers of rows of the fused projections, over all tensor ranks; the pattern repeats down the
+        weight's rows.
+    pattern_sharded: in a column-parallel layer, true if each tensor rank has a part of every projection,
+        false if it has full repeats of the pattern.
+    """
 
     lora: LoraSpec
-    each: tuple[AdapterSpec, ...]
+    specs: tuple[AdapterSpec, ...]
     pattern: tuple[int, ...]
-    cut: bool
+    pattern_sharded: bool
 
     def params(self, name: str, weight: ParamSpec) -> tuple[ParamSpec, ...]:
         """The parameters of the adapter `name` of a layer with this weight `[out, in]`."""
-        adapter = next(each for each in self.each if each.name == name)
-        (r, rows), inputs, column = (self.lora.r, adapter.rows), weight.shape[1], weight.axis == 0
-        blocks = (weight.blocks if adapter.part == WHOLE else (rows,)) if column else ()
-        of_rows = 0 if column else None
+        adapter = next(spec for spec in self.specs if spec.name == name)
+        (r, rows), inputs, column = (adapter.size.r, adapter.rows), weight.shape[1], weight.axis == 0
+        blocks = (weight.blocks if adapter.part == ALL_ROWS else (rows,)) if column else ()
+        row_axis = 0 if column else None
         a = ParamSpec("lora_A", (r, inputs), init=self.lora.init_a, weight_decay=True)
         if weight.axis == 1:
             a = replace(a, axis=1, blocks=(inputs,))
-        b = ParamSpec("lora_B", (rows, r), of_rows, blocks, self.lora.init_b, weight_decay=True)
-        magnitude = ParamSpec("lora_magnitude_vector", (rows,), of_rows, blocks, "ones", weight_decay=True)
+        b = ParamSpec("lora_B", (rows, r), row_axis, blocks, self.lora.init_b, weight_decay=True)
+        magnitude = ParamSpec("lora_magnitude_vector", (rows,), row_axis, blocks, "ones", weight_decay=True)
         return (a, b, magnitude) if self.lora.dora else (a, b)
+
+    def offsets(self) -> list[tuple[int, int]]:
+        """Returns, for each adapter, the total LoRA rank of the adapters before it and after it, for
+        concatenating all of them."""
+        ranks = [spec.size.r for spec in self.specs]
+        return [(sum(ranks[:i]), sum(ranks[i + 1 :])) for i in range(len(ranks))]
 
 
 def adapters_of(
     lora: LoraSpec | None,
     rows: int,
-    whole: str | None,
+    layer_name: str | None,
     parts: Sequence[str] = (),
     pattern: Sequence[int] = (),
-    cut: bool = False,
+    pattern_sharded: bool = False,
 ) -> Adapters | None:
-    """The adapters that `lora` asks for in a layer of `rows` output features; None where there are none.
+    """Returns the adapters that `lora` requests for a layer of `rows` output features; None if there are
+    none.
 
-    whole: name of the layer as one projection. parts: of its projections, where it holds several. pattern,
-    cut: as of `Adapters`.
+    layer_name: name of the layer as one projection.
+    parts: names of its projections, if it holds several.
+    pattern, pattern_sharded: as in `Adapters`.
     """
     if lora is None:
         return None
-    if whole in lora.targets:
-        return Adapters(lora, (AdapterSpec(whole, WHOLE, rows),), (rows,), True)
+    if layer_name is not None and layer_name in lora.targets:
+        return Adapters(lora, (AdapterSpec(layer_name, ALL_ROWS, rows, lora.targets[layer_name]),), (rows,), True)
     share = rows // sum(pattern) if parts else 0
-    each = [AdapterSpec(n, i, pattern[i] * share) for i, n in enumerate(parts) if n in lora.targets]
-    return Adapters(lora, tuple(each), tuple(pattern), cut) if each else None
+    specs = [AdapterSpec(n, i, pattern[i] * share, lora.targets[n]) for i, n in enumerate(parts) if n in lora.targets]
+    return Adapters(lora, tuple(specs), tuple(pattern), pattern_sharded) if specs else None
 
 
 class Adapter(nn.Module):
@@ -108,13 +132,15 @@ class Adapter(nn.Module):
 
 
 def join_rows(parts: Mapping[int, Tensor], pattern: Sequence[int], missing: float) -> Tensor:
-    """Values of single projections `[..., rows of it]` in the order of the weight's rows `[..., rows]`;
-    `missing` stands for projections without. parts: by place in the pattern."""
-    if WHOLE in parts:
-        return parts[WHOLE]
-    some = next(iter(parts))
-    value = parts[some]
-    repeats = value.shape[-1] // pattern[some]
+    """Joins values of single projections `[..., rows of it]` in the order of the weight's rows `[..., rows]`.
+
+    parts: by index in the pattern. missing: the value for projections that are not in `parts`.
+    """
+    if ALL_ROWS in parts:
+        return parts[ALL_ROWS]
+    any_part = next(iter(parts))
+    value = parts[any_part]
+    repeats = value.shape[-1] // pattern[any_part]
     shape = (*value.shape[:-1], repeats)
     pieces = [
         parts[i].unflatten(-1, (repeats, rows)) if i in parts else value.new_full((*shape, rows), missing)
@@ -124,8 +150,8 @@ def join_rows(parts: Mapping[int, Tensor], pattern: Sequence[int], missing: floa
 
 
 def rows_of(weight: Tensor, part: int, pattern: Sequence[int]) -> Tensor:
-    """The rows of one projection of a weight `[rows, ...]`: what `join_rows` joins."""
-    if part == WHOLE:
+    """The rows of one projection of a weight `[rows, ...]`: the inverse of `join_rows`."""
+    if part == ALL_ROWS:
         return weight
     return weight.unflatten(0, (-1, sum(pattern))).split(tuple(pattern), 1)[part].flatten(0, 1)
 
@@ -133,10 +159,10 @@ def rows_of(weight: Tensor, part: int, pattern: Sequence[int]) -> Tensor:
 def row_norms(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, group: torch.distributed.ProcessGroup | None
 ) -> Tensor:
-    """||W + scale B A|| of every row, fp32 `[rows]`, above 0 for rows of zeros too.
+    """Returns ||W + scale B A|| of every row, fp32 `[rows]`, above 0 even for rows of zeros.
 
-    W `[rows, in]`, A `[r, in]`, B `[rows, r]`; group: over whose ranks the inputs are cut. The sum
-    W + scale B A, as large as W, is never made.
+    W is `[rows, in]`, A `[r, in]`, B `[rows, r]`. W + scale B A, a matrix as large as W, is never computed.
+    group: the ranks over which the inputs are split.
     """
     a32, b32 = a.float(), b.float()
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
@@ -147,19 +173,20 @@ def row_norms(
 
 @dataclass
 class AdapterRows:
-    """Which adapter each row of the batch takes that runs now, by number. rows: `[batch]` int64; None: none
-    of them."""
+    """The number of the adapter that each row of the current batch uses. rows: `[batch]` int64; None: no row
+    uses one."""
 
     rows: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """Adapters of several trainings beside one linear, of which each row of a batch takes one; number 0 is
-    none. Without gradients.
+    """Several trained adapters of one linear layer, without gradients. Each row of a batch uses one; number 0
+    means none.
 
-    a: `[number, r, in]`; b: `[number, r, out]`, scaled; those of smaller rank are filled up with zeros.
-    gains: DoRA's `[number, out]`, or None.
+    a: `[number, r, in]`, padded with zeros to the largest rank.
+    b: `[number, r, out]`, scaled, padded likewise.
+    gains: DoRA's `[number, out]`; None without DoRA.
     """
 
     a: Tensor
@@ -168,8 +195,8 @@ class AdapterStack:
     chosen: AdapterRows
 
     def __call__(self, out: Tensor, x: Tensor) -> Tensor:
-        """`out` `[seq, batch, out]` of the product with `x` `[seq, batch, in]`, without bias, and what the
-        adapters make of it: of a row-parallel layer this rank's summand."""
+        """Adds the adapters' output to `out` `[seq, batch, out]`, the product with `x` `[seq, batch, in]`
+        without bias. In a row-parallel layer it is this rank's summand."""
         rows = self.chosen.rows
         if rows is None:
             return out

@@ -2,11 +2,11 @@
 
 Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence
 parallelism, arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity
-for a group of None. Those that are begun by `start_..` and end with `finish` have no gradient: autograd
-functions of `parallel_linear.py` compute between the two.
+for a group of None. Collectives split into `start_..` and `finish` have no gradient: autograd functions of
+`parallel_linear.py` compute between the two.
 
-In compiled code collectives return new tensors: torch 2.11 loses what one writes in place in a compiled
-backward, and the gradients are those of one rank, without a word.
+In compiled code collectives return new tensors: torch 2.11 silently loses in-place writes of a collective in
+a compiled backward, and gradients are then those of one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ _Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Started(NamedTuple):
-    """A collective under way and its result, which `finish` lets be read."""
+    """A running collective and its result, which may be read after `finish`."""
 
     result: Tensor
     work: dist.Work | None  # None in compiled code, and where it was waited for
-    rest: tuple[Tensor, ...] = ()  # results of the same collective that nobody reads
+    unread: tuple[Tensor, ...] = ()  # further results of the same collective, which are not used
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Begin to sum x over ranks, in place in eager code: x is the caller's own. wait: for the result, at
-    once."""
+    """Starts to sum x over ranks. Uncompiled code sums in place: pass an x that nothing else uses. wait: wait
+    for the result at once."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return Started(_functional.all_reduce(x, "sum", group.group_name), None)
@@ -41,7 +41,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, wait: bool = False) ->
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Begin to concatenate the first dimension over ranks."""
+    """Starts to concatenate the first dimension over ranks."""
     x, size = x.contiguous(), group.size()
     if torch.compiler.is_compiling():
         return Started(_functional.all_gather_into_tensor(x, size, group.group_name), None)
@@ -50,21 +50,22 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, wait: bool = False) ->
 
 
 def start_all_gather_in_backward(x: Tensor, grad: Tensor, group: dist.ProcessGroup) -> Started:
-    """`start_all_gather` of what forward has gathered before. grad: the gradient that backward begins with.
+    """`start_all_gather` in backward of a tensor that forward has gathered too. grad: the gradient that
+    backward starts from.
 
-    A compiler would see the same collective twice, run it once and keep its result for backward; one that
-    needs the gradient can only run there. So a number of the gradient travels along.
+    A compiler would merge the two equal collectives and keep the result for backward. A collective that needs
+    the gradient can only run in backward, so an element of the gradient is gathered along.
     """
     if not torch.compiler.is_compiling():
         return start_all_gather(x, group)
-    one = grad[(0,) * (grad.dim() - 1)][:1].to(x.dtype)
-    together = [x.contiguous(), one.contiguous()]
-    result, *rest = _functional.all_gather_into_tensor_coalesced(together, group.size(), group.group_name)
-    return Started(result, None, tuple(rest))
+    grad_element = grad[(0,) * (grad.dim() - 1)][:1].to(x.dtype)
+    tensors = [x.contiguous(), grad_element.contiguous()]
+    result, *unread = _functional.all_gather_into_tensor_coalesced(tensors, group.size(), group.group_name)
+    return Started(result, None, tuple(unread))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Begin to sum x over ranks, for this rank's part of the first dimension."""
+    """Starts to sum x over ranks, for this rank's part of the first dimension."""
     x, size = x.contiguous(), group.size()
     if torch.compiler.is_compiling():
         return Started(_functional.reduce_scatter_tensor(x, "sum", size, group.group_name), None)
@@ -73,10 +74,10 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: bool = False
 
 
 def finish(started: Started) -> Tensor:
-    """The result; what is computed after this waits for it."""
+    """Returns the result; later computation waits for it."""
     if torch.compiler.is_compiling():
-        for other in started.rest:
-            _functional.wait_tensor(other)  # torch keeps a collective's tensors until each was waited for
+        for tensor in started.unread:
+            _functional.wait_tensor(tensor)  # torch keeps a collective's tensors until each was waited for
         return _functional.wait_tensor(started.result)
     if started.work is not None:
         started.work.wait()
@@ -84,8 +85,8 @@ def finish(started: Started) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    own = x if torch.compiler.is_compiling() else x.clone(memory_format=torch.contiguous_format)
-    return finish(start_all_reduce(own, group, wait=True))
+    buffer = x if torch.compiler.is_compiling() else x.clone(memory_format=torch.contiguous_format)
+    return finish(start_all_reduce(buffer, group, wait=True))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -101,7 +102,7 @@ def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
 
 
-def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
@@ -110,26 +111,32 @@ def _pass(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Mapping(torch.autograd.Function):
-    """One collective forwards, another one backwards."""
+    """Runs one collective in the forward pass and another one on the gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, forward_op: _Collective, backward_op: _Collective
+    ) -> Tensor:
+        ctx.group, ctx.backward_op = group, backward_op
+        return forward_op(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.back(grad, ctx.group), None, None, None
+        return ctx.backward_op(grad, ctx.group), None, None, None
 
 
 def copy_to_tensor(x: Tensor, group: Group) -> Tensor:
-    """Identity; the gradient is summed over tensor ranks. Input of a column-parallel layer, or a replicated
-    parameter that only sees this rank's part of the sequence."""
-    return x if group is None else _Mapping.apply(x, group, _same, _all_reduce)
+    """Returns x; the gradient is summed over tensor ranks.
+
+    For the input of a column-parallel layer, or a replicated parameter that sees only this rank's part of the
+    sequence.
+    """
+    return x if group is None else _Mapping.apply(x, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
-    """Sum over tensor ranks; the gradient passes through. Output of a row-parallel layer."""
+    """Returns the sum of x over tensor ranks; the gradient stays as it is. For the output of a row-parallel
+    layer."""
     return x if group is None else _Mapping.apply(x, group, _all_reduce, _pass)
 
 
@@ -139,24 +146,29 @@ def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_sharers(x: Tensor, group: Group, sharers: int) -> Tensor:
-    """Concatenate the last dimension over this rank's `sharers` neighbours among the tensor ranks, of which
-    each uses the whole in its own way: the gradient of a rank's part is summed over them. The identity for
-    one."""
+    """Concatenates the last dimension over this rank's group of `sharers` neighbouring tensor ranks.
+
+    Each of them uses the full result differently, so the gradient of a rank's part is summed over them. The
+    identity for one sharer.
+    """
     if sharers == 1 or group is None:
         return x
     parts = gather_from_sequence(x.unsqueeze(0), group)
-    first = dist.get_rank(group) // sharers * sharers
-    return torch.cat(parts[first : first + sharers].unbind(0), -1)
+    group_start = dist.get_rank(group) // sharers * sharers
+    return torch.cat(parts[group_start : group_start + sharers].unbind(0), -1)
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
+    """Keeps this rank's part of a replicated `[seq, ...]`; the gradient is gathered, so it is full on every
+    rank."""
     return x if group is None else _Mapping.apply(x, group, _own_chunk, all_gather)
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Rows of `x` for each rank of the group, in turn, against the rows that each has for this one; the
-    gradient travels back. sent, received: numbers of rows for and from each rank."""
+    """Exchanges rows of `x` with each rank of the group; the gradient travels back.
+
+    sent, received: numbers of rows for and from each rank, in rank order.
+    """
     return _AllToAll.apply(x, group, sent, received)
 
 

@@ -1,8 +1,9 @@
-"""Column- and row-parallel linear layers with their gradients, each one autograd function, so that what
-travels between tensor ranks runs under products that do not need it (Megatron-LM, arXiv 1909.08053; sequence
-parallelism, arXiv 2205.05198).
+"""Column- and row-parallel linear layers with their gradients.
 
-Shapes are `[seq, batch, features]`, `[seq/T, ..]` where the sequence is split over T ranks.
+A column-parallel layer is one autograd function. A row-parallel layer is a product, then a function that sums
+over ranks; with async tensor parallelism the two are one function. So communication between tensor ranks
+overlaps with products that do not need it (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv
+2205.05198). Shapes are `[seq, batch, features]`, `[seq/T, ..]` where the sequence is split over T ranks.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from megatron.mpu.symmetric_memory import gather_product, product_scatter
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = x W^T + b, W cut along the output.
+    """y = x W^T + b, W split along the output.
 
-    For backward it keeps x as it came: under sequence parallelism this rank's part, which is gathered again
-    under the input gradient's product. That gradient is summed under the weight gradient's product.
-    pipelined: forward's gather and the sum run in pieces with their own products, by `symmetric_memory.py`.
+    It saves its input x. Under sequence parallelism that is this rank's part, which backward gathers again
+    while it computes the input gradient. The input gradient is summed over ranks during the product of the
+    weight gradient.
+
+    pipelined: gather and sum run in pieces, overlapped with their products (`symmetric_memory.py`).
     """
 
     @staticmethod
@@ -54,27 +57,28 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_x = of_weight = None
+        x_grad = weight_grad = None
         if needs_weight and ctx.sequence_parallel:
             gathered = start_all_gather_in_backward(x, grad, ctx.group)
         if needs_x and ctx.pipelined:
-            of_x = product_scatter(grad, weight, ctx.group)
+            x_grad = product_scatter(grad, weight, ctx.group)
         elif needs_x:
             start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
             summed = start(ctx.product.input_gradient(grad, weight), ctx.group)
         if needs_weight:
-            of_weight = ctx.product.weight_gradient(grad, finish(gathered) if ctx.sequence_parallel else x)
-        of_bias = bias_gradient(grad) if needs_bias else None
+            weight_grad = ctx.product.weight_gradient(grad, finish(gathered) if ctx.sequence_parallel else x)
+        bias_grad = bias_gradient(grad) if needs_bias else None
         if needs_x and not ctx.pipelined:
-            of_x = finish(summed)
-        return of_x, of_weight, of_bias, None, None, None, None
+            x_grad = finish(summed)
+        return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' summands and the biases, which are whole on every rank.
+    """The sum of all ranks' summands and the biases, which are full on every rank.
 
     Under sequence parallelism backward gathers the gradient once, for both products of the layer below and
-    for the biases. A function apart from the product: recomputation ends before the last product of a block.
+    for the biases. It is a function separate from the product, because recomputation ends before the last
+    product of a block.
     """
 
     @staticmethod
@@ -88,22 +92,29 @@ class _SumOverRanks(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         start = start_reduce_scatter if sequence_parallel else start_all_reduce
-        # Detached: what autograd knows as a view must not be written to.
-        own = summand.detach() if in_place or sequence_parallel or torch.compiler.is_compiling() else summand.clone()
-        total = finish(start(own, group, wait=True))
+        # Detached: autograd forbids writing to a view it tracks.
+        buffer = summand.detach() if in_place or sequence_parallel or torch.compiler.is_compiling() else summand.clone()
+        total = finish(start(buffer, group, wait=True))
         for bias in biases:
             total = total + bias if torch.compiler.is_compiling() else total.add_(bias)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        whole = all_gather(grad, ctx.group) if ctx.sequence_parallel else grad
-        of_bias = bias_gradient(whole) if any(ctx.needs_input_grad[4:]) else None
-        return whole, None, None, None, *(of_bias if needed else None for needed in ctx.needs_input_grad[4:])
+        full_grad = all_gather(grad, ctx.group) if ctx.sequence_parallel else grad
+        bias_grad = bias_gradient(full_grad) if any(ctx.needs_input_grad[4:]) else None
+        return (
+            full_grad,
+            None,
+            None,
+            None,
+            *(bias_grad if needs_grad else None for needs_grad in ctx.needs_input_grad[4:]),
+        )
 
 
 class _PipelinedRow(torch.autograd.Function):
-    """y = x W^T + b, W cut along the input, y `[seq/T, ..]`: summed, and its gradient gathered, in pieces."""
+    """y = x W^T + b, W split along the input, y `[seq/T, ..]`: summed, and its gradient gathered, in
+    pieces."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
@@ -117,16 +128,16 @@ class _PipelinedRow(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        whole = of_x = of_weight = of_bias = None
+        full_grad = x_grad = weight_grad = bias_grad = None
         if needs_x:
-            whole, of_x = gather_product(grad, weight, ctx.group, keep=needs_weight or needs_bias)
+            full_grad, x_grad = gather_product(grad, weight, ctx.group, keep=needs_weight or needs_bias)
         else:
-            whole = all_gather(grad, ctx.group)
-        if needs_weight and whole is not None:
-            of_weight = PlainProduct().weight_gradient(whole, x)
-        if needs_bias and whole is not None:
-            of_bias = bias_gradient(whole)
-        return of_x, of_weight, of_bias, None
+            full_grad = all_gather(grad, ctx.group)
+        if needs_weight and full_grad is not None:
+            weight_grad = PlainProduct().weight_gradient(full_grad, x)
+        if needs_bias and full_grad is not None:
+            bias_grad = bias_gradient(full_grad)
+        return x_grad, weight_grad, bias_grad, None
 
 
 def column_parallel(
@@ -138,8 +149,11 @@ def column_parallel(
     sequence_parallel: bool,
     pipelined: bool = False,
 ) -> Tensor:
-    """y = x W^T + b for this rank's rows of W and b: `[seq, batch, in]` (`[seq/T, ..]` under sequence
-    parallelism) to `[seq, batch, out/T]`. pipelined: by symmetric memory, which multiplies plainly."""
+    """y = x W^T + b for this rank's rows of W and b: `[seq, batch, in]` to `[seq, batch, out/T]`.
+
+    Under sequence parallelism the input is `[seq/T, ..]`. pipelined: by symmetric memory, which supports only
+    PlainProduct.
+    """
     return _ColumnParallel.apply(x, weight, bias, product, group, sequence_parallel, pipelined)
 
 
@@ -150,8 +164,11 @@ def sum_over_ranks(
     sequence_parallel: bool,
     in_place: bool = True,
 ) -> Tensor:
-    """What ends row-parallel layers: the sum over ranks of `summand` `[seq, batch, out]`, and of the biases;
-    `[seq/T, ..]` under sequence parallelism. in_place: it may overwrite `summand`."""
+    """The sum over ranks of `summand` `[seq, batch, out]`, plus the biases; `[seq/T, ..]` under sequence
+    parallelism. It ends row-parallel layers.
+
+    in_place: it may overwrite `summand`.
+    """
     return _SumOverRanks.apply(summand, group, sequence_parallel, in_place, *biases)
 
 

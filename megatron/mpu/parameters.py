@@ -1,5 +1,5 @@
-"""What a parameter is: name, full shape, how it is split over ranks, initialisation; and allocating a rank's
-part."""
+"""The spec of a parameter (name, full shape, how it is split over ranks, initialisation), and allocation of a
+rank's part."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,27 @@ from megatron.mpu.groups import ParallelGroups
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of one layer.
+    """Describes one parameter of one layer.
 
-    shape: of the whole parameter, over all tensor ranks. axis: the dimension cut over tensor ranks, None when
-    every rank holds a copy. blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA,
-    [up, gate] of gated MLPs). init: "embedding", "input" (init_method), "output" (output_layer_init_method),
-    "xavier_normal", "ones", "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)), "gaussian_over_rank"
-    (deviation 1 / rows), or of Mamba's "log_of_column" (of its number, from 1), "log_of_uniform" (from 1 to
-    16) and "time_step" (its softplus is log-uniform from 0.001 to 0.1); a number: all elements are it.
-    sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
-    weight_decay: False for norms and biases. shared: one parameter of all blocks, of which each block's file
-    holds a copy. tied: the head on the last pipeline stage is this parameter too. projections: of a weight
-    that holds several linear layers, how many rows belong to each in turn, again and again down the rows.
-    experts: so many experts have equal numbers of its rows, in turn, and the ranks of expert parallelism some
-    of them each. transposed: its matrices are `[in, out]`. trained: False for what gradients never change,
-    and which is fp32 in any precision. precise: trained, and fp32 beside 16-bit weights where
-    the engine can."""
+    shape: of the full parameter, over all tensor ranks.
+    axis: the dimension split over tensor ranks, None if every rank holds a copy.
+    blocks: sizes along `axis`, each split over the ranks separately ([q, k, v] of GQA,
+        [up, gate] of gated MLPs).
+    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones",
+        "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)), "gaussian_over_rank" (deviation 1 / rows); for
+        Mamba "log_of_column" (of its number, from 1), "log_of_uniform" (from 1 to 16) and "time_step" (its
+        softplus is log-uniform from 0.001 to 0.1); a number: the value of all elements.
+    sum_over_tensor: each tensor rank's file holds one summand; the effective value is the sum over ranks.
+    weight_decay: False for norms and biases.
+    shared: all blocks use the same parameter; each block's file holds a copy.
+    tied: the head on the last pipeline stage is this parameter too.
+    projections: rows of each fused projection, in order; the pattern repeats along the rows. Empty: not
+        fused.
+    experts: number of experts stacked along the rows, with equal rows; expert parallelism shards them.
+    transposed: its matrices are `[in, out]`.
+    trained: False if gradients never change it; it is then fp32 in any precision.
+    precise: trained in fp32 although other weights are 16-bit, if the engine supports it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -66,36 +71,35 @@ class ParamSpec:
         return groups.rank("expert") * rows, rows
 
     def stages(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
-        """The group of the pipeline stages that hold a copy each, whose gradients are summed; None for one
-        stage."""
+        """The group of the pipeline stages that each hold a copy of the parameter, and sum its gradients;
+        None for one stage."""
         return groups.embedding if self.tied else groups.group("pipe") if self.shared else None
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
-        """Whether this stage's copy is the one that counts."""
+        """Whether this pipeline stage holds the first copy of a shared parameter, or the only one."""
         return groups.is_first_stage or self.stages(groups) is None
 
 
 def share_out(number: int, ranks: int) -> tuple[int, int]:
-    """(heads of a tensor rank, ranks that share each) where `number` key-value heads, or groups of Mamba 2,
-    are dealt out to so many tensor ranks: one of the two is 1.
+    """Distributes `number` key-value heads, or groups of Mamba 2, over tensor ranks.
 
-    Ranks that share a head have equal slices of its parameters, cut as any others, and gather what these make
-    of a token (`gather_from_sharers`): no parameter is held twice.
+    Returns (heads per tensor rank, ranks that share each head); one of the two is 1. Ranks that share a head
+    have equal slices of its parameters, split as any others, and gather their results for a token
+    (`gather_from_sharers`): no parameter is held twice.
     """
     return max(1, number // ranks), max(1, ranks // number)
 
 
 def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """The same parameters as those of a submodule: with `name.` before their names."""
+    """The same parameters as parameters of a submodule: with `name.` before their names."""
     return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)
 
 
 def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
-    """Give a module its own parameters under the last part of their names: this rank's part of each, fp32 on
-    the device of `groups`. Memory only, none where that is the meta device; values come from
-    `model.init` or a checkpoint, the same for any layout.
+    """Registers this rank's part of each parameter on a module, under the last part of its name, in fp32.
 
-    optional: attributes that are None where no parameter has that name.
+    It only allocates memory on the device of `groups`, none on the meta device. Values come from `model.init`
+    or a checkpoint, the same for any layout. optional: attributes set to None if no parameter has that name.
     """
     for spec in specs:
         shape = (spec.expert_rows(groups)[1], *spec.local_shape(groups.size("tensor"))[1:])
@@ -108,7 +112,7 @@ def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGrou
 
 
 def mark(param: Tensor, never_trained: bool, precise: bool) -> None:
-    """Note on a parameter what its `ParamSpec` says of its dtype."""
+    """Records on a parameter what its `ParamSpec` says of its dtype."""
     param.never_trained, param.precise = never_trained, precise  # type: ignore[attr-defined]
 
 
@@ -123,31 +127,34 @@ def is_precise(param: Tensor) -> bool:
 
 
 def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:
-    """Tensor rank `rank`'s part of a whole parameter (a view where possible)."""
+    """Tensor rank `rank`'s part of a full parameter (a view where possible)."""
     if spec.axis is None or size == 1:
         return full
     parts = [block.chunk(size, spec.axis)[rank] for block in full.split(spec.blocks, spec.axis)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, spec.axis)
 
 
-def shard_rows(rows: Tensor, first: int, spec: ParamSpec, rank: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Tensor rank `rank`'s part of the rows `first`, `first` + 1, .. of a whole parameter: pairs of a row in
-    the rank's part and what stands from there on (a view where possible)."""
+def shard_rows(rows: Tensor, first_row: int, spec: ParamSpec, rank: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields tensor rank `rank`'s part of a slice of rows of a full parameter.
+
+    rows: the full parameter's rows from `first_row` on. Yields pairs of a row index in the rank's part and
+    the rows from there on (a view where possible).
+    """
     if spec.axis != 0 or size == 1:
-        yield first, shard(rows, spec, rank, size)
+        yield first_row, shard(rows, spec, rank, size)
         return
     block_start, local_start = 0, 0
     for block in spec.blocks:
         count = block // size
         start = block_start + rank * count
-        low, high = max(start, first), min(start + count, first + len(rows))
+        low, high = max(start, first_row), min(start + count, first_row + len(rows))
         if low < high:
-            yield local_start + low - start, rows[low - first : high - first]
+            yield local_start + low - start, rows[low - first_row : high - first_row]
         block_start, local_start = block_start + block, local_start + count
 
 
 def unshard(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
-    """The whole parameter from the parts of all tensor ranks, in rank order."""
+    """The full parameter from the parts of all tensor ranks, in rank order."""
     if spec.axis is None or len(shards) == 1:
         return shards[0]
     sizes = [n // len(shards) for n in spec.blocks]

@@ -1,5 +1,7 @@
-"""The matrix products of a linear layer, as an object that the layer is given: torch's, in the dtype of the
-weights, or others of the same shapes (in FP8, a library's)."""
+"""The matrix products of a linear layer as an object passed to the layer.
+
+They are torch's, in the dtype of the weights, or others of the same shapes (FP8, or a library's).
+"""
 
 from typing import Any, Protocol
 
@@ -11,8 +13,8 @@ from torch import Tensor
 class Product(Protocol):
     """The three matrix products of a linear layer y = x W^T: its output and both gradients.
 
-    Each returns a new tensor, which the caller may write to. What an object keeps (scales, say) it keeps in
-    plain attributes; `torch.compile` traces its methods in whole graphs.
+    Each returns a new tensor, which the caller may overwrite. State of an object, such as scales, is in plain
+    attributes; `torch.compile` traces its methods in full graphs.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ class Product(Protocol):
 
 
 class PlainProduct:
-    """torch's matrix products, in the dtype of what is given."""
+    """torch's matrix products, in the dtype of the operands."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -43,7 +45,7 @@ class PlainProduct:
 
 
 def biased_output(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """x W^T + b, a new tensor, by `product`; no autograd is asked for."""
+    """x W^T + b, a new tensor, by `product`, outside autograd."""
     if isinstance(product, PlainProduct):
         return F.linear(x, weight, bias)  # adds the bias as it multiplies
     out = product.output(x, weight)
@@ -52,12 +54,12 @@ def biased_output(x: Tensor, weight: Tensor, bias: Tensor | None, product: Produ
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """`[..., out]` summed to `[out]`."""
+    """Returns the bias's gradient: `grad` `[..., out]` summed to `[out]`."""
     return grad.flatten(0, -2).sum(0)
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b by a product that autograd does not know."""
+    """x W^T + b by a product without autograd formulas."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -69,15 +71,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x = ctx.product.input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
-        of_weight = ctx.product.weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
-        of_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
-        return of_x, of_weight, of_bias, None
+        x_grad = ctx.product.input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+        weight_grad = ctx.product.weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        bias_grad = bias_gradient(grad) if ctx.needs_input_grad[2] else None
+        return x_grad, weight_grad, bias_grad, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """y = x W^T + b, `[..., in]` to `[..., out]`, with its gradients, by `product`; the plain one is
-    `torch.nn.functional.linear`."""
+    """Returns y = x W^T + b, `[..., in]` to `[..., out]`, with gradients computed by `product`.
+
+    For a PlainProduct it calls `torch.nn.functional.linear`.
+    """
     if isinstance(product, PlainProduct):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, product)

@@ -8,15 +8,18 @@ from torch import Tensor
 
 BLOCK = 64
 """Elements with one scale, bitsandbytes' own default. They follow each other down a row of the weight, and on
-into the next row where a row is no multiple."""
+into the next row where a row is not a multiple."""
 
 
 class QuantizedProduct:
-    """The `Product` of a linear whose weight is packed: each product unpacks it for itself, and nothing
-    unpacked is kept for backward. There is no gradient of the weight.
+    """The `Product` of a linear layer with a packed weight, which has no gradient.
 
-    shape: `[out, in]` of this tensor rank's part. dtype: of the unpacked weight. double_quant: the scales of
-    blocks are quantised too, to 8 bits. The scales are kept here.
+    Each product unpacks the weight again; no unpacked weight is saved for backward. The scales are kept in
+    this object.
+
+    shape: `[out, in]` of this tensor rank's part.
+    dtype: of the unpacked weight.
+    double_quant: quantise the scales of blocks too, to 8 bits.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, double_quant: bool) -> None:
@@ -29,11 +32,11 @@ class QuantizedProduct:
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """Of the uint8 tensor with the packed weight."""
+        """The shape of the uint8 tensor with the packed weight."""
         return ((self.shape.numel() + 1) // 2, 1)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """`[out, in]` of any float type to `packed_shape`; keeps its scales."""
+        """Packs `[out, in]` of any float type to `packed_shape`; stores its scales in this object."""
         value = weight.to(self.dtype).contiguous()
         packed, self._state = self._library.quantize_4bit(
             value, blocksize=BLOCK, compress_statistics=self._double_quant, quant_type="nf4"
@@ -41,11 +44,11 @@ class QuantizedProduct:
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """`packed_shape` to a new `[out, in]`."""
+        """Unpacks `packed_shape` to a new `[out, in]`."""
         return self._library.dequantize_4bit(packed, self._state)
 
     def scales(self) -> list[Tensor]:
-        """What is kept beside the packed weight; empty before it is there."""
+        """The tensors of scales of the packed weight; [] before `pack`."""
         if self._state is None:
             return []
         inner = self._state.state2
@@ -58,4 +61,4 @@ class QuantizedProduct:
         return grad @ self.unpack(weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        raise TypeError("a quantised weight is not trained")
+        raise TypeError("a quantised weight has no gradient and cannot be trained; train adapters (lora)")

@@ -12,19 +12,17 @@ from torch import Tensor
 
 
 def mix_seed(*parts: int | str) -> int:
-    """One 63-bit seed, a hash of several numbers or words."""
+    """Returns a 63-bit seed, a hash of the given numbers and strings."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators with `seed` within the context; afterwards they have their earlier state
-    again."""
+    """Seeds torch's generators with `seed` inside the context, and restores their earlier state after it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would seed every device in sight, and walk the stack for each kind that is not
-        # there.
+        # torch.manual_seed would seed every visible device, and walk the stack for each missing kind.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -33,13 +31,15 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def seed_tensor(seed: int) -> Tensor:
-    """`seed` as an int64 scalar on the CPU: code that is compiled for a tensor takes any value of it, while
-    it would be compiled again for another Python number."""
+    """Returns `seed` as an int64 scalar tensor on the CPU.
+
+    `torch.compile` does not recompile for another value of a tensor, but does for another Python number.
+    """
     return torch.tensor(seed % 2**63, dtype=torch.int64, device="cpu")
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
-    """Dropout whose mask is a function of `seed` alone, one of `seed_tensor`; the identity for p = 0 or in
+    """Dropout whose mask depends only on `seed`, from `seed_tensor`; the identity for p = 0 or in
     evaluation."""
     if p == 0.0 or not training:
         return x
@@ -49,12 +49,15 @@ def dropout(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
         return F.dropout(x, p)
 
 
-# One operator, of which the compiler sees no more than shapes: it can neither draw other numbers nor break
-# its graph. Only for compiled code: its dispatch takes 0.2 ms.
+# One operator, of which the compiler sees only shapes: it can neither change the random numbers nor break
+# the graph. Only for compiled code: its dispatch takes 0.2 ms.
 @torch.library.custom_op("megatron::seeded_dropout", mutates_args=())
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """(`x` with dropout, what its gradient needs): what `F.dropout` runs on this device, under `seed`. On
-    GPUs the second is the boolean mask, on CPUs the mask times 1 / (1 - p)."""
+    """(`x` with dropout, factors for its gradient): the computation of `F.dropout` on this device, under
+    `seed`.
+
+    On GPUs the factors are the boolean mask, on CPUs the mask times 1 / (1 - p).
+    """
     with fork_seed(int(seed), x.device):
         if x.is_cuda:
             return torch.native_dropout(x, p, True)
@@ -74,10 +77,10 @@ def _keep(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: tuple[Tensor, 
 
 
 def _gradient(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
-    (kept,) = ctx.saved_tensors
-    if kept.dtype == torch.bool:
-        return torch.ops.aten.native_dropout_backward(gradient, kept, 1.0 / (1.0 - ctx.p)), None, None
-    return gradient * kept, None, None
+    (mask,) = ctx.saved_tensors
+    if mask.dtype == torch.bool:
+        return torch.ops.aten.native_dropout_backward(gradient, mask, 1.0 / (1.0 - ctx.p)), None, None
+    return gradient * mask, None, None
 
 
 _seeded_dropout.register_autograd(_gradient, setup_context=_keep)

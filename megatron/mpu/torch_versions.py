@@ -1,5 +1,5 @@
-"""Names that differ between the releases of torch this runs on, 2.11 and 2.13: the one place that knows
-both."""
+"""Names that differ between the supported releases of torch, 2.11 and 2.13; no other file distinguishes
+them."""
 
 from typing import Any
 
@@ -17,10 +17,12 @@ _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def varlen_attn(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int], scale: float | None
 ) -> Tensor:
-    """Flash attention within documents by torch, `[tokens, heads, head_dim]`; k and v may have fewer heads.
+    """Returns torch's flash attention within documents, `[tokens, heads, head_dim]`; k and v may have fewer
+    heads.
 
-    starts: `[n]` int32, where documents begin, and the number of tokens; longest: of their lengths; window:
-    how many keys before and after itself a query sees, -1: all.
+    starts: `[n]` int32, the first index of each document, then the number of tokens.
+    longest: length of the longest document.
+    window: how many keys before and after itself a query sees; -1: all.
     """
     from torch.nn.attention import varlen
 
@@ -34,8 +36,11 @@ def varlen_attn(
 
 
 def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
-    """The streams on which `fully_shard` gathers the weights of this module and of those in it, once it has
-    run; none of another module. torch's `set_post_optim_event` has them wait once, not for each gather."""
+    """Returns the CUDA streams on which `fully_shard` gathers the weights of this module and its submodules.
+
+    Returns () for a module without `fully_shard`. Call it after a first forward pass. The streams are for
+    `set_post_optim_event`: then a step waits for the optimizer once, not at each gather.
+    """
     if not isinstance(module, FSDPModule):
         return ()
     context = module._get_fsdp_state()._comm_ctx
@@ -43,7 +48,8 @@ def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group read each other's memory; 2.13 has nothing to enable."""
+    """Lets the ranks of a group read each other's memory. From torch 2.13 on this needs no call, so it does
+    nothing."""
     if _RELEASE < (2, 13):
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

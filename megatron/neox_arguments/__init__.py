@@ -30,6 +30,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """GPT-NeoX's groups of keys by its names, as `NeoXArgsTokenizer`. Raises AttributeError for any other
-    name."""
+    """Returns the dataclass of one of GPT-NeoX's key groups by its name, such as `NeoXArgsTokenizer`. Raises
+    AttributeError for any other name."""
     return key_group(name, __name__)

@@ -1,25 +1,25 @@
-"""Addresses (URLs) as messages, pages and files may have them: without what lets others in."""
+"""Removes passwords, tokens and other secrets from URLs, for messages, pages and files."""
 
 import re
 
 _URL = re.compile(
-    r"\b(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<who>[^\s/?#'\"<>]*@)?(?P<place>[^\s?#'\"<>]*)"
+    r"\b(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^\s/?#'\"<>]*@)?(?P<place>[^\s?#'\"<>]*)"
     r"(?P<query>\?[^\s#'\"<>]*)?(?P<fragment>#[^\s'\"<>]*)?"
 )
 _WEB = ("http", "https", "ftp")
 
 
 def without_secrets(text: str) -> str:
-    """A text whose addresses have no user and password, no query and no fragment with values.
+    """Returns the text with user, password, query and `key=value` fragments removed from its URLs.
 
-    Queries of presigned addresses are signatures, under names that each service chooses, so all of a query
-    goes. A user alone stays where it names a place and no person: `abfs://container@account`.
+    Queries of presigned URLs are signatures, under names that each service chooses, so the full query is
+    removed. A user without a password stays where it names a place: `abfs://container@account`.
     """
-    return _URL.sub(_shown, text) if "://" in text else text
+    return _URL.sub(_redacted, text) if "://" in text else text
 
 
-def _shown(found: re.Match[str]) -> str:
-    scheme, who, place, fragment = found["scheme"], found["who"] or "", found["place"], found["fragment"] or ""
-    if ":" in who or scheme.lower() in _WEB:
-        who = ""
-    return f"{scheme}://{who}{place}{'' if '=' in fragment else fragment}"
+def _redacted(match: re.Match[str]) -> str:
+    scheme, user, place, fragment = match["scheme"], match["user"] or "", match["place"], match["fragment"] or ""
+    if ":" in user or scheme.lower() in _WEB:
+        user = ""
+    return f"{scheme}://{user}{place}{'' if '=' in fragment else fragment}"

@@ -1,5 +1,4 @@
-"""The base of all exceptions that people can act on, the one of configurations, and the collector of
-problems."""
+"""Errors that a user can fix: their base class, the error of configurations, and a collector of problems."""
 
 import errno
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def disk_problem(problem: BaseException | None) -> str | None:
-    """The file that cannot be written, and why, where a failure comes from that; HuggingFace's libraries tell
-    it as data that cannot be had."""
+    """Returns `FILE: reason` if an error comes from a file that cannot be written, else None.
+
+    HuggingFace's libraries report such a failure as data that is not available.
+    """
     while problem is not None:
         if isinstance(problem, OSError) and problem.errno in _DISK and problem.filename:
             return f"{problem.filename}: {problem.strerror}"
@@ -24,8 +25,10 @@ def disk_problem(problem: BaseException | None) -> str | None:
 
 
 def lfs_pointer_error(path: str | PathLike[str]) -> str | None:
-    """What to do about a file that is a pointer, which git-lfs leaves in the place of what it has not
-    fetched; None for any other."""
+    """Returns an error message if the file is a git-lfs pointer, else None.
+
+    git-lfs leaves a pointer in place of a file that it has not fetched.
+    """
     with open(path, "rb") as file:
         if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
             return None
@@ -33,23 +36,22 @@ def lfs_pointer_error(path: str | PathLike[str]) -> str | None:
 
 
 class UserError(Exception):
-    """What a person can mend: commands print the message, a line for each problem, and no traceback.
+    """An error that a user can fix: commands print its message, a line for each problem, and no traceback.
 
-    It is declared here so that a command can name it before it imports the packages that raise it, and torch.
+    This module imports little, so a command can catch the error without importing torch first.
     """
 
     def __str__(self) -> str:
-        """The message. Libraries put whole addresses into theirs, signatures included: those go."""
+        """Returns the message without secrets: libraries put full URLs into theirs, signatures included."""
         return without_secrets(super().__str__())
 
     def error_lines(self, command: str) -> str:
-        """The message as `command` prints it: `train.py: error: ...`, one line for each problem."""
+        """Returns the message as `command` prints it: `train.py: error: ...`, one line for each problem."""
         return "".join(f"{command}: error: {line}\n" for line in str(self).splitlines())
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; one line for each problem, each naming the key and where it was
-    set."""
+    """A configuration cannot be used: one line for each problem names the key and where it was set."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -60,8 +62,10 @@ class ConfigError(UserError, ValueError):
 
 
 class ErrorCollector:
-    """Collects problems, to show all of them together, as lines `a.yml:12: num_layers: expected int, got
-    "twelve"`."""
+    """Collects problems, to show all of them together.
+
+    A line reads `a.yml:12: num_layers: expected int, got "twelve"`.
+    """
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self.origins = origins
@@ -69,24 +73,25 @@ class ErrorCollector:
         self.complete = True  # False when a file could not be read, which may hold the keys that are missing.
 
     def origin(self, path: str) -> str | None:
-        """Where `path` (dotted) or the nearest section around it was set; None when it is nowhere set."""
+        """Returns where `path` (dotted), or the nearest section that contains it, was set; None if
+        nowhere."""
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path)
 
     def add(self, path: str, text: str) -> None:
-        """Note a problem of the key at a dotted path."""
+        """Adds a problem of the key at a dotted path."""
         origin = self.origin(path)
         self.lines.append(f"{origin}: {path}: {text}" if origin else f"{path}: {text}")
 
     def raise_if_any(self) -> None:
-        """Raises ConfigError with all problems noted so far, if there are any."""
+        """Raises ConfigError with all problems added so far, if there are any."""
         if self.lines:
             raise ConfigError(self.lines)
 
 
 def format_value(value: Any) -> str:
-    """A value as it stands in messages: text in quotes, the rest as YAML would have it."""
+    """Formats a value for messages: text in quotes, other values as YAML writes them."""
     if isinstance(value, str):
         return f'"{value}"'
     if value is None or isinstance(value, bool):

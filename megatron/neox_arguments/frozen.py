@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict):
-    """A dict that refuses to change; equal to a plain dict with the same items, picklable, JSON-able."""
+    """A read-only dict, equal to a plain dict with the same items; pickle and json accept it."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("a resolved configuration is read-only; use args.replace(...)")
@@ -21,7 +21,7 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any) -> Any:
-    """Mappings to `FrozenDict` and lists to tuples, all the way down."""
+    """Converts mappings to `FrozenDict` and lists to tuples, recursively."""
     if isinstance(value, Mapping):
         return FrozenDict({k: freeze(v) for k, v in value.items()})
     if isinstance(value, list | tuple):
@@ -30,12 +30,13 @@ def freeze(value: Any) -> Any:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """The different values of a key that may be one number for all layers or a tuple with one for each."""
+    """Returns a per-layer value as a tuple: one element if all layers share the value, else one for each
+    layer."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def thaw(value: Any) -> Any:
-    """The opposite of `freeze`: plain dicts and lists."""
+    """Converts back to plain dicts and lists: the inverse of `freeze`."""
     if isinstance(value, Mapping):
         return {k: thaw(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

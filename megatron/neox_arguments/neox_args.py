@@ -38,11 +38,11 @@ class NeoXArgs(GPTNeoXMethods):
         return load([], values, origin)
 
     def frozen(self) -> "NeoXArgs":
-        """This object: entry points call it on what they are given, which may be a `MutableNeoXArgs`."""
+        """Returns this object: entry points call it on their argument, which may be a `MutableNeoXArgs`."""
         return self
 
     def replace(self, **changes: Any) -> "NeoXArgs":
-        """A new object with keys changed (None: back to the default), derived and validated anew.
+        """Returns a new object with keys changed (None: back to the default), derived and validated again.
 
         Dotted paths reach into sections: `args.replace(**{"optimizer.params.lr": 1e-3})`. Raises ConfigError.
         """
@@ -53,14 +53,16 @@ class NeoXArgs(GPTNeoXMethods):
         return args if self.world_size is None else args.for_world(self.world_size)
 
     def settle(self, key: str, value: Any) -> "NeoXArgs":
-        """A new object where a key that is `auto` has the value that was chosen; its place stays that of
-        `auto`."""
+        """Returns a new object in which `key`, which was `auto`, has the chosen `value`. Messages still name
+        the line that set `auto`."""
         settled = self.replace(**{key: value})
         return replace(settled, origins=FrozenDict({**settled.origins, key: self.origin(key)}))
 
     def for_world(self, world_size: int) -> "NeoXArgs":
-        """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises
-        ConfigError."""
+        """Returns the configuration on `world_size` ranks, with batch sizes and data_parallel_size.
+
+        Raises ConfigError.
+        """
         model_parallel = self.pp * self.tp
         problems = ErrorCollector(self.origins)
         if world_size < 1 or world_size % model_parallel:
@@ -80,48 +82,49 @@ class NeoXArgs(GPTNeoXMethods):
         try:
             sizes = batch_sizes(world_size // model_parallel, *batch)
         except ValueError as cause:
-            first, *others = [name for name in BATCH_KEYS if self.user_values.get(name) is not None]
-            origins = "".join(f" ({name}: {self.origin(name)})" for name in others)
-            problems.add(first, f"{cause}{origins}")
+            key, *other_keys = [name for name in BATCH_KEYS if self.user_values.get(name) is not None]
+            origins = "".join(f" ({name}: {self.origin(name)})" for name in other_keys)
+            problems.add(key, f"{cause}{origins}")
             problems.raise_if_any()
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
-        return NeoXArgs(**{**values, **sizes, **made})
+        world_values = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
+        return NeoXArgs(**{**values, **sizes, **world_values})
 
     def for_inference(self, world_size: int) -> "NeoXArgs":
-        """The configuration on `world_size` ranks of a command that trains nothing, so without batch sizes,
-        which might not be possible on that number of ranks, and with all experts on each. Raises
-        ConfigError."""
+        """Returns the configuration for a command that trains nothing, on `world_size` ranks.
+
+        Batch sizes are unset, because `world_size` might not divide them. Each rank has all experts. Raises
+        ConfigError.
+        """
         return self.replace(
             train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None,
             expert_parallel_size=1,
         ).for_world(world_size)  # fmt: skip
 
     def startup_notes(self) -> list[str]:
-        """Lines to print once at start: keys without effect here, and what is done otherwise than in
-        GPT-NeoX."""
+        """Returns lines to print once at start: keys without effect, and differences from GPT-NeoX."""
         return startup_notes(self)
 
     def check_training(self) -> "NeoXArgs":
-        """This object, if it has all that training needs. Raises ConfigError."""
+        """Returns this object if all keys that training needs are set and valid. Raises ConfigError."""
         return self._check(validate_training(self))
 
     def check_generation(self) -> "NeoXArgs":
-        """This object, if it has all that text generation needs. Raises ConfigError."""
+        """Returns this object if all keys that text generation needs are set and valid. Raises
+        ConfigError."""
         # How the weights are trained makes no difference to writing and scoring text.
         return self._check(validate_generation(self), allowed=("train_impl", "dataset_impl"))
 
     def check_evaluation(self) -> "NeoXArgs":
-        """This object, if it has all that evaluation needs. Raises ConfigError."""
+        """Returns this object if all keys that evaluation needs are set and valid. Raises ConfigError."""
         return self._check(validate_evaluation(self))
 
     def check_serving(self) -> "NeoXArgs":
-        """This object, if it has all that tools/serve.py needs. Raises ConfigError."""
+        """Returns this object if all keys that tools/serve.py needs are set and valid. Raises ConfigError."""
         return self._check(validate_serving(self))
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
-        """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does
-        anything.
+        """Returns this object if it has all that train.py, eval.py, generate.py or serve.py needs.
 
         Any other script checks for itself. Raises ConfigError.
         """
@@ -134,7 +137,8 @@ class NeoXArgs(GPTNeoXMethods):
         return checks.get(Path(script).stem, lambda: self)()
 
     def refusals(self) -> dict[str, str]:
-        """Why a run refuses values, and what to do instead, by dotted path; empty when it refuses none."""
+        """Returns the reason and the fix of each value that a run refuses, by dotted path; {} if there is
+        none."""
         return refusals(self)
 
     def _check(self, problems: ErrorCollector, allowed: Sequence[str] = ()) -> "NeoXArgs":
@@ -146,8 +150,10 @@ class NeoXArgs(GPTNeoXMethods):
 
     @classmethod
     def from_json(cls, text: str) -> "NeoXArgs":
-        """The object whose `to_json` gave this text. Raises ConfigError, and ValueError or KeyError for other
-        text."""
+        """Returns the object whose `to_json` wrote this text.
+
+        Raises ConfigError, and ValueError or KeyError for any other text.
+        """
         state = json.loads(text)
         args = _resolve(RawConfig(state["given"], state["origins"], state["config_files"]))
         return args if state["world_size"] is None else args.for_world(state["world_size"])
@@ -188,5 +194,6 @@ def _resolve(config: RawConfig) -> NeoXArgs:
 
 
 def __getattr__(name: str) -> type:
-    """GPT-NeoX's groups of keys, which programs written for it import from a module of this name."""
+    """Returns the dataclass of one of GPT-NeoX's key groups by its name; GPT-NeoX's programs import it from
+    here."""
     return key_group(name, __name__)

@@ -1,4 +1,4 @@
-"""Packages that only some runs need, imported where they are used; a missing one is an error for people."""
+"""Imports packages that only some runs need; a missing package is an error that says how to install it."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,8 +22,10 @@ _COMPILED = {
 
 
 class PackageProblem(Exception):
-    """A compiled package cannot be used here. The message goes on after "needs": its name, what is wrong, and
-    what to install."""
+    """A compiled package cannot be used here.
+
+    The message is the text after "needs": the package's name, the problem, and what to install.
+    """
 
 
 def require_lm_eval(args: ResolvedArgs) -> None:
@@ -41,12 +43,11 @@ def require_report(args: ResolvedArgs) -> None:
     if find_spec("bokeh") is None:
         raise args.error("report", "needs bokeh: pip install 'neox[report]' (or --set report=false)")
     if args.save is None and args.log_dir is None:
-        raise args.error("report", "is written into save, or log_dir; set one of them")
+        raise args.error("report", "the report needs a folder; set save or log_dir")
 
 
 def import_optional(name: str, missing: UserError) -> Any:
-    """Import the package or module of this name; raises `missing`, which says what needs it, if it is not
-    installed."""
+    """Imports the package or module of this name. Raises `missing` if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -54,11 +55,11 @@ def import_optional(name: str, missing: UserError) -> Any:
 
 
 def import_compiled(module: str, *names: str) -> Any:
-    """Import a module of a package of `_COMPILED`, as flash-attn (`flash_attn`), Transformer-Engine
-    (`transformer_engine.pytorch`) or NVIDIA's apex (`apex.optimizers`). names: what it must have.
+    """Imports a module of a package in `_COMPILED`, and checks that it has the attributes `names`.
 
-    Raises PackageProblem where the package is not installed, is another one of that name, or cannot be
-    imported (compiled for another torch or CUDA, or no GPU).
+    Examples are `flash_attn`, `transformer_engine.pytorch` and `apex.optimizers` (NVIDIA's apex). Raises
+    PackageProblem if the package is not installed, is another package of that name, or cannot be imported
+    (compiled for another torch or CUDA, or no GPU).
     """
     package = module.split(".")[0]
     name, install = _COMPILED[package]
@@ -66,15 +67,15 @@ def import_compiled(module: str, *names: str) -> Any:
     if find_spec(package) is None:
         raise PackageProblem(f"{name}, which is not installed: {fix}")
     if package == "apex" and find_spec("apex.optimizers") is None:
-        other = "the package apex that is installed is not NVIDIA's but another project, of that name on PyPI"
-        raise PackageProblem(f"{name}; {other}: pip uninstall apex, then {fix}")
+        mistaken = "the package apex that is installed is not NVIDIA's but another project, of that name on PyPI"
+        raise PackageProblem(f"{name}; {mistaken}: pip uninstall apex, then {fix}")
     try:
         imported = import_module(module)
     except Exception as problem:  # without CUDA Transformer-Engine raises RuntimeError or OSError
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         raise PackageProblem(f"{name}, which is installed and cannot be imported ({reason}): {fix}") from problem
-    lacking = [each for each in names if not hasattr(imported, each)]
+    lacking = [attribute for attribute in names if not hasattr(imported, attribute)]
     if lacking:
-        alone = "; flash-attn-4 alone is installed" if package == "flash_attn" else ""
-        raise PackageProblem(f"{name} with {', '.join(lacking)}, which {module} has not{alone}: {fix}")
+        hint = " (only flash-attn-4 is installed)" if package == "flash_attn" else ""
+        raise PackageProblem(f"{name} with {', '.join(lacking)}, which {module} does not have{hint}: {fix}")
     return imported

@@ -1,11 +1,11 @@
-"""The fields of a resolved configuration, and what is read off them: everything that checks and reports need
-of it."""
+"""The fields of a resolved configuration, and properties computed from them for checks, reports and the
+model."""
 
 import json
 from abc import ABCMeta
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.errors import ConfigError, ErrorCollector
 from megatron.neox_arguments.frozen import FrozenDict, as_tuple
@@ -25,9 +25,10 @@ from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS, ModelKeys, PrecisionKeys
 from megatron.neox_arguments.keys.operations import OperationsKeys
 from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
-from megatron.neox_arguments.keys.post_training import PostTrainingKeys, UnlearningKeys
+from megatron.neox_arguments.keys.post_training import PostTrainingKeys
 from megatron.neox_arguments.keys.serving import ServingKeys
 from megatron.neox_arguments.keys.training import CheckpointKeys, OptimizerKeys, TrainingKeys
+from megatron.neox_arguments.methods import declarations
 from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 from megatron.neox_arguments.values.remote_paths import is_remote, staging_folder
 
@@ -36,9 +37,20 @@ MAMBA_BLOCKS = ("mamba", "mamba2")
 ARGS_FLAG = "--neox-args"  # hands a rank the file of `ResolvedArgs.to_json`
 
 
+if TYPE_CHECKING:
+
+    class AllMethodKeys:
+        """The keys of all kinds of training; only their own code reads them, by `MethodKeys.read_from`."""
+
+else:
+    AllMethodKeys = dataclass(frozen=True)(
+        type("AllMethodKeys", tuple(declared.keys for declared in declarations() if declared.keys)[::-1], {})
+    )
+
+
 @dataclass(frozen=True)
 class ResolvedArgs(
-    DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MambaKeys, MoEKeys, MuPKeys,
+    DeadKeys, MadeKeys, AllMethodKeys, PostTrainingKeys, OtherArchitectureKeys, MambaKeys, MoEKeys, MuPKeys,
     TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, OperationsKeys, LoggingKeys,
     TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys,
     ModelKeys, ParallelKeys, RunnerKeys, metaclass=ABCMeta,
@@ -48,10 +60,10 @@ class ResolvedArgs(
     user_values: Mapping[str, Any] = field(default_factory=FrozenDict)
     """The keys that the user wrote and their values, unresolved; everything else is made from them."""
     origins: Mapping[str, str] = field(default_factory=FrozenDict)
-    """Where they were written, by dotted path: `a.yml:12`, or the name of a flag."""
+    """The places where the user wrote the keys, by dotted path: `a.yml:12`, or the name of a flag."""
 
     def origin(self, key: str) -> str:
-        """Where the value of `key` (dotted for sub-keys) comes from: `a.yml:12`, a flag, "derived" or
+        """Returns the origin of the value of `key` (dotted for sub-keys): `a.yml:12`, a flag, "derived" or
         "default"."""
         written_at = ErrorCollector(self.origins).origin(key)
         name, *inner = key.split(".")
@@ -67,15 +79,16 @@ class ResolvedArgs(
         return f"derived from {written_at}" if changed else written_at
 
     def error(self, key: str, text: str) -> ConfigError:
-        """An error about the value of `key`, to be raised: its message begins with where that was set."""
+        """Returns a ConfigError about the value of `key`, to be raised. Its message begins with where the key
+        was set."""
         return ConfigError([f"{self.origin(key)}: {key}: {text}"])
 
     def cite(self, key: str) -> str:
-        """`12 (a.yml:3)`: the value of `key` and its origin, for messages."""
+        """Returns the value of `key` and where it was set, for messages: `12 (a.yml:3)`."""
         return f"{getattr(self, key)} ({self.origin(key)})"
 
     def to_json(self) -> str:
-        """Everything needed to make the same object in another process (`from_json`)."""
+        """Returns JSON from which `from_json` makes the same object in another process."""
         state = {"given": self.user_values, "origins": self.origins, "config_files": self.config_files}
         return json.dumps({**state, "world_size": self.world_size}, indent=1)
 
@@ -93,12 +106,12 @@ class ResolvedArgs(
     def data_parallel_size(self) -> int:
         """The number of data-parallel ranks. Raises ConfigError before `for_world`, which makes it known."""
         if self.world_size is None:
-            raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
+            raise ConfigError(["data_parallel_size is unknown: call args.for_world(world_size) first"])
         return self.world_size // (self.pp * self.tp)
 
     @property
     def fp8_blocks(self) -> range:
-        """The blocks, counted from 0, whose linears are in FP8 where it is on."""
+        """The blocks, counted from 0, whose linear layers use FP8 if FP8 is on."""
         if not self.first_last_layers_bf16:
             return range(self.num_layers)
         return range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
@@ -110,8 +123,10 @@ class ResolvedArgs(
 
     @property
     def ffn_size(self) -> int | tuple[int, ...]:
-        """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as
-        many gate rows as up rows."""
+        """The inner width of the MLP, a tuple with one for each layer if they differ.
+
+        A gated MLP has as many gate rows as up rows.
+        """
         return ffn_width(self)
 
     def has_experts(self, block: int) -> bool:
@@ -155,7 +170,8 @@ class ResolvedArgs(
 
     @property
     def expert_ffn_size(self) -> int:
-        """The inner width of an expert, GPT-NeoX's where no key says it."""
+        """The inner width of an expert: moe_intermediate_size, else intermediate_size, else GPT-NeoX's
+        formula from hidden_size."""
         if self.moe_intermediate_size is not None:
             return self.moe_intermediate_size
         if self.intermediate_size is not None:
@@ -171,7 +187,7 @@ class ResolvedArgs(
 
     @property
     def rotates_by_length(self) -> bool:
-        """Whether rotary frequencies depend on how long a text is."""
+        """Whether rotary frequencies depend on the length of the text (dynamic NTK, LongRoPE)."""
         scaling = self.rope_scaling if self.pos_emb == "rotary" else None
         return scaling is not None and scaling["rope_type"] in ("dynamic", "longrope")
 
@@ -192,8 +208,10 @@ class ResolvedArgs(
 
     @property
     def softmax_rows(self) -> int | None:
-        """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once
-        training has found out what `mask_padded_vocab: auto` and `true` mean."""
+        """The number of leading vocabulary rows in the softmax; None: all.
+
+        It is known once training has resolved `mask_padded_vocab: auto` or `true`.
+        """
         rows = self.mask_padded_vocab
         return None if isinstance(rows, bool | str) else rows
 
@@ -204,12 +222,12 @@ class ResolvedArgs(
 
     @property
     def save_dir(self) -> str | None:
-        """`save`, or the folder of this machine that stands for a remote one."""
+        """`save`, or the local staging folder of a remote `save`."""
         return self._local(self.save)
 
     @property
     def load_dir(self) -> str | None:
-        """`load`, or the folder of this machine that stands for a remote one."""
+        """`load`, or the local staging folder of a remote `load`."""
         return self._local(self.load)
 
     def _local(self, path: str | None) -> str | None:

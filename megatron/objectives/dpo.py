@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.objectives.objective import LossSums, Objective, loss_function
@@ -24,6 +25,7 @@ from megatron.objectives.preference import (
     sum_and_count,
     token_accuracy,
     token_metrics,
+    with_reference_sums,
 )
 from megatron.objectives.step_baselines import match_gaps, match_sides, pair_baselines
 
@@ -41,8 +43,10 @@ class _LossMix:
 
     @property
     def normalised(self) -> bool:
-        """Whether logged rewards are averages over tokens: so where no loss compares sums with those of a
-        reference."""
+        """Whether logged rewards are averages over tokens, not sums.
+
+        They are if no loss of the run needs a reference, unless "sft" is its only loss.
+        """
         return not _compares(self.weights) and set(self.weights) != {"sft"}
 
 
@@ -58,13 +62,13 @@ def dpo(
     columns: int | None = None,
     sampled: bool = False,
 ) -> Objective:
-    """The objective of pairs: a weighted sum of the losses that `weights` names.
+    """Returns the objective for pairs of responses: a weighted sum of the losses that `weights` names.
 
-    Its parts are means over pairs; with "sft" also over tokens of the chosen responses (their negative
-    log-likelihood); with "orpo" also over tokens of the chosen responses and their prompts.
+    Pair losses are means over pairs. "sft" adds the negative log-likelihood as a mean over tokens of chosen
+    responses; "orpo" adds it as a mean over tokens of chosen responses and their prompts.
     reference_free: the policy's log-probabilities replace its log-ratios; ["sigmoid", "sft"] is then CPO.
-    columns: as of `token_logprobs`. sampled: the model wrote the responses itself, and metrics compare its
-    log-probabilities with those of the sampler.
+    columns: as in `token_logprobs`.
+    sampled: the model wrote the responses itself; metrics compare its log-probabilities with the sampler's.
     """
     kind = _LossMix(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
@@ -85,24 +89,23 @@ def dpo(
     maxima: tuple[str, ...] = ()
     if sampled:
         metrics, maxima = (*metrics, DIFFERENCE), (f"{DIFFERENCE}_max",)
-    return Objective(weight, loss_sum, metrics, differences, step_baselines, maxima)
+    return Objective(weight, loss_sum, metrics, differences, step_baselines, maxima, with_reference_sums)
 
 
 def _chosen(batch: Batch) -> Tensor:
-    """Which responses are the chosen ones of real pairs (not of padding), boolean `[n]`."""
-    assert batch.preference_labels is not None
-    number = torch.arange(len(batch.preference_labels), device=batch.preference_labels.device)
-    return (batch.preference_labels != 0) & (number % 2 == 0)
+    """True for the chosen responses of real pairs (not of padding), boolean `[n]`."""
+    labels = batch_responses(batch).preference_labels
+    return (labels != 0) & (torch.arange(len(labels), device=labels.device) % 2 == 0)
 
 
 def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     """Labels and loss weights `[batch, seq]` that train the prompts before the responses too."""
-    assert batch.response_ids is not None
-    inside = torch.zeros_like(batch.tokens, dtype=torch.bool)
-    inside[:, :-1] = (batch.response_ids[:, :-1] == batch.response_ids[:, 1:]) & (batch.response_ids[:, 1:] >= 0)
+    ids = batch_responses(batch).response_ids
+    is_response_label = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    is_response_label[:, :-1] = (ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] >= 0)
     trained = batch.loss_weights > 0
-    labels = torch.where(trained, batch.labels, torch.where(inside, batch.tokens.roll(-1, 1), 0))
-    return labels, (inside | trained).long()
+    labels = torch.where(trained, batch.labels, torch.where(is_response_label, batch.tokens.roll(-1, 1), 0))
+    return labels, (is_response_label | trained).long()
 
 
 NLL_WEIGHTS: Mapping[str, Callable[[Batch], Tensor]] = {
@@ -116,21 +119,24 @@ def _weight(batch: Batch, *, kind: _LossMix) -> Tensor:
 
 
 def _nll_weights(batch: Batch, kind: _LossMix) -> dict[str, Tensor]:
-    """For each loss with a likelihood: 1 at the tokens `[batch, seq]` of chosen responses that count in
-    it."""
-    assert batch.response_ids is not None
-    chosen = _chosen(batch)[batch.response_ids.clamp(min=0)] & (batch.response_ids >= 0)
+    """Returns for "sft" and "orpo", if the run has them, the loss weights `[batch, seq]` of their likelihood.
+
+    They are 1 at the tokens of chosen responses, and for "orpo" of their prompts too.
+    """
+    ids = batch_responses(batch).response_ids
+    chosen = _chosen(batch)[ids.clamp(min=0)] & (ids >= 0)
     return {name: weights_of(batch) * chosen for name, weights_of in NLL_WEIGHTS.items() if name in kind.weights}
 
 
 def _pairs(responses: ResponseScores, batch: Batch, kind: _LossMix, chosen: Tensor) -> PairScores:
     score, count = responses.score, responses.count.clamp(min=1.0)
-    above = score if kind.reference_free else score - reference_logprobs(batch)
+    log_ratio = score if kind.reference_free else score - reference_logprobs(batch)
     # Padding has no tokens; an average of 0 would be certainty, whose odds are infinite.
-    policy, average = torch.where(chosen.repeat_interleave(2), score / count, -1.0), above / count
-    baselines = None if batch.baseline is None else (batch.baseline[0::2], batch.baseline[1::2])
+    policy, average = torch.where(chosen.repeat_interleave(2), score / count, -1.0), log_ratio / count
+    baseline = batch_responses(batch).baseline
+    baselines = None if baseline is None else (baseline[0::2], baseline[1::2])
     return PairScores(
-        above[0::2], above[1::2], average[0::2], average[1::2], policy[0::2], policy[1::2],
+        log_ratio[0::2], log_ratio[1::2], average[0::2], average[1::2], policy[0::2], policy[1::2],
         score[0::2] - score[1::2], baselines,
     )  # fmt: skip
 
@@ -145,8 +151,9 @@ def _loss_sum(
     real = _chosen(batch)[0::2]
     pairs = _pairs(responses, batch, kind, real)
     metrics = _metrics(responses, pairs, real, kind)
-    if batch.rollout is not None:
-        metrics |= sampler_difference(responses.logprobs.detach(), batch)
+    sampler_logprobs = batch_responses(batch).sampler_logprobs
+    if sampler_logprobs is not None:
+        metrics |= sampler_difference(responses.logprobs.detach(), sampler_logprobs, batch.loss_weights > 0)
     losses = torch.zeros_like(pairs.gap)
     for name, weight in kind.weights.items():
         losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)
@@ -176,7 +183,8 @@ def _metrics(responses: ResponseScores, pairs: PairScores, real: Tensor, kind: _
 
 
 def _rewards(name: str, beta: float, chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Mean rewards of both sides, and how often the chosen one is larger; a tie counts as wrong."""
+    """Returns metrics: the mean reward of both sides, and how often the chosen one is larger. A tie counts as
+    wrong."""
     return {
         f"{name}/chosen": sum_and_count(beta * chosen, real),
         f"{name}/rejected": sum_and_count(beta * rejected, real),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.objectives.objective import LossSums, Objective, loss_function
@@ -18,6 +19,7 @@ from megatron.objectives.preference import (
     score_responses,
     sum_and_count,
     token_metrics,
+    with_reference_sums,
 )
 from megatron.objectives.step_baselines import kl_baseline
 
@@ -45,35 +47,34 @@ class KtoSettings:
 ResponseLoss = Callable[[Tensor, Tensor, Tensor, KtoSettings], Tensor]
 
 
-def prospect(above: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Tensor:
+def prospect(log_ratio: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Tensor:
     """KTO's loss (arXiv 2402.01306); with a KL of 0, APO-zero (arXiv 2408.06266) for single responses."""
-    return 1 - (s.beta * direction * (above - kl)).sigmoid()
+    return 1 - (s.beta * direction * (log_ratio - kl)).sigmoid()
 
 
 def _weight(batch: Batch) -> Tensor:
-    assert batch.preference_labels is not None
-    return (batch.preference_labels != 0).sum().float().view(1)
+    return (batch_responses(batch).preference_labels != 0).sum().float().view(1)
 
 
 def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
-    """The objective of KTO; its weight is the number of examples. columns: as of `token_logprobs`."""
+    """Returns the objective of KTO; its weight is the number of examples. columns: as in `token_logprobs`."""
     has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].needs_step_baselines
     loss: ResponseLoss = loss_function("kto", settings.loss_type)
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
-        assert batch.preference_labels is not None
+        labels, baseline = batch_responses(batch).preference_labels, batch_responses(batch).baseline
         responses = score_responses(head, batch, batch.labels, group, columns, batch.loss_places)
-        good, bad = batch.preference_labels > 0, batch.preference_labels < 0
-        above = responses.score - reference_logprobs(batch)
-        weights = torch.where(good, settings.desirable, settings.undesirable) * batch.preference_labels.abs()
-        direction, kl = batch.preference_labels.sign(), torch.zeros_like(above)
+        good, bad = labels > 0, labels < 0
+        log_ratio = responses.score - reference_logprobs(batch)
+        weights = torch.where(good, settings.desirable, settings.undesirable) * labels.abs()
+        direction, kl = labels.sign(), torch.zeros_like(log_ratio)
         if settings.neox:
-            kl, weights, direction = _neox(above.detach(), batch, weights)
+            kl, weights, direction = _neox(log_ratio.detach(), batch, weights)
         elif has_kl:
-            assert batch.baseline is not None, "Objective.step_baselines comes before the loss"
-            kl = batch.baseline
-        losses = weights * loss(above, kl, direction, settings)
-        rewards = settings.beta * above
+            assert baseline is not None, "Objective.step_baselines comes before the loss"
+            kl = baseline
+        losses = weights * loss(log_ratio, kl, direction, settings)
+        rewards = settings.beta * log_ratio
         metrics = {
             "rewards/chosen": sum_and_count(rewards, good),
             "rewards/rejected": sum_and_count(rewards, bad),
@@ -84,22 +85,27 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
         return losses.sum().view(1), metrics
 
     names = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if has_kl else ()))
-    return Objective(_weight, loss_sum, names, DIFFERENCES, kl_baseline if has_kl and not settings.neox else None)
+    return Objective(
+        _weight, loss_sum, names, DIFFERENCES, kl_baseline if has_kl and not settings.neox else None,
+        with_reference=with_reference_sums,
+    )  # fmt: skip
 
 
-def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _neox(log_ratio: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL, weights and directions `[n]` as in GPT-NeoX, where each response is a row.
 
     The KL of each half of the micro-batch is the mean over the other half of log-ratios clamped at 0; weights
     are averaged over each half; a direction is multiplied by the share of its row that is not padding.
-    Raises ValueError for a micro-batch that is no even number of rows with one response each.
+    Raises ValueError for a micro-batch that is not an even number of rows with one response each.
     """
-    assert batch.response_ids is not None and batch.preference_labels is not None
-    half = len(above) // 2
-    rows, place = batch.response_ids.shape
-    if len(above) != rows or rows % 2:
-        raise ValueError(f"compat_kto halves micro-batches of one answer a row: {len(above)} answers in {rows} rows")
-    means = [part.clamp(min=0.0).mean().expand(half) for part in (above[half:], above[:half])]
+    ids = batch_responses(batch).response_ids
+    half = len(log_ratio) // 2
+    rows, place = ids.shape
+    if len(log_ratio) != rows or rows % 2:
+        raise ValueError(
+            f"compat_kto halves micro-batches of one answer a row: {len(log_ratio)} answers in {rows} rows"
+        )
+    means = [part.clamp(min=0.0).mean().expand(half) for part in (log_ratio[half:], log_ratio[:half])]
     averaged = [part.mean().expand(half) for part in (weights[:half], weights[half:])]
-    share = (batch.response_ids >= 0).sum(1) / place
-    return torch.cat(means), torch.cat(averaged), batch.preference_labels.sign() * share
+    share = (ids >= 0).sum(1) / place
+    return torch.cat(means), torch.cat(averaged), batch_responses(batch).preference_labels.sign() * share

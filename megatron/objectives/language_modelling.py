@@ -30,12 +30,12 @@ def _weight(batch: Batch) -> Tensor:
 def language_modelling(
     z_loss: float = 0.0, *, loss: TokenLoss = nll, statistics: bool = False, columns: int | None = None
 ) -> Objective:
-    """The objective of next-token prediction: `loss`, summed in fp32 over the tokens whose loss weight is 1.
+    """Returns the objective of next-token prediction: `loss`, summed in fp32 over the trained tokens.
 
-    z_loss: coefficient of logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5). It enters the
-    gradient alone: the value stays that of `loss`, by which runs are compared.
-    statistics: compute `METRICS` too.
-    columns: as of `token_loss_sum`.
+    z_loss: coefficient of logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5). It changes only
+        the gradient; the reported loss stays `loss`, so that runs remain comparable.
+    statistics: also compute `METRICS`.
+    columns: as in `token_loss_sum`.
     """
     kind = LossOfTokens(loss, z_loss, statistics)
 

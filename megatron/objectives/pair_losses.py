@@ -30,13 +30,14 @@ class PairSettings:
 
 @dataclass(frozen=True)
 class PairScores:
-    """What the losses see of a batch of pairs, fp32 `[pairs]` each.
+    """The inputs of pair losses, fp32 `[pairs]` each.
 
-    chosen, rejected: summed log-probabilities minus the reference's, or those of the policy where there is no
-    reference. chosen_average, rejected_average: the same divided by the number of tokens. policy_chosen,
-    policy_rejected: averages over tokens of the policy's log-probabilities. gap: the policy's sum for the
-    chosen response minus that for the rejected one. baselines: for the two sides, of
-    `Objective.step_baselines`; None for losses without.
+    chosen, rejected: summed log-probabilities of the response minus the reference's; without a reference, the
+        policy's alone.
+    chosen_average, rejected_average: the same divided by the number of tokens.
+    policy_chosen, policy_rejected: the policy's mean log-probability of a token.
+    gap: the policy's summed log-probability of the chosen response minus that of the rejected one.
+    baselines: of chosen and rejected responses, from `Objective.step_baselines`; None for losses without.
     """
 
     chosen: Tensor
@@ -79,9 +80,9 @@ def ipo(pairs: PairScores, s: PairSettings) -> Tensor:
 def exo_pair(pairs: PairScores, s: PairSettings) -> Tensor:
     """EXO (arXiv 2402.00856, equation 16)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
-    kept = F.logsigmoid(margin) - math.log1p(-s.smoothing)
-    turned = F.logsigmoid(-margin) - math.log(s.smoothing)
-    return margin.sigmoid() * kept + (-margin).sigmoid() * turned
+    kept_order = F.logsigmoid(margin) - math.log1p(-s.smoothing)
+    reversed_order = F.logsigmoid(-margin) - math.log(s.smoothing)
+    return margin.sigmoid() * kept_order + (-margin).sigmoid() * reversed_order
 
 
 def nca_pair(pairs: PairScores, s: PairSettings) -> Tensor:
@@ -118,12 +119,14 @@ def aot(pairs: PairScores, s: PairSettings) -> Tensor:
 
 
 def aot_unpaired(pairs: PairScores, s: PairSettings) -> Tensor:
-    """AOT (arXiv 2406.05882) of chosen against rejected responses: each response is compared with that of the
-    other side that has its rank in the step, which is a constant here. Either side gives its gradient; the
-    chosen side alone gives the value."""
-    below, above = _baselines(pairs)
-    chosen = _logistic(s.beta * (pairs.chosen - below), s.smoothing)
-    rejected = _logistic(s.beta * (above - pairs.rejected), s.smoothing)
+    """AOT (arXiv 2406.05882) of chosen against rejected responses.
+
+    Each response is compared with the response of the same rank on the other side, which is constant here.
+    Both sides give gradients; the value is the chosen side's alone.
+    """
+    rejected_baseline, chosen_baseline = _baselines(pairs)
+    chosen = _logistic(s.beta * (pairs.chosen - rejected_baseline), s.smoothing)
+    rejected = _logistic(s.beta * (chosen_baseline - pairs.rejected), s.smoothing)
     return chosen + rejected - rejected.detach()
 
 
@@ -145,7 +148,7 @@ def discopop(pairs: PairScores, s: PairSettings) -> Tensor:
 
 
 def sft(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Zero: the likelihood of the chosen response is a part of the objective by itself (see `dpo`)."""
+    """Returns zeros: the likelihood of the chosen response is a separate part of the objective (`dpo`)."""
     return torch.zeros_like(pairs.gap)
 
 
@@ -160,13 +163,17 @@ def _log_of_rest(x: Tensor) -> Tensor:
 
 
 def log_odds(pairs: PairScores) -> Tensor:
-    """The log of the odds of the chosen response's average token over those of the rejected one's,
-    `[pairs]`."""
+    """Returns `[pairs]`: the log of the chosen response's odds divided by the rejected one's.
+
+    Odds are of the average token, p / (1 - p).
+    """
     chosen, rejected = pairs.policy_chosen, pairs.policy_rejected
     return (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
 
 
 def orpo(pairs: PairScores, s: PairSettings) -> Tensor:
-    """The odds ratio of ORPO (arXiv 2403.07691); its likelihood of the chosen text is a part of the objective
-    by itself (see `dpo`)."""
+    """Returns ORPO's odds-ratio loss (arXiv 2403.07691).
+
+    The likelihood of the chosen text is a separate part of the objective (see `dpo`).
+    """
     return -s.beta * F.logsigmoid(log_odds(pairs))

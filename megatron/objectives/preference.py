@@ -1,5 +1,7 @@
-"""What the losses of answers share: sums over the tokens of each response, the policy's scores of responses,
-TRL's metrics, and how far the sampler's log-probabilities are from the trainer's."""
+"""Shared parts of the losses of responses: sums over tokens, the policy's scores, TRL's metrics.
+
+It also measures how far the sampler's log-probabilities are from the trainer's.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics
+from megatron.objectives.objective import Reference
 
 
 def label_logprobs(
@@ -18,19 +22,21 @@ def label_logprobs(
     columns: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """log p(label) of every token, `[batch, seq]` fp32, or 0 where the batch leaves places out
-    (`Batch.loss_places`); group, columns, temperature: as of `token_logprobs`."""
+    """Returns log p(label) of every token, `[batch, seq]` fp32; 0 outside `Batch.loss_places`.
+
+    group, columns, temperature: as in `token_logprobs`.
+    """
     return token_logprobs(head, batch.labels.t(), group, columns, batch.loss_places, temperature).t()
 
 
 def response_sums(values: Tensor, batch: Batch) -> Tensor:
-    """The sum of `values` `[batch, seq]` over the tokens of each response whose loss weight is 1, fp32 `[n]`.
+    """Returns the sum of `values` `[batch, seq]` over the trained tokens of each response, fp32 `[n]`.
 
-    Each response is summed by itself and not by scattered additions, whose order a GPU does not keep.
+    It sums each response separately: scattered additions have no fixed order on a GPU.
     """
-    assert batch.response_ids is not None and batch.preference_labels is not None
-    numbers = torch.arange(len(batch.preference_labels), device=values.device)
-    places = (batch.response_ids == numbers.view(-1, 1, 1)) & (batch.loss_weights > 0)
+    responses = batch_responses(batch)
+    numbers = torch.arange(len(responses.preference_labels), device=values.device)
+    places = (responses.response_ids == numbers.view(-1, 1, 1)) & (batch.loss_weights > 0)
     return torch.where(places, values.float(), 0.0).flatten(1).sum(1)
 
 
@@ -41,12 +47,14 @@ def response_lengths(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """The responses of a batch under the policy, fp32 `[n]` each.
+    """The responses of a batch under the policy, fp32 `[n]` each. Only logprobs and score have gradients.
 
     logprobs: log p(label) of all tokens, `[batch, seq]`.
-    score: their sum over the weighted tokens of a response.
-    count: number of these tokens. entropy, logits, top: sums over the same tokens of the entropy, of the mean
-    logit and of whether the label is the likeliest token. Only logprobs and score have gradients.
+    score: sum of logprobs over the trained tokens of a response.
+    count: number of its trained tokens.
+    entropy: sum of the entropy over the same tokens.
+    logits: sum of the mean logit.
+    top: number of tokens whose label is the likeliest token.
     """
 
     logprobs: Tensor
@@ -70,9 +78,9 @@ def score_responses(
     columns: int | None = None,
     places: Tensor | None = None,
 ) -> ResponseScores:
-    """The scores of the responses of a batch under the policy.
+    """Returns the scores of a batch's responses under the policy.
 
-    labels: `[batch, seq]`, already shifted; group, columns, places: as of `token_logprobs`.
+    labels: `[batch, seq]`, already shifted. group, columns, places: as in `token_logprobs`.
     """
     transposed, statistics = token_logprobs_and_statistics(head, labels.t(), group, columns, places)
     logprobs = transposed.t()
@@ -81,23 +89,39 @@ def score_responses(
 
 
 def reference_logprobs(batch: Batch) -> Tensor:
-    """`batch.reference_logprobs`, which must be there by now."""
-    if batch.reference_logprobs is None:
-        raise ValueError("this loss compares with a reference model, and the batch has no log-probabilities of one")
-    return batch.reference_logprobs
+    """Returns `Responses.reference_logprobs`. Raises ValueError if the batch has none."""
+    logprobs = batch_responses(batch).reference_logprobs
+    if logprobs is None:
+        raise ValueError("this loss needs a reference model's log-probabilities, and the batch has none")
+    return logprobs
+
+
+def with_reference_sums(batches: list[Batch], reference: Reference) -> list[Batch]:
+    """Returns the batches, and their `Responses.kl_batch`, with `Responses.reference_logprobs`."""
+    if not batches:
+        return []
+    sums = [response_sums(v, b) for v, b in zip(reference.logprobs(batches), batches, strict=True)]
+    kl_batches = [kl for batch in batches if (kl := batch_responses(batch).kl_batch) is not None]
+    scored = iter(with_reference_sums(kl_batches, reference))
+    return [
+        with_responses(b, reference_logprobs=v, kl_batch=None if batch_responses(b).kl_batch is None else next(scored))
+        for b, v in zip(batches, sums, strict=True)
+    ]
 
 
 DIFFERENCE = "sampling/logp_difference"
 """The metric of the difference between log-probabilities of sampler and trainer, a mean over tokens."""
 
 
-def sampler_difference(logprobs: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """The metric `DIFFERENCE`, and with _max behind its name the largest. logprobs: the trainer's of labels,
-    `[batch, seq]`."""
-    assert batch.rollout is not None
-    trained = batch.loss_weights > 0
-    apart = torch.where(trained, logprobs - batch.rollout.sampler_logprobs, 0.0).abs()
-    return {DIFFERENCE: torch.stack([apart.sum(), trained.sum().float()]), f"{DIFFERENCE}_max": apart.max()}
+def sampler_difference(logprobs: Tensor, sampler_logprobs: Tensor, trained: Tensor) -> dict[str, Tensor]:
+    """Returns the absolute difference between log-probabilities of trainer and sampler over trained tokens.
+
+    `DIFFERENCE` is its mean (a sum and a count), `DIFFERENCE` with suffix _max its maximum. logprobs: the
+    trainer's for the labels, `[batch, seq]`; sampler_logprobs: the sampler's; trained: boolean, of the same
+    shape.
+    """
+    difference = torch.where(trained, logprobs - sampler_logprobs, 0.0).abs()
+    return {DIFFERENCE: torch.stack([difference.sum(), trained.sum().float()]), f"{DIFFERENCE}_max": difference.max()}
 
 
 def sum_and_count(values: Tensor, chosen: Tensor) -> Tensor:

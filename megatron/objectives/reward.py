@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses
 from megatron.mpu import HeadInput, token_scores
 from megatron.objectives.objective import LossSums, Objective
 from megatron.objectives.preference import sum_and_count
@@ -15,26 +16,27 @@ METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "pos_values", 
 
 
 def last_places(batch: Batch) -> Tensor:
-    """Where the last token of each response stands, `[n]` int64, row-major among `[seq, batch]`; 0 for one
+    """The position of each response's last token, `[n]` int64, row-major among `[seq, batch]`; 0 for one
     without tokens."""
-    assert batch.response_ids is not None and batch.preference_labels is not None
-    response_of = batch.response_ids.t().reshape(-1)
+    responses = batch_responses(batch)
+    response_of = responses.response_ids.t().reshape(-1)
     places = torch.arange(len(response_of), device=response_of.device)
-    numbers = torch.arange(len(batch.preference_labels), device=response_of.device)
+    numbers = torch.arange(len(responses.preference_labels), device=response_of.device)
     return torch.where(response_of == numbers.unsqueeze(1), places, 0).amax(1)
 
 
 def response_scores(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
-    """The score of each response, that of its last token, fp32 `[n]`; group: of tensor ranks."""
+    """Returns the score of each response, read at its last token, fp32 `[n]`. group: the tensor ranks."""
     return token_scores(head, last_places(batch), group)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center: float, z_loss: float) -> Tensor:
-    """The loss of each pair, `[pairs]`, from its scores: the negative log-probability that the chosen
-    response wins by `margin` (arXiv 2204.05862; margins: arXiv 2307.09288, equation 2).
+    """Returns the loss of each pair, `[pairs]`: minus the log-probability that the chosen response wins by
+    `margin`.
 
-    center: coefficient of the square of their sum (arXiv 2312.09244). z_loss: of the sum of their squares, as
-    in GPT-NeoX.
+    Sources: arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
+    center: coefficient of the squared sum of both scores (arXiv 2312.09244).
+    z_loss: coefficient of the sum of their squares, as in GPT-NeoX.
     """
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     loss = -F.logsigmoid(gap)
@@ -44,25 +46,24 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, cente
 
 
 def reward(center: float = 0.0, z_loss: float = 0.0) -> Objective:
-    """The objective of reward models; its weight is the number of pairs. center, z_loss: as of
+    """Returns the objective of reward models; its weight is the number of pairs. center, z_loss: as in
     `bradley_terry`.
 
-    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values). The lowest and
-    the highest score are those of a micro-batch, as in TRL; the step's are their means.
+    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values). As in TRL,
+    min_reward and max_reward of a step are means of the micro-batches' lowest and highest scores.
     """
 
     def weight(batch: Batch) -> Tensor:
-        assert batch.preference_labels is not None
-        return (batch.preference_labels[0::2] != 0).sum().float().view(1)
+        return (batch_responses(batch).preference_labels[0::2] != 0).sum().float().view(1)
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
-        assert batch.preference_labels is not None
-        scores, real = response_scores(head, batch, group), batch.preference_labels != 0
+        responses = batch_responses(batch)
+        scores, real = response_scores(head, batch, group), responses.preference_labels != 0
         chosen, rejected, pairs = scores[0::2], scores[1::2], real[0::2]
-        losses = bradley_terry(chosen, rejected, batch.margins, center, z_loss)
-        found = scores.detach()
-        lowest = torch.where(real, found, torch.inf).amin().view(1)
-        highest = torch.where(real, found, -torch.inf).amax().view(1)
+        losses = bradley_terry(chosen, rejected, responses.margins, center, z_loss)
+        detached = scores.detach()
+        lowest = torch.where(real, detached, torch.inf).amin().view(1)
+        highest = torch.where(real, detached, -torch.inf).amax().view(1)
         metrics = {
             "min_reward": sum_and_count(lowest, lowest.isfinite()),
             "mean_reward": sum_and_count(scores, real),

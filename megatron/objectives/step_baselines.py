@@ -5,13 +5,13 @@ They are computed over all micro-batches and data-parallel ranks before the forw
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.objectives.objective import ScoreFunction
 from megatron.objectives.preference import reference_logprobs
 
@@ -20,29 +20,31 @@ from megatron.objectives.preference import reference_logprobs
 Matching = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _of_rank(values: Tensor, by: Tensor) -> Tensor:
-    """At each place the element of `values` whose rank among them is that of the element of `by` at this
-    place."""
-    return torch.empty_like(values).scatter_(0, by.argsort(stable=True), values.sort().values)
+def _rank_matched(values: Tensor, order: Tensor) -> Tensor:
+    """Returns `values` reordered: element i has the rank in `values` that `order[i]` has in `order`."""
+    return torch.empty_like(values).scatter_(0, order.argsort(stable=True), values.sort().values)
 
 
 def match_gaps(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """The baselines of aot: the reference's gap between chosen and rejected that has the rank of the policy's
-    gap."""
-    gaps = _of_rank(ref_chosen - ref_rejected, chosen - rejected)
+    """Returns the baselines of aot: for each pair, the reference's gap of the same rank as the policy's gap.
+
+    A gap is the log-probability of the chosen response minus that of the rejected one. Baselines of rejected
+    responses are 0.
+    """
+    gaps = _rank_matched(ref_chosen - ref_rejected, chosen - rejected)
     return gaps, torch.zeros_like(gaps)
 
 
 def match_sides(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """The baselines of aot_unpaired: the log-ratio of the other side that has the rank of the response's
-    own."""
-    above, below = chosen - ref_chosen, rejected - ref_rejected
-    return _of_rank(below, above), _of_rank(above, below)
+    """Returns the baselines of aot_unpaired: for each response, the log-ratio of the same rank on the other
+    side."""
+    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    return _rank_matched(rejected_ratio, chosen_ratio), _rank_matched(chosen_ratio, rejected_ratio)
 
 
 def _from_all(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
-    """The columns `[k, n]` of every data-parallel rank as `[k, sum of n]`, and the index of this rank's first
-    column."""
+    """Returns the columns of `values` `[k, n]` of all data-parallel ranks, `[k, sum of n]`, and the index of
+    this rank's first column."""
     if group is None:
         return values, 0
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -65,17 +67,17 @@ def pair_baselines(
     matching: Matching,
     reference_free: bool,
 ) -> list[Batch]:
-    """The micro-batches of pairs with `Batch.baseline`, as `matching` computes it from all pairs of the step.
+    """Returns the micro-batches with `Responses.baseline`; `matching` computes it from all pairs of the step.
 
-    group: of the data-parallel ranks; None for one. reference_free: the reference's log-probabilities are 0.
+    score: returns the policy's log-probabilities. group: the data-parallel ranks; None for one rank.
+    reference_free: use 0 for the reference's log-probabilities.
     """
     scores = score(batches)
     rows = []
     for batch, policy in zip(batches, scores, strict=True):
-        assert batch.preference_labels is not None
         reference = torch.zeros_like(policy) if reference_free else reference_logprobs(batch)
         sides = policy[0::2], policy[1::2], reference[0::2], reference[1::2]
-        rows.append(torch.stack([*sides, batch.preference_labels[0::2]]))
+        rows.append(torch.stack([*sides, batch_responses(batch).preference_labels[0::2]]))
     all_pairs, begin = _from_all(torch.cat(rows, 1), group)
     real = all_pairs[4] != 0
     baselines = all_pairs.new_zeros(2, all_pairs.shape[1])
@@ -83,30 +85,28 @@ def pair_baselines(
     with_baselines = []
     for batch, policy in zip(batches, scores, strict=True):
         end = begin + len(policy) // 2
-        with_baselines.append(replace(batch, baseline=baselines[:, begin:end].t().flatten()))
+        with_baselines.append(with_responses(batch, baseline=baselines[:, begin:end].t().flatten()))
         begin = end
     return with_baselines
 
 
 def kl_baseline(batches: list[Batch], score: ScoreFunction, group: dist.ProcessGroup | None) -> list[Batch]:
-    """The micro-batches of KTO with its KL as `Batch.baseline`: the mean log-ratio of responses to other
-    prompts in the whole step, at least 0.
+    """Returns KTO's micro-batches with the step's KL as `Responses.baseline`.
 
-    Raises ValueError where a batch has no such responses (`Batch.kl_batch`).
+    The KL is the mean log-ratio of responses to other prompts (`Responses.kl_batch`) in the whole step, at
+    least 0.
+    Raises ValueError if a batch has no such responses.
     """
-    others = [batch.kl_batch for batch in batches if batch.kl_batch is not None]
-    if len(others) < len(batches):
-        raise ValueError("KTO estimates its KL from answers to other prompts, and a batch has none (`Batch.kl_batch`)")
+    kl_batches = [kl for batch in batches if (kl := batch_responses(batch).kl_batch) is not None]
+    if len(kl_batches) < len(batches):
+        raise ValueError(
+            "KTO estimates its KL from answers to other prompts; this batch has none (`Responses.kl_batch` is None)"
+        )
     total = torch.zeros(2, device=batches[0].tokens.device)
-    for other, policy in zip(others, score(others), strict=True):
-        assert other.preference_labels is not None
-        real = (other.preference_labels != 0).float()
-        total += torch.stack([((policy - reference_logprobs(other)) * real).sum(), real.sum()])
+    for comparison, policy in zip(kl_batches, score(kl_batches), strict=True):
+        real = (batch_responses(comparison).preference_labels != 0).float()
+        total += torch.stack([((policy - reference_logprobs(comparison)) * real).sum(), real.sum()])
     if group is not None:
         dist.all_reduce(total, group=group)
-    kl = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0)
-    return [
-        replace(batch, baseline=kl.expand_as(batch.preference_labels))
-        for batch in batches
-        if batch.preference_labels is not None
-    ]
+    mean = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0)
+    return [with_responses(b, baseline=mean.expand_as(batch_responses(b).preference_labels)) for b in batches]

@@ -1,6 +1,6 @@
-"""What is done with runs beside training them: jobs of a cluster and what they are doing, checkpoints on the
-HuggingFace Hub, reports, and the numbers that a monitoring system reads.
+"""Operates runs outside training: cluster jobs and their state, uploads to the HuggingFace Hub, reports,
+monitoring.
 
-`run_folder.py` reads what a run leaves in its folders, for all of them. Training does not import this
-package; the entry script hands the loop its callbacks.
+`run_folder.py` reads a run's folders, for all of them. Training does not import this package; the entry
+script passes its callbacks to the training loop.
 """

@@ -1,5 +1,5 @@
-"""What the keys of this package add to a training run: checks before it begins, callbacks beside its steps,
-and a report when it is over."""
+"""The parts of this package that a training run uses: checks before it starts, callbacks, a report at its
+end."""
 
 import logging
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from megatron.neox_arguments import NeoXArgs, require_report
 
-if TYPE_CHECKING:  # it imports torch, which --help and a mistake in a configuration need not wait for
+if TYPE_CHECKING:  # importing torch would delay --help and errors of a configuration
     from megatron.callbacks import Callback
 
 
 def check_operations(args: NeoXArgs) -> None:
-    """Raises ConfigError, before anything is built, where `push_to_hub` or `report` cannot be done here."""
+    """Raises ConfigError, before anything is built, if `push_to_hub` or `report` cannot work here."""
     require_report(args)
     if args.push_to_hub:
         from megatron.operations.hub.in_training import hub_repository
@@ -21,8 +21,8 @@ def check_operations(args: NeoXArgs) -> None:
 
 
 def operation_callbacks(args: NeoXArgs, rank: int) -> "list[Callback]":
-    """Callbacks of `push_to_hub` and `metrics_port`. They are made before a model is loaded, so that a port
-    that is taken is said at once (ConfigError)."""
+    """The callbacks of `push_to_hub` and `metrics_port`. They are created before a model is loaded, so that a
+    port in use is reported at once (ConfigError)."""
     callbacks: list[Callback] = []
     if args.push_to_hub:
         from megatron.operations.hub.in_training import PushToHub, hub_repository
@@ -36,7 +36,7 @@ def operation_callbacks(args: NeoXArgs, rank: int) -> "list[Callback]":
 
 
 def report_at_end(args: NeoXArgs, logs: Path | None, logger: logging.Logger) -> None:
-    """Write the page of a run that is over, however it ended, with `report: true`. logs: its log folder."""
+    """Writes the report of a run with `report: true`, however the run ended. logs: its log folder."""
     if args.report and logs is not None:
         from megatron.operations import report
 

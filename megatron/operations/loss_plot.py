@@ -1,11 +1,11 @@
-"""The losses of a run's metrics.jsonl over the tokens it has seen, as a picture and as a sentence."""
+"""Plots the losses of a run's metrics.jsonl over the tokens seen, and sums them up in a sentence."""
 
 from pathlib import Path
 from typing import Any
 
 _ENTROPY = "validation/unigram_entropy"
-# Beside the loss, where a run has them: colour, and what they are
-OTHERS = {
+# Colour and label of further losses, drawn if a run has them
+EXTRA_CURVES = {
     "train/ga_actual_loss": ("tab:red", "loss to forget"),
     "train/gd_retain_loss": ("tab:green", "loss to retain"),
     "train/divergence": ("tab:purple", "divergence from the teacher"),
@@ -13,23 +13,23 @@ OTHERS = {
 
 
 def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without those of steps that unlearn, whose loss is another."""
+    """Returns the rows without unlearning steps, because these log another kind of loss."""
     return [row for row in rows if not row.get("train/batch_type")]
 
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """The consumed tokens and the values of the rows of a metrics file that have the metric `name`."""
+    """Returns (consumed tokens, values) of all rows that have the metric `name`."""
     chosen = [row for row in rows if name in row and "consumed_tokens" in row]
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 
 
 def unigram_entropy(rows: list[dict[str, Any]]) -> float | None:
-    """Of the tokens that the last validation was on, in nats; None where no row has it."""
+    """The unigram entropy of the last validation's tokens, in nats; None if no row has it."""
     return next((row[_ENTROPY] for row in reversed(rows) if _ENTROPY in row), None)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture: losses in nats a token, and the unigram entropy of the validated ones as a line."""
+    """Draws losses in nats per token, and the unigram entropy of the validation tokens as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,7 +38,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
     axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
-    for name, (color, label) in OTHERS.items():
+    for name, (color, label) in EXTRA_CURVES.items():
         if any(name in row for row in rows):
             axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)
     entropy = unigram_entropy(rows)
@@ -53,7 +53,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """One sentence: losses before and after, validation beside what knowing only token frequencies gives."""
+    """Returns one sentence with the first and last losses, and the unigram entropy for comparison."""
     tokens, losses = read_curve(rows, "validation/lm_loss")
     text = "no validation loss in these metrics"
     if losses:
@@ -61,7 +61,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     entropy = unigram_entropy(rows)
     if losses and entropy is not None:
         text = f"{text} (unigram entropy {entropy:.3f})"
-    for name, (_, label) in OTHERS.items():
+    for name, (_, label) in EXTRA_CURVES.items():
         if curve := read_curve(rows, name)[1]:
             text += f"; {label} {curve[0]:.3f} -> {curve[-1]:.3f}"
     return text

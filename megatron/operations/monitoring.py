@@ -1,5 +1,8 @@
-"""The numbers of a running training for a monitoring system: `/metrics` in Prometheus' text format and
-`/status` as JSON, answered by rank 0 at `metrics_host:metrics_port`."""
+"""Serves the numbers of a running training to a monitoring system, from rank 0 at
+`metrics_host:metrics_port`.
+
+`/metrics` is in Prometheus' text format, `/status` is JSON.
+"""
 
 import math
 import re
@@ -22,15 +25,14 @@ Answer = tuple[int, str, bytes]
 
 
 class Monitoring(Callback):
-    """Serves what a run's row of metrics says, from a thread that no step waits for.
+    """Serves a run's metrics on rank 0, from a thread. Training steps never wait for it.
 
-    The port is open from the moment this object is made, so that a port that cannot be had is said before a
-    model is loaded, until the run is over. A value is shown as soon as it is in metrics.jsonl. Only rank 0
-    has one; its methods wait for no other rank.
+    The port opens in the constructor, so a port in use is reported before a model is loaded. It closes with
+    the run. Values appear as soon as they are in metrics.jsonl.
     """
 
     def __init__(self, args: NeoXArgs) -> None:
-        """Raises ConfigError where prometheus-client is missing or the port cannot be had."""
+        """Raises ConfigError if prometheus-client is missing or the port is in use."""
         missing = args.error("metrics_port", "needs prometheus-client: pip install 'neox[monitoring]'")
         self._prometheus = import_optional("prometheus_client", missing)
         self._gauge = import_optional("prometheus_client.core", missing).GaugeMetricFamily
@@ -44,24 +46,28 @@ class Monitoring(Callback):
 
     @property
     def port(self) -> int:
-        """The port that is open, also where `metrics_port: 0` left the choice to the system."""
+        """The open port; with `metrics_port: 0` the one that the system chose."""
         return self._server.server_address[1]
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """From now on the run is asked where it is."""
+        """Starts to report the run's position and activity."""
         self._run, self._state = run, "running"
-        run.logger.info(f"metrics: http://{self._args.metrics_host}:{self.port}/metrics, and /status beside it")
+        run.logger.info(f"metrics: http://{self._args.metrics_host}:{self.port}/metrics, and /status")
+
+    def on_completed_run(self, run: TrainingRun) -> None:
+        """As at the start of steps: a checkpoint may still have to be published."""
+        self.on_train_start(run)
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Show the step's row from when it has its values, which may be later."""
+        """Publishes the newest values; those of a step may become known only after later steps."""
         self._earlier, self._step = self.values(), step
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Show that the run failed, for as long as it takes to end."""
+        """Shows the state `failed` until the run has ended."""
         self._state = "failed"
 
     def close(self) -> None:
-        """Close the port."""
+        """Closes the port."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -72,8 +78,11 @@ class Monitoring(Callback):
         return self._earlier | {name: value for name, value in row.items() if name not in POSITION}
 
     def status(self) -> dict[str, Any]:
-        """How the run stands: the fields of status.json, with `status` and `iteration` as they are now,
-        `doing` in words, and `metrics`, the newest values by name; null for what is no finite number."""
+        """Returns the state of the run for `/status`.
+
+        It has the fields of status.json with current `status` and `iteration`. `doing` describes the current
+        activity; `metrics` has the newest values by name, null if not finite.
+        """
         saved: dict[str, Any] = {}
         if self._run is not None and self._args.save_dir is not None:
             saved = RunFolder(Path(self._args.save_dir), Path()).status()
@@ -81,7 +90,7 @@ class Monitoring(Callback):
         return {**saved, "status": self._state, **self._place(), "metrics": metrics}
 
     def collect(self) -> Iterator[Any]:
-        """The families of /metrics, as prometheus_client asks for them: a gauge `neox_NAME` for each."""
+        """Yields the families of /metrics to prometheus_client: a gauge `neox_NAME` for each value."""
         place = self._place()
         state = self._gauge("neox_state", "1 for what the run is doing", labels=["state"])
         state.add_metric([phase_of(self._state, place.get("doing", ""))], 1)
@@ -96,7 +105,7 @@ class Monitoring(Callback):
             return {}
         return {
             "iteration": run.iteration, "train_iters": self._args.train_iters, "consumed_samples": run.consumed_samples,
-            "consumed_tokens": run.consumed_tokens, "doing": run.watchdog.doing,
+            "consumed_tokens": run.consumed_tokens, "doing": run.watchdog.activity,
         }  # fmt: skip
 
     def _metrics_page(self) -> Answer:
@@ -107,25 +116,32 @@ class Monitoring(Callback):
 
 
 def gauge_name(name: str) -> str:
-    """The name of a metric in Prometheus: `neox_train_lm_loss` of train/lm_loss."""
+    """The Prometheus name of a metric: `neox_train_lm_loss` for train/lm_loss."""
     return "neox_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
 
 
-def phase_of(state: str, doing: str) -> str:
-    """One of few words for what a run does: its state, and while it runs `training` or what comes between
-    steps, as `saving`."""
+def phase_of(state: str, activity: str) -> str:
+    """Returns a word for what a run does. It is its state; while it runs, `training` or such as `saving`.
+
+    activity: description of its current activity."""
     if state != "running":
         return state
-    return "training" if re.match(r"in (the first )?step", doing) else re.sub(r"[\d\s]+", " ", doing).strip() or state
+    return (
+        "training"
+        if re.match(r"in (the first )?step", activity)
+        else re.sub(r"[\d\s]+", " ", activity).strip() or state
+    )
 
 
 def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> ThreadingHTTPServer:
-    """A server of these pages at metrics_host:metrics_port. Raises ConfigError where it cannot be."""
+    """Opens an HTTP server at metrics_host:metrics_port. Raises ConfigError if the port cannot be opened.
+
+    pages: function for each URL path, which returns the response."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
-            text = f"there are {' and '.join(pages)} here\n".encode()
+            text = f"no such page; this server has {' and '.join(pages)}\n".encode()
             code, kind, body = page() if page is not None else (404, "text/plain; charset=utf-8", text)
             self.send_response(code)
             self.send_header("Content-Type", kind)
@@ -134,7 +150,7 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
             self.wfile.write(body)
 
         def log_message(self, format: str, *values: Any) -> None:
-            """Nothing: a line for every scrape would bury the run's own."""
+            """Does nothing: a line for every request would hide the run's log lines."""
 
     try:
         return _Server((args.metrics_host, args.metrics_port or 0), Pages)
@@ -143,22 +159,22 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
 
 
 class _Server(ThreadingHTTPServer):
-    """Connections are answered by threads that end with the process; one that breaks off is no news."""
+    """An HTTP server with one daemon thread per connection. A client that disconnects is not reported."""
 
     daemon_threads = True
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the resolver for this machine's name, which may take long to be refused.
+        # HTTPServer's own method looks up this machine's name, which may take long to fail.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say what went wrong, unless the reader has only gone."""
+        """Prints the exception of a request, unless the client has disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def _refusal(args: NeoXArgs, problem: OSError) -> ConfigError:
     place = f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
-    return args.error("metrics_port", f"{place}; set another, or metrics_host to an address of this machine")
+    return args.error("metrics_port", f"{place}; set another port, or set metrics_host to an address of this machine")

@@ -1,5 +1,8 @@
-"""What a training run leaves in its folders, read without torch: status.json and training_summary.json in
-`save`, metrics.jsonl and the resolved arguments of every start in its log folder."""
+"""Reads a training run's folders, without torch.
+
+`save` has status.json and training_summary.json. The log folder has metrics.jsonl and the resolved arguments
+of every start.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -11,18 +14,21 @@ from megatron.process.metrics_file import METRICS_FILE, read_last_metrics, read_
 from megatron.process.run_files import STATUS, SUMMARY, SUMMARY_SHAPE, Problems, read_fields, read_object, read_status
 
 _SCORES = "eval_tasks/"
-_ARGS_FILES = "neox_args.train.*.json"  # one a start, `megatron.launch.plan` names them
+_ARGS_FILES = "neox_args.train.*.json"  # one per start, named by `megatron.launch.plan`
 
 
 class RunFolderError(UserError):
-    """A folder that holds no run, or files in it that cannot be read."""
+    """A folder holds no run, or files in it cannot be read."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folders of one run. save: of its checkpoints, None where it has none or they are in a bucket; logs:
-    `log_dir`, else `<save>/logs`. problems: what its files held that could not be used, of all that was read
-    of this object; whoever shows the run shows them too."""
+    """The folders of one run.
+
+    save: folder of its checkpoints; None if it has none or they are in a bucket.
+    logs: `log_dir`, else `<save>/logs`.
+    problems: unusable content found while reading; show it together with the run.
+    """
 
     save: Path | None
     logs: Path
@@ -30,22 +36,22 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """`metrics.jsonl`, whether it is there yet or not."""
+        """The path of `metrics.jsonl`, which may not exist yet."""
         return self.logs / METRICS_FILE
 
     def status(self) -> dict[str, Any]:
-        """status.json: `status` (running, finished, stopped, failed), `reason`, `iteration`, `train_iters`,
-        `run_id`, `time` of the last change; {} before there is one, and where it cannot be read."""
+        """The content of status.json; {} if it is missing or unreadable. Fields: `status` (running, finished,
+        stopped, failed), `reason`, `iteration`, `train_iters`, `run_id`, `time` of the last change."""
         return read_status(self.save, self.problems) if self.save is not None else {}
 
     def summary(self) -> dict[str, Any]:
-        """training_summary.json, which is written at the end of every start; {} before there is one, and
-        where it cannot be read."""
+        """The content of training_summary.json, which is written at the end of every start; {} if it is
+        missing or unreadable."""
         return read_fields(self.save / SUMMARY, SUMMARY_SHAPE, self.problems) if self.save is not None else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order of their steps, names and numbers as they were logged; [] before
-        there is a file, and where it cannot be read."""
+        """The rows of metrics.jsonl in order of their steps, as they were logged; [] if the file is missing
+        or unreadable."""
         try:
             return list(read_metrics(self.metrics_file, self.problems))
         except FileNotFoundError:
@@ -55,7 +61,8 @@ class RunFolder:
             return []
 
     def last_rows(self, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
-        """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] as of `rows`."""
+        """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] if it is missing
+        or unreadable."""
         try:
             return read_last_metrics(self.metrics_file, size, self.problems)
         except FileNotFoundError:
@@ -65,31 +72,33 @@ class RunFolder:
             return []
 
     def scores(self) -> dict[str, float]:
-        """The newest value of every score of `eval_tasks`, by its logged name without `eval_tasks/`, such as
-        piqa_acc; {} before the first evaluation."""
+        """The newest value of each score, by its logged name without `eval_tasks/`, such as piqa_acc; {}
+        before the first evaluation."""
         logged = {name: value for row in self.rows() for name, value in row.items() if name.startswith(_SCORES)}
         return {name.removeprefix(_SCORES): value for name, value in logged.items()}
 
     def args_files(self) -> list[Path]:
-        """The files of resolved arguments, one a start of `train.py` by deepy.py, the oldest first."""
+        """The files of resolved arguments, one for each start of `train.py` by deepy.py, the oldest first."""
         return sorted(self.logs.glob(_ARGS_FILES), key=lambda path: path.stat().st_mtime_ns)
 
     def args(self) -> NeoXArgs | None:
-        """The configuration of the newest start, with the origin of each key; None where no start has left
-        one (`train.py` started without deepy.py), or this version cannot read it."""
+        """The configuration of the newest start, with the origin of each key; None if this version can read
+        none. A start of `train.py` without deepy.py leaves none."""
         for path in reversed(self.args_files()):
             try:
-                read_object(path)  # refuses what is no file, and nested too deeply
+                read_object(path)  # refuses other things than files, and deep nesting
                 return NeoXArgs.from_json(path.read_text(encoding="utf-8"))
             except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                self.problems.note(path, "", f"no configuration of this version ({type(problem).__name__})")
+                self.problems.note(
+                    path, "", f"not a configuration that this version can read ({type(problem).__name__})"
+                )
         return None
 
 
 def open_run(path: str | Path) -> RunFolder:
     """The run that a path names: its `save`, its log folder, or its metrics.jsonl.
 
-    Raises RunFolderError where there is none.
+    Raises RunFolderError if there is none.
     """
     path = Path(path).expanduser().absolute()
     if path.name == METRICS_FILE:
@@ -109,8 +118,10 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) -> str:
-    """The name of the experiment that saves here: the folder below the site's folder of checkpoints
-    (NEOX_CHECKPOINT_DIR), else the last folder of `save`."""
+    """Returns the name of the experiment that saves in `save`.
+
+    It is the first folder below the site's folder of checkpoints (NEOX_CHECKPOINT_DIR), else the last folder
+    of `save`."""
     path = Path(save).expanduser().absolute()
     if checkpoint_dir is not None:
         root = Path(checkpoint_dir).expanduser().absolute()
@@ -120,7 +131,7 @@ def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) ->
 
 
 def _save_of(logs: Path) -> Path | None:
-    """The folder of checkpoints of the run that logs here."""
+    """The folder of checkpoints of the run with this log folder."""
     if (logs.parent / STATUS).is_file():
         return logs.parent
     args = RunFolder(None, logs).args()

@@ -28,16 +28,16 @@ from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError
 from megatron.operations.jobs.table import console
-from megatron.pipelines.definition import FILE, OF_PIPELINE, Pipeline, Stage, find_pipeline, read_pipeline
+from megatron.pipelines.definition import FILE, PIPELINE_KEYS, Pipeline, Stage, find_pipeline, read_pipeline
 from megatron.pipelines.errors import PipelineError, StageFailed
+from megatron.pipelines.gate_verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
 from megatron.pipelines.options import Options
 from megatron.pipelines.recipes import recipes, write_recipe
 from megatron.pipelines.runner import check_configs, choose, draw_page, dry_run, run
-from megatron.pipelines.slurm import jobs_now, refuse_beside_jobs, submit
+from megatron.pipelines.slurm import jobs_now, refuse_active_jobs, submit
 from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import REFUSED, State, add_override, is_locked, locked
 from megatron.pipelines.table import rows_of, stage_table
-from megatron.pipelines.verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
 from megatron.process import outlive_readers, say
 from megatron.process.command_parser import CommandParser
 
@@ -45,7 +45,7 @@ _COMMAND = "deepy.py pipeline"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. What stands behind -- goes to sbatch."""
+    """Parses the command line. Arguments after `--` are for sbatch and become `sbatch_options`."""
     parser = CommandParser(prog=_COMMAND, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = commands.add_parser("run", help="do everything that is not done yet")
@@ -91,20 +91,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words, sbatch_options = _split(argv)
     options = parser.parse_args(words)
     if sbatch_options and not getattr(options, "slurm", False):
-        parser.error("only --slurm passes on what stands behind --")
+        parser.error("options after -- are for sbatch; add --slurm, or remove them")
     options.sbatch_options = sbatch_options
     return options
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, which are ours, and those behind it, which are for sbatch."""
+    """Splits the arguments at `--` into (our arguments, those for sbatch)."""
     words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what a command line says; the exit code."""
+    """Runs one command of `deepy.py pipeline` and returns the exit code."""
     options = parse(argv)
     try:
         commands: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -117,8 +117,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as problem:  # of whatever file, which a full disk, a quota or rights keep from us
         if problem.filename is None:
             raise
-        why = f"{problem.filename}: {problem.strerror}; make room or give the right there, then `resume` goes on"
-        say(PipelineError(why).error_lines(_COMMAND).rstrip("\n"))
+        message = f"{problem.filename}: {problem.strerror}; make room or give the right there, then `resume` goes on"
+        say(PipelineError(message).error_lines(_COMMAND).rstrip("\n"))
         return 1
 
 
@@ -127,56 +127,57 @@ def _say(line: str) -> None:
 
 
 def _place(words: Sequence[str], takes_stage: bool) -> tuple[Pipeline, str | None]:
-    """The pipeline that words name, and the stage; this process works in the pipeline's folder from now on.
+    """Returns the pipeline and the stage (None: no stage given) that the arguments name, and changes into the
+    folder of the pipeline.
 
-    A first word that is a file or a folder with a pipeline.yml is the pipeline; else that of this folder is
-    meant.
+    If the first argument is a file, or a folder with a pipeline.yml, it names the pipeline. Otherwise the
+    current folder's pipeline is used.
+
+    takes_stage: whether the arguments may name a stage.
     """
-    rest = list(words)
-    path = Path(rest[0]).expanduser() if rest else Path()
-    if rest and (path.is_file() or (path / FILE).is_file() or not takes_stage or len(rest) > 1):
-        place = rest.pop(0)
-    elif not rest or Path(FILE).is_file():
+    remaining = list(words)
+    path = Path(remaining[0]).expanduser() if remaining else Path()
+    if remaining and (path.is_file() or (path / FILE).is_file() or not takes_stage or len(remaining) > 1):
+        place = remaining.pop(0)
+    elif not remaining or Path(FILE).is_file():
         place = "."
     else:
-        raise PipelineError(
-            f"{rest[0]}: is no folder with a {FILE}, and there is none here whose stage it could be; name the folder"
-        )
+        raise PipelineError(f"neither this folder nor {remaining[0]} has a {FILE}; give the folder of a pipeline")
     if not takes_stage and words and not Path(words[0]).exists() and Path(FILE).is_file():
-        raise PipelineError(f"{words[0]}: no such folder; of one stage: --only {words[0]}")
-    if len(rest) > takes_stage:
-        raise PipelineError(f"{' '.join(rest)}: too many words; {_COMMAND} --help has examples")
+        raise PipelineError(f"{words[0]}: no such folder; to run one stage: run --only {words[0]}")
+    if len(remaining) > takes_stage:
+        raise PipelineError(f"{' '.join(remaining)}: too many arguments; {_COMMAND} --help has examples")
     pipeline = read_pipeline(find_pipeline(place))
-    if rest:
-        pipeline.stage(rest[0])
+    if remaining:
+        pipeline.stage(remaining[0])
     os.chdir(pipeline.folder)
-    return pipeline, rest[0] if rest else None
+    return pipeline, remaining[0] if remaining else None
 
 
 def _run(options: argparse.Namespace) -> int:
     resumes = options.command == "resume"
     pipeline, from_stage = _place(options.words, takes_stage=resumes)
-    first, last = options.first or from_stage, options.last
+    first_stage, last_stage = options.first or from_stage, options.last
     if from_stage is not None and options.first is not None:
-        raise PipelineError(f"{from_stage} and --from {options.first}: name one of them")
+        raise PipelineError(f"{from_stage} and --from {options.first} both name the first stage; give one of them")
     if options.only:
         if options.first or options.last:
-            raise PipelineError("--only: leave out --from and --to")
-        first = last = options.only if not resumes else from_stage
-        if first is None:
+            raise PipelineError("--only cannot be combined with --from or --to; remove them")
+        first_stage = last_stage = options.only if not resumes else from_stage
+        if first_stage is None:
             raise PipelineError("--only: name the stage, as `resume DIR sft --only`")
-    taken = [pair for pair in options.settings or () if pair.partition("=")[0] in OF_PIPELINE]
-    if taken:
-        raise PipelineError(f"--set {taken[0]}: the pipeline says it itself")
-    given = Options(options.fp8, options.precision, tuple(options.settings or ()), options.launcher)
+    reserved = [pair for pair in options.settings or () if pair.partition("=")[0] in PIPELINE_KEYS]
+    if reserved:
+        raise PipelineError(f"--set {reserved[0]}: the pipeline sets this key itself; remove it from --set")
+    new_options = Options(options.fp8, options.precision, tuple(options.settings or ()), options.launcher)
     state = State(pipeline.folder)
     if resumes and not state.exists:
-        raise PipelineError(f"{pipeline.folder}: nothing was begun here; `run` begins")
+        raise PipelineError(f"{pipeline.folder}: no run was started here; `run` starts one")
 
     def options_of(stage: Stage) -> Options:
-        return given.over(Options.from_json(dict(state[stage.name].options))) if resumes else given
+        return new_options.fill_from(Options.from_json(dict(state[stage.name].options))) if resumes else new_options
 
-    stages = choose(pipeline, first, last)
+    stages = choose(pipeline, first_stage, last_stage)
     if options.dry_run:
         dry_run(pipeline, stages, options_of, lambda line: print(line))
         return 0
@@ -184,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.slurm:
         check_configs(pipeline, stages, options_of, gates_of(pipeline))
         return submit(pipeline, stages, options_of, options.sbatch_options, _say)
-    refuse_beside_jobs(pipeline, state, _say)
+    refuse_active_jobs(pipeline, state, _say)
     return run(pipeline, stages, options_of, _say)
 
 
@@ -211,11 +212,11 @@ def _gate(options: argparse.Namespace) -> int:
         raise PipelineError("gate: name a stage")
     stage, gates = pipeline.stage(name), gates_of(pipeline)
     if name not in gates:
-        raise PipelineError(f"{name}: has no gate in {pipeline.gates or 'the pipeline, which names no file of gates'}")
+        raise PipelineError(f"{name}: has no gate; add one to {pipeline.gates or 'a file, and set `gates` to it'}")
     with locked(pipeline.folder, _say):
         state = State(pipeline.folder)
         if not state[name].weights:
-            raise PipelineError(f"{name}: has no result to judge: it is {state[name].status}")
+            raise PipelineError(f"{name}: has no weights to judge (status: {state[name].status}); run it first")
         verdict = judge_stage(pipeline, stage, gates[name], state[name])
         state.update(name, verdict=verdict["file"])
         for line in verdict["lines"]:
@@ -231,20 +232,20 @@ def _override(options: argparse.Namespace) -> int:
         raise PipelineError("override: name a stage")
     stage, gate = pipeline.stage(name), gates_of(pipeline).get(name)
     if not options.reason.strip():
-        raise PipelineError("--reason: says nothing")
+        raise PipelineError("--reason: is empty; say why the gate is overridden")
     with locked(pipeline.folder, _say):
         state = State(pipeline.folder)
         record = state[name]
         if gate is None or record.status != REFUSED or record.verdict is None:
-            raise PipelineError(f"{name}: no gate refuses it: it is {record.status}")
+            raise PipelineError(f"{name}: nothing to override: no gate refused it (status: {record.status})")
         verdict = read_verdict(pipeline.folder, record.verdict)
         now = (requirements_digest(gate), record.weights.get("sha256"))
         if (verdict["requirements"], verdict["weights_sha256"]) != now or has_moved(pipeline, verdict):
-            raise PipelineError(f"{name}: {record.verdict} is of another gate or baseline; see `gate {name}` first")
+            raise PipelineError(f"{name}: gate, weights or baseline changed since {record.verdict}; run `gate {name}`")
         recorded = Options.from_json(dict(record.options))
         work = StageWork(pipeline, stage, recorded, gate, state, lambda line: _say(f"{name}: {line}"))
         if work.inputs() != record.inputs or not work.has_weights():
-            raise PipelineError(f"{name}: its configuration or data has changed since it was made; put that back")
+            raise PipelineError(f"{name}: its configuration, data or weights changed since it ran; restore them")
         add_override(pipeline.folder, verdict, options.reason.strip())
         work.judge_and_promote()
         draw_page(pipeline, state, _say)

@@ -1,4 +1,4 @@
-"""What a stage is made of, as digests: by them it is known whether it must run again."""
+"""Digests of the inputs of a stage; they tell whether it must run again."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from megatron.pipelines.errors import PipelineError
 CACHE = Path("logs/digests")
 # Declarations of keys that a run may change on its way: what is logged, evaluated, published, saved, and
 # where and in which layout ranks run.
-_BESIDE = (
+_UNRELATED_OWNERS = (
     "LoggingKeys", "TextgenKeys", "EvaluationKeys", "OperationsKeys", "ServingKeys", "RunnerKeys", "ParallelKeys",
     "CheckpointKeys",
 )  # fmt: skip
-_BESIDE_KEYS = {
+_UNRELATED_KEYS = {
     "eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "num_workers", "checkpoint_activations",
     "checkpoint_num_layers", "recompute_granularity", "recompute_every", "activation_memory_budget",
     "checkpoint_in_cpu", "contiguous_checkpointing", "partition_activations", "synchronize_each_layer",
@@ -38,35 +38,41 @@ _MODEL = (
     "TransformerEngineKeys",
     "TokenizerKeys",
 )
-_OF_INIT = ("seed", "train_impl")
+_INIT_KEYS = ("seed", "train_impl")
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON value."""
+    """Returns the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def file_digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of files by name, relative to the pipeline's folder; a folder counts with all that is in it, a
-    prefix with its .bin and .idx.
+    """Returns the SHA-256 of each file by its path, relative to the pipeline's folder.
 
-    Digests are kept in `logs/digests` for as long as size and times of a file stay. Raises PipelineError for
-    a name that is none of these.
+    folder: the pipeline's folder.
+    names: files; folders, which stand for all files in them; prefixes, which stand for their .bin and .idx.
+
+    Digests are cached in `logs/digests` and reused while size and times of a file are unchanged. Raises
+    PipelineError if a name matches no file.
     """
-    found = {}
+    result = {}
     for name in names:
         files = files_of(folder, name)
         if not files:
             raise PipelineError(f"{folder / name}: there is no such file, folder or .bin/.idx prefix")
         for file in files:
-            shown = file.relative_to(folder) if file.is_relative_to(folder) else file
-            found[str(shown)] = cached_sha256(file, folder / CACHE)
-    return found
+            relative = file.relative_to(folder) if file.is_relative_to(folder) else file
+            result[str(relative)] = cached_sha256(file, folder / CACHE)
+    return result
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files that a name stands for, [] where there are none."""
+    """Returns the files that a name stands for: the file itself, all files of the folder, or .bin and .idx of
+    the prefix.
+
+    Returns [] if there are none.
+    """
     path = folder / name
     if path.is_file():
         return [path]
@@ -76,30 +82,38 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 
 def config_inputs(args: NeoXArgs) -> dict[str, Any]:
-    """The keys that were given for a run and that its weights depend on."""
-    keys, given = keys_of(NeoXArgs), args.user_values
-    beside = _BESIDE_KEYS | (set(_SPLIT) if given.get("train_batch_size") is not None else set())
+    """Returns the values of the keys that the user set and that affect the weights of a run.
+
+    A key set to its default counts as not set.
+    """
+    keys, values = keys_of(NeoXArgs), args.user_values
+    unrelated = _UNRELATED_KEYS | (set(_SPLIT) if values.get("train_batch_size") is not None else set())
     return {
         name: thaw(value)
-        for name, value in sorted(given.items())
-        if name not in beside and (name not in keys or keys[name].owner not in _BESIDE)
+        for name, value in sorted(values.items())
+        if name not in unrelated and (name not in keys or keys[name].owner not in _UNRELATED_OWNERS)
         if name not in keys or thaw(value) != thaw(keys[name].default)  # as if it were not given
-        if (name, value) != ("precision_fp8", "off") or given.get("te_fp8_mha")  # what unset means, but beside that key
+        if (name, value) != ("precision_fp8", "off") or values.get("te_fp8_mha")  # unset means off without that key
     }
 
 
-def only_longer(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a run with the inputs `now` is that with `before`, trained on."""
-    then, here = dict(before.get("config", {})), dict(now.get("config", {}))
-    lengths = [(then.pop(key, None), here.pop(key, None)) for key in LONGER]
+def only_longer(previous: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Returns whether two attempts have the same inputs, except that `current` trains longer (train_iters or
+    train_epochs).
+
+    It is also True for equal inputs.
+    """
+    previous_config, current_config = dict(previous.get("config", {})), dict(current.get("config", {}))
+    lengths = [(previous_config.pop(key, None), current_config.pop(key, None)) for key in LONGER]
     grown = all(old == new or (old is not None and new is not None and new > old) for old, new in lengths)
-    return grown and {**before, "config": then} == {**now, "config": here}
+    return grown and {**previous, "config": previous_config} == {**current, "config": current_config}
 
 
 def run_inputs(args: NeoXArgs, folder: Path, start: str | None) -> dict[str, Any]:
-    """All that the weights of a run depend on: keys, data, tokenizer, the weights that it starts from.
+    """Returns everything that the weights of a run depend on: keys, data, tokenizer, initial weights.
 
-    start: SHA-256 of these. Raises DataError and ConfigError for data that is not there.
+    start: SHA-256 of the initial weights; None: there are none. Raises DataError or ConfigError for missing
+    data.
     """
     data = digest(data_fingerprint(args))
     tokenizer = tokenizer_inputs(args, folder)
@@ -107,53 +121,63 @@ def run_inputs(args: NeoXArgs, folder: Path, start: str | None) -> dict[str, Any
 
 
 def tokenizer_inputs(args: NeoXArgs, folder: Path) -> dict[str, str]:
-    """Digests of the files of a tokenizer by their key; of one that is no file here (a name of the Hub) its
-    name."""
-    given = {key: str(path) for key in _TOKENIZER_FILES if (path := getattr(args, key)) is not None}
+    """Returns a digest of each of the tokenizer's files, by the key that names the file.
+
+    For a tokenizer of the Hub the value is its name, because there is no local file.
+    """
+    paths = {key: str(path) for key in _TOKENIZER_FILES if (path := getattr(args, key)) is not None}
     return {
-        key: digest(file_digests(folder, [path])) if files_of(folder, path) else path for key, path in given.items()
+        key: digest(file_digests(folder, [path])) if files_of(folder, path) else path for key, path in paths.items()
     }
 
 
 def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
-    """What a run loads as its configuration says, of a checkpoint here with the digest of its weights."""
+    """Returns the values of `load`, `iteration` and `finetune`, and the digest of the weights that `latest`
+    in `load` names. None without `load`.
+
+    Without a local `latest`, or with `iteration`, the digest is left out.
+    """
     if args.load is None:
         return None
-    given = {"load": args.load, "iteration": args.iteration, "finetune": args.finetune}
+    source = {"load": args.load, "iteration": args.iteration, "finetune": args.finetune}
     latest = folder / args.load / "latest"
     if args.iteration is not None or not latest.is_file():
-        return given
-    return {**given, "sha256": weights_digest(folder / args.load / latest.read_text(encoding="utf-8").strip())}
+        return source
+    return {**source, "sha256": weights_digest(folder / args.load / latest.read_text(encoding="utf-8").strip())}
 
 
 def init_inputs(args: NeoXArgs, folder: Path) -> dict[str, Any]:
-    """What initial weights depend on: the model, the seed, how they are drawn, the vocabulary."""
+    """Returns everything that initial weights depend on: keys of the model, seed, initialisation, tensor and
+    pipeline parallel sizes, tokenizer."""
     keys = keys_of(NeoXArgs)
     config = {
         name: value
         for name, value in config_inputs(args).items()
-        if name in _OF_INIT or (name in keys and keys[name].owner in _MODEL)
+        if name in _INIT_KEYS or (name in keys and keys[name].owner in _MODEL)
     }
     parts = {"model_parallel_size": args.tp, "pipe_parallel_size": args.pp}
     return {"config": {**config, **parts}, "tokenizer": tokenizer_inputs(args, folder)}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the inputs of two attempts, a phrase each: `train_iters 100 -> 200`, `data`."""
-    found = []
-    for name in [*now, *(name for name in before if name not in now)]:
-        old, new = before.get(name), now.get(name)
+def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns the differences between the inputs of two attempts as texts, such as `train_iters 100 -> 200`.
+
+    Of an input that is only a digest, such as `data`, the text is the name.
+    """
+    lines = []
+    for name in [*current, *(name for name in previous if name not in current)]:
+        old, new = previous.get(name), current.get(name)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             keys = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
-            found += [f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
+            lines += [f"{key} {_short_text(old.get(key))} -> {_short_text(new.get(key))}" for key in keys]
         else:
-            found.append(name if old is not None else f"{name} (new)")
-    return found
+            lines.append(name if old is not None else f"{name} (new)")
+    return lines
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = json.dumps(value, default=str)
     if isinstance(value, str) and len(value) == 64:
         return value[:8]
@@ -161,9 +185,10 @@ def _shown(value: Any) -> str:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """One SHA-256 for the weights of a checkpoint, of the digests of its files of weights in manifest.json.
+    """Returns one SHA-256 for all weights of a checkpoint, computed from the SHA-256 of each weight file in
+    manifest.json.
 
-    Raises PipelineError for a checkpoint without a manifest, and where a file that it lists is missing.
+    Raises PipelineError if there is no manifest, and if a file in it is missing or has another size.
     """
     try:
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]

@@ -37,35 +37,38 @@ MISSING: Final = "missing"
 
 @dataclass(frozen=True)
 class Requirement:
-    """One line of `require`. All bounds that it has must hold."""
+    """One entry of `require`: a metric and its bounds. It passes if all of its bounds hold."""
 
-    metric: str = new_key(REQUIRED, "Name of a metric as metrics.jsonl has it; of a task: eval_tasks/TASK_METRIC")
-    min: float | None = new_key(None, "The least that it may be")
-    max: float | None = new_key(None, "The most that it may be")
+    metric: str = new_key(REQUIRED, "Name of a metric in metrics.jsonl, or eval_tasks/TASK_METRIC for a task")
+    min: float | None = new_key(None, "Smallest allowed value")
+    max: float | None = new_key(None, "Largest allowed value")
     max_drop: float | str | None = new_key(
-        None, "How far it may be below the baseline's value: a number, or a share of that value as 2%"
+        None, "Largest drop below the baseline's value: a number, or a share of the value as 2%"
     )
-    max_rise: float | str | None = new_key(None, "How far it may be above the baseline's value, likewise")
+    max_rise: float | str | None = new_key(None, "Largest rise above the baseline's value, likewise")
     window: int | str | None = new_key(
-        None, "Last steps that count, a number or a share of the run as 10%; unset: the last value alone"
+        None, "Number of last steps, or a share of the run as 10%; unset: the last value alone"
     )
-    aggregate: Literal["mean", "min", "max", "last"] = new_key("mean", "What a window's values become")
+    aggregate: Literal["mean", "min", "max", "last"] = new_key("mean", "How the values of a window are combined")
     stderr_z: float | None = new_key(
-        None, "Every bound must hold by so many standard errors, of the baseline's value too", ge=0
+        None, "Number of standard errors by which every bound must hold, with the baseline's error included", ge=0
     )
 
 
 @dataclass(frozen=True)
 class GateKeys:
-    """The keys of one stage in a file of gates."""
+    """The keys of one stage in a gates file."""
 
     require: tuple[Any, ...] = new_key(REQUIRED, "The requirements")
-    baseline: str | None = new_key(None, "The stage that max_drop and max_rise compare with")
+    baseline: str | None = new_key(None, "Stage for comparison by max_drop and max_rise")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The gate of one stage. baseline: the stage that max_drop and max_rise compare with; None: none does."""
+    """The gate of one stage: what its result must fulfil to be promoted.
+
+    baseline: the stage that max_drop and max_rise compare with; None without such bounds.
+    """
 
     stage: str
     requirements: tuple[Requirement, ...]
@@ -74,8 +77,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Check:
-    """One bound of a requirement, judged: value `op` limit. limit: the bound, with the baseline's value and
-    the standard errors taken into account. problem: why it is missing or not a number, "" otherwise."""
+    """The result for one bound of a requirement, for example min.
+
+    limit: the number that `value` was compared with, computed from `given` and the baseline's value.
+    given: the bound as written in the file.
+    problem: why the value is missing or not a number; "" otherwise.
+    """
 
     metric: str
     bound: Bound
@@ -91,19 +98,20 @@ class Check:
     problem: str = ""
 
     def __str__(self) -> str:
-        """`validation/lm_loss 3.21 <= 2.9: fail`."""
+        """Returns a line such as `validation/lm_loss 3.21 <= 2.9: fail`."""
         if self.value is None or self.limit is None:
             return f"{self.metric} ({self.bound} {self.given}): {self.result}: {self.problem}"
         operator = ">=" if self.bound in ("min", "max_drop") else "<="
-        against = f" (baseline {self.baseline_value:.6g})" if self.baseline_value is not None else ""
+        baseline = f" (baseline {self.baseline_value:.6g})" if self.baseline_value is not None else ""
         sure = f" by {self.stderr_z:g} standard errors of {self.stderr:.3g}" if self.stderr is not None else ""
         problem = f": {self.problem}" if self.problem else ""
-        return f"{self.metric} {self.value:.6g} {operator} {self.limit:.6g}{against}{sure}: {self.result}{problem}"
+        return f"{self.metric} {self.value:.6g} {operator} {self.limit:.6g}{baseline}{sure}: {self.result}{problem}"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """All checks of a gate. A metric that is missing weighs more than one that fails: exit code 4, not 3."""
+    """The checks of all bounds of a gate. Its exit code is 4 if a metric is missing, else 3 if a check
+    failed, else 0."""
 
     gate: Gate
     checks: tuple[Check, ...] = field(default=())
@@ -115,141 +123,153 @@ class Judgement:
 
     @property
     def exit_code(self) -> int:
-        """0 passed, 3 failed, 4 a metric is missing."""
+        """Returns 0 if the gate passed, 3 if it failed, 4 if a metric is missing."""
         return {PASS: 0, FAIL: GATE_FAILED, MISSING: METRIC_MISSING}[self.result]
 
 
 def read_gates(file: Path, stages: Sequence[str]) -> dict[str, Gate]:
-    """The gates in a file by stage. stages: those of the pipeline that may have one, in order.
+    """Returns the gates in a gates file by stage.
 
-    Raises ConfigError, a line `FILE:LINE: key: what is wrong` for each mistake.
+    stages: names of the stages that may have a gate, in running order.
+
+    Raises ConfigError with a line for each mistake: `FILE:LINE: key: problem`.
     """
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
     gates = {}
-    for name, given in read_declared(file, origins, problems).items():
+    for name, raw_gate in read_declared(file, origins, problems).items():
         if name not in stages:
-            problems.add(str(name), f"is no training stage of the pipeline; there are {', '.join(stages) or 'none'}")
-        elif not isinstance(given, Mapping):
-            problems.add(name, "expected a mapping with require, and baseline where one is compared with")
+            problems.add(str(name), f"is not a training stage of the pipeline; there are {', '.join(stages) or 'none'}")
+        elif not isinstance(raw_gate, Mapping):
+            problems.add(name, "expected a mapping with require, and baseline for max_drop and max_rise")
         else:
-            gates[name] = _gate(name, given, problems)
+            gates[name] = _gate(name, raw_gate, problems)
     for name, gate in gates.items():
         earlier = stages[: list(stages).index(name)]
         if gate.baseline is not None and gate.baseline not in earlier:
-            problems.add(f"{name}.baseline", f"{gate.baseline} is no earlier stage; {', '.join(earlier) or 'none'} is")
+            problems.add(
+                f"{name}.baseline", f"{gate.baseline} is not an earlier stage; there are {', '.join(earlier) or 'none'}"
+            )
     problems.raise_if_any()
     return gates
 
 
-def _gate(name: str, given: Mapping[str, Any], problems: ErrorCollector) -> Gate:
-    values = check_keys(GateKeys, given, problems, f"{name}.")
-    listed = values["require"] or ()
+def _gate(name: str, raw_gate: Mapping[str, Any], problems: ErrorCollector) -> Gate:
+    values = check_keys(GateKeys, raw_gate, problems, f"{name}.")
+    items = values["require"] or ()
     if values["require"] == ():
-        problems.add(f"{name}.require", "is empty; a stage without a gate is left out")
+        problems.add(f"{name}.require", f"is empty; to have no gate, remove {name}")
     requirements = [
-        _requirement(f"{name}.require.{i}", item, values["baseline"], problems) for i, item in enumerate(listed)
+        _requirement(f"{name}.require.{i}", item, values["baseline"], problems) for i, item in enumerate(items)
     ]
-    return Gate(name, tuple(one for one in requirements if one is not None), values["baseline"])
+    return Gate(name, tuple(requirement for requirement in requirements if requirement is not None), values["baseline"])
 
 
 def _requirement(path: str, item: Any, baseline: str | None, problems: ErrorCollector) -> Requirement | None:
     if not isinstance(item, Mapping):
         problems.add(path, "expected a mapping, as {metric: validation/lm_loss, max: 2.9}")
         return None
-    before = len(problems.lines)
+    num_problems = len(problems.lines)
     values = check_keys(Requirement, dict(item), problems, f"{path}.")
-    if len(problems.lines) > before:
+    if len(problems.lines) > num_problems:
         return None
-    one = Requirement(**values)
-    if not _bounds(one):
-        problems.add(path, f"{one.metric}: bounds nothing; give min, max, max_drop or max_rise")
-    for bound, value in _bounds(one):
+    requirement = Requirement(**values)
+    if not _bounds(requirement):
+        problems.add(path, f"{requirement.metric}: has no bound; give min, max, max_drop or max_rise")
+    for bound, value in _bounds(requirement):
         if isinstance(value, str) and not _SHARE.fullmatch(value):
             problems.add(f"{path}.{bound}", f'expected a number, or a share as 2%, got "{value}"')
         elif bound in ("max_drop", "max_rise") and not isinstance(value, str) and value < 0:
             problems.add(f"{path}.{bound}", f"expected at least 0, got {value}")
         if bound in ("max_drop", "max_rise") and baseline is None:
-            problems.add(f"{path}.{bound}", "compares with nothing; set baseline, a stage, beside require")
-    if one.min is not None and one.max is not None and one.min > one.max:
-        problems.add(f"{path}.min", f"{one.min} is more than max {one.max}: nothing can pass")
-    window = one.window
+            problems.add(f"{path}.{bound}", "needs a baseline; set baseline to a stage, beside require")
+    if requirement.min is not None and requirement.max is not None and requirement.min > requirement.max:
+        problems.add(f"{path}.min", f"{requirement.min} is more than max {requirement.max}: nothing can pass")
+    window = requirement.window
     share = _SHARE.fullmatch(window) if isinstance(window, str) else None
     if isinstance(window, str) and not (share and 0 < float(share[1]) <= 100):
         problems.add(f"{path}.window", f'expected a number of steps, or a share of the run as 10%, got "{window}"')
     if isinstance(window, int) and window < 1:
         problems.add(f"{path}.window", f"expected at least 1 step, got {window}")
-    if window is None and one.aggregate != "mean":
-        problems.add(f"{path}.aggregate", "says nothing without window")
-    return one
+    if window is None and requirement.aggregate != "mean":
+        problems.add(f"{path}.aggregate", "has no effect without window; set window, or remove it")
+    return requirement
 
 
-def _bounds(one: Requirement) -> list[tuple[Bound, float | str]]:
+def _bounds(requirement: Requirement) -> list[tuple[Bound, float | str]]:
     names: tuple[Bound, ...] = ("min", "max", "max_drop", "max_rise")
-    return [(name, value) for name in names if (value := getattr(one, name)) is not None]
+    return [(name, value) for name in names if (value := getattr(requirement, name)) is not None]
 
 
 def judge(gate: Gate, measured: Measurements, baseline: Measurements | None) -> Judgement:
-    """The gate's checks. baseline: the measurements of its baseline's promoted weights; None: there are
-    none."""
+    """Returns the checks of all bounds of a gate.
+
+    measured: measurements of the judged stage.
+    baseline: measurements of the baseline's promoted weights; None if there are none.
+    """
     return Judgement(
         gate,
         tuple(
-            _check(one, bound, given, measured, baseline) for one in gate.requirements for bound, given in _bounds(one)
+            _check(requirement, bound, threshold, measured, baseline)
+            for requirement in gate.requirements
+            for bound, threshold in _bounds(requirement)
         ),
     )
 
 
 def _check(
-    one: Requirement,
+    requirement: Requirement,
     bound: Bound,
-    given: float | str,
+    threshold: float | str,
     measured: Measurements,
     baseline: Measurements | None,
 ) -> Check:
-    z = one.stderr_z
+    z = requirement.stderr_z
     try:
-        here = _measure(one, measured)
-        of_baseline: Measured | None = None
+        measurement = _measure(requirement, measured)
+        reference: Measured | None = None
         if bound in ("max_drop", "max_rise"):
             if baseline is None:
                 raise MissingError("the baseline stage has no promoted weights to compare with")
             try:
-                of_baseline = _measure(one, baseline)
+                reference = _measure(requirement, baseline)
             except MissingError as problem:
-                raise MissingError(f"of the baseline: {problem}") from None
+                raise MissingError(f"baseline: {problem}") from None
     except MissingError as problem:
-        return Check(one.metric, bound, given, MISSING, problem=str(problem))
-    limit, error = _limit(bound, given, of_baseline), 0.0
+        return Check(requirement.metric, bound, threshold, MISSING, problem=str(problem))
+    limit, error = _limit(bound, threshold, reference), 0.0
     if z is not None:
-        error = math.hypot(here.stderr or 0.0, (of_baseline.stderr or 0.0) if of_baseline is not None else 0.0)
+        error = math.hypot(measurement.stderr or 0.0, (reference.stderr or 0.0) if reference is not None else 0.0)
     room = (z or 0.0) * error
-    holds = here.value - room >= limit if bound in ("min", "max_drop") else here.value + room <= limit
-    finite = all(map(math.isfinite, (here.value, limit, room)))
+    holds = measurement.value - room >= limit if bound in ("min", "max_drop") else measurement.value + room <= limit
+    finite = all(map(math.isfinite, (measurement.value, limit, room)))
     return Check(
-        one.metric, bound, given, PASS if holds and finite else FAIL, here.value, limit,
-        error if z is not None else None, z, here.window,
-        of_baseline.value if of_baseline is not None else None, of_baseline.stderr if of_baseline is not None else None,
+        requirement.metric, bound, threshold, PASS if holds and finite else FAIL, measurement.value, limit,
+        error if z is not None else None, z, measurement.window,
+        reference.value if reference is not None else None, reference.stderr if reference is not None else None,
         "" if finite else "not a finite number",
     )  # fmt: skip
 
 
-def _measure(one: Requirement, measured: Measurements) -> Measured:
-    found = measured.measure(one.metric, _window(one.window), one.aggregate)
-    if one.stderr_z is not None and found.stderr is None:
-        raise MissingError(f"stderr_z needs a standard error, and {one.metric} has none (a window of values has one)")
-    return found
+def _measure(requirement: Requirement, measured: Measurements) -> Measured:
+    measurement = measured.measure(requirement.metric, _window(requirement.window), requirement.aggregate)
+    if requirement.stderr_z is not None and measurement.stderr is None:
+        raise MissingError(
+            f"stderr_z needs a standard error, but {requirement.metric} has none; set window, or remove stderr_z"
+        )
+    return measurement
 
 
-def _window(given: int | str | None) -> int | float | None:
-    """Steps, or a share of the run between 0 and 1."""
-    share = _SHARE.fullmatch(given) if isinstance(given, str) else None
-    return float(share[1]) / 100 if share is not None else given  # type: ignore[return-value]
+def _window(value: int | str | None) -> int | float | None:
+    """Converts a window: `10%` to 0.1, a share of the run (float). A number of steps (int) and None are
+    returned unchanged."""
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    return float(share[1]) / 100 if share is not None else value  # type: ignore[return-value]
 
 
-def _limit(bound: str, given: float | str, of_baseline: Measured | None) -> float:
-    share = _SHARE.fullmatch(given) if isinstance(given, str) else None
-    if of_baseline is None:
-        return float(given)
-    change = float(share[1]) / 100 * abs(of_baseline.value) if share is not None else float(given)
-    return of_baseline.value - change if bound == "max_drop" else of_baseline.value + change
+def _limit(bound: str, threshold: float | str, reference: Measured | None) -> float:
+    share = _SHARE.fullmatch(threshold) if isinstance(threshold, str) else None
+    if reference is None:
+        return float(threshold)
+    change = float(share[1]) / 100 * abs(reference.value) if share is not None else float(threshold)
+    return reference.value - change if bound == "max_drop" else reference.value + change

@@ -1,4 +1,4 @@
-"""What is known of a stage's result: the rows of its metrics.jsonl, and the scores of its evaluation."""
+"""Reads the measurements of a stage's result: its metrics.jsonl and the scores of its evaluation."""
 
 import math
 import statistics
@@ -9,20 +9,25 @@ from typing import Any
 
 from megatron.pipelines.errors import PipelineError
 from megatron.process.metrics_file import METRICS_FILE, read_metrics
-from megatron.process.run_files import Problems, Unfit, each, number, read_object
+from megatron.process.run_files import Problems, Unfit, map_of, number, read_object
 
 SCORES = "scores.json"
-_OF_TASKS = "eval_tasks/"
+_TASK_PREFIX = "eval_tasks/"
 
 
 class MissingError(Exception):
-    """A metric that is not there; the message says what is instead."""
+    """Raised if a gate cannot judge a metric: it was never logged, is older than the weights, or does not fit
+    the requirement. The message gives the cause."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value, its standard error where there is one, and the window that it was made of: first and last
-    iteration, number of rows."""
+    """A measured value.
+
+    stderr: its standard error; None if unknown.
+    window: the rows it was computed from (first and last iteration, number of rows); None for a score of an
+        evaluation.
+    """
 
     value: float
     stderr: float | None = None
@@ -31,27 +36,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """iteration: of the weights; None: of the newest row. rows: of metrics.jsonl, in order of their steps.
-    scores: of eval.py, by `eval_tasks/<task>_<metric>`, and standard errors by
-    `eval_tasks/<task>_<metric>_stderr`."""
+    """The logged metrics and the evaluation scores of one run.
+
+    rows: rows of metrics.jsonl in order of their iterations.
+    scores: eval.py's scores by `eval_tasks/<task>_<metric>`, and their standard errors by
+        `eval_tasks/<task>_<metric>_stderr`.
+    iteration: the iteration of the weights; None: that of the last row.
+    """
 
     rows: Sequence[Mapping[str, Any]] = ()
     scores: Mapping[str, float] = field(default_factory=dict)
     iteration: int | None = None
 
     def measure(self, metric: str, window: int | float | None = None, aggregate: str = "mean") -> Measured:
-        """The value of a metric: the last one, or what those of a window become.
+        """Returns the last value of a metric, or an aggregate of its values in a window.
 
-        window: last steps, as an int, or as a share of the run's steps between 0 and 1. The standard error of
-        a window's mean is that of its rows, taken for independent. Raises MissingError for a metric that is
-        not there, and for a run that is shorter than the window."""
+        window: how many of the last steps: a number (int), or a share of the run between 0 and 1 (float).
+            None: the last value alone.
+        aggregate: mean, min, max or last. Of these only the mean has a standard error, which takes the rows
+            as independent.
+
+        Raises MissingError if the metric is missing, or the run is shorter than the window.
+        """
         if metric in self.scores:
             if window is not None:
-                raise MissingError(f"{metric} is a score of the result, which has no window")
+                raise MissingError(f"{metric} is a score of the evaluation, a single value; remove window")
             return Measured(self.scores[metric], self.scores.get(f"{metric}_stderr"))
         if not any(metric in row for row in self.rows):
-            raise MissingError(f"there is no {metric}; {_nearest(metric, self.names())}")
-        rows, last = self._rows_beside(metric)
+            raise MissingError(f"there is no metric {metric}; {_nearest(metric, self.names())}")
+        rows, last = self._rows_of_kind(metric)
         if window is None:
             iteration = rows[-1]["iteration"]
             self._need(metric, rows[-1:])
@@ -59,30 +72,32 @@ class Measurements:
             return Measured(_number(rows[-1][metric]), error, {"first": iteration, "last": iteration, "rows": 1})
         steps = max(1, math.ceil(round(window * last, 6))) if isinstance(window, float) else window
         if steps > last:
-            raise MissingError(f"{metric}: the window is {steps} steps, the run has {last}")
-        inside = [row for row in rows if row["iteration"] > last - steps]
-        if not inside:
+            raise MissingError(f"{metric}: the window is {steps} steps, but the run has only {last}")
+        window_rows = [row for row in rows if row["iteration"] > last - steps]
+        if not window_rows:
             raise MissingError(f"{metric} was not logged in the last {steps} steps")
-        self._need(metric, inside)
-        values = [(row["iteration"], _number(row[metric])) for row in inside]
+        self._need(metric, window_rows)
+        values = [(row["iteration"], _number(row[metric])) for row in window_rows]
         numbers = [value for _, value in values]
         error = None
         if aggregate == "mean" and len(numbers) > 1:
             error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if _finite(numbers) else math.nan
-        made = {"mean": _mean, "min": _least, "max": _most, "last": lambda all_of_them: all_of_them[-1]}[aggregate]
-        seen = {
+        reduce = {"mean": _mean, "min": _minimum, "max": _maximum, "last": lambda items: items[-1]}[aggregate]
+        used_window = {
             "first": values[0][0],
             "last": values[-1][0],
             "rows": len(values),
             "steps": steps,
             "aggregate": aggregate,
         }
-        return Measured(made(numbers), error, seen)
+        return Measured(reduce(numbers), error, used_window)
 
-    def _rows_beside(self, metric: str) -> tuple[list[Mapping[str, Any]], int]:
-        """The rows that have metrics of its kind (train/, validation/), and the iteration of the weights.
+    def _rows_of_kind(self, metric: str) -> tuple[list[Mapping[str, Any]], int]:
+        """Returns the rows that have metrics with the prefix of `metric` (train/, validation/), and the
+        iteration of the weights.
 
-        Raises MissingError where the newest of them is older than the weights: what is known is of others.
+        Raises MissingError if the last of these rows is older than the weights, because it measures other
+        weights. Training metrics are logged every few steps, so they may be older by less than that interval.
         """
         kind = metric.partition("/")[0] + "/" if "/" in metric else ""
         rows = [row for row in self.rows if any(name.startswith(kind) for name in row)]
@@ -91,62 +106,68 @@ class Measurements:
         # Training is logged every so many steps, validation is done after the last one too.
         spacing = newest - rows[-2]["iteration"] if len(rows) > 1 else newest
         if last - newest >= (max(1, spacing) if kind in ("train/", "") else 1):
-            raise MissingError(f"{metric} was measured at iteration {newest} the last time, the weights are of {last}")
+            raise MissingError(f"{metric} was last measured at iteration {newest}; the weights are of iteration {last}")
         return rows, last
 
     def _need(self, metric: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises MissingError where one of the rows has not the metric: training leaves out what was NaN."""
-        without = [row["iteration"] for row in rows if metric not in row]
-        if without:
-            raise MissingError(f"{metric} is not in the row of iteration {without[-1]}: not measured then, or NaN")
+        """Raises MissingError if a row lacks the metric. Training leaves NaN out of its rows."""
+        missing = [row["iteration"] for row in rows if metric not in row]
+        if missing:
+            raise MissingError(f"{metric} has no value at iteration {missing[-1]}: not measured then, or NaN")
 
     def rows_error(self, metric: str, iteration: int) -> float | None:
-        """The standard error that a task's score has in the row of its iteration."""
-        if not metric.startswith(_OF_TASKS):
+        """Returns the standard error that was logged with a task's score at this iteration; None if there is
+        none."""
+        if not metric.startswith(_TASK_PREFIX):
             return None
-        found = [row.get(f"{metric}_stderr") for row in self.rows if row["iteration"] == iteration]
-        return _number(found[-1]) if found and found[-1] is not None else None
+        errors = [row.get(f"{metric}_stderr") for row in self.rows if row["iteration"] == iteration]
+        return _number(errors[-1]) if errors and errors[-1] is not None else None
 
     def names(self) -> set[str]:
-        """The names of all metrics and scores that are known."""
+        """Returns the names of all metrics and scores."""
         return {name for row in self.rows for name, value in row.items() if _is_number(value)} | set(self.scores)
 
 
 def read_measurements(logs: Path, scores: Path | None = None, iteration: int | None = None) -> Measurements:
-    """The measurements of a run that logs into a folder; scores: the file of its result's scores.
-    iteration: of the weights.
+    """Returns the metrics in a log folder and the scores of an evaluation.
 
-    Raises PipelineError for a file of scores that cannot be read.
+    scores: the file of scores; None: no evaluation.
+    iteration: the iteration of the weights; later rows are left out.
+
+    Raises PipelineError if the file of scores cannot be read.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    rows_by_step: dict[int, dict[str, Any]] = {}
     file = logs / METRICS_FILE
     if file.is_file():
         # A value that is no number is dropped: a gate on it finds it missing. A step that was logged twice,
         # before and after a restart, counts once.
         for row in read_metrics(file, Problems()):
-            by_step[row["iteration"]] = {**by_step.get(row["iteration"], {}), **row}
-    found: dict[str, float] = {}
+            rows_by_step[row["iteration"]] = {**rows_by_step.get(row["iteration"], {}), **row}
+    score_values: dict[str, float] = {}
     if scores is not None and scores.is_file():
         try:
-            found = {name: float(value) for name, value in each(number)(read_object(scores)).items()}
+            score_values = {name: float(value) for name, value in map_of(number)(read_object(scores)).items()}
         except (OSError, ValueError, Unfit) as problem:
             raise PipelineError(
-                f"{scores}: cannot be read ({problem}); remove it, and resume evaluates again"
+                f"{scores}: cannot be read ({problem}); remove it; `resume` then evaluates again"
             ) from None
-    steps = sorted(step for step in by_step if iteration is None or step <= iteration)
-    return Measurements(tuple(by_step[step] for step in steps), found, iteration)
+    steps = sorted(step for step in rows_by_step if iteration is None or step <= iteration)
+    return Measurements(tuple(rows_by_step[step] for step in steps), score_values, iteration)
 
 
 def scores_of_results(file: Path) -> dict[str, float]:
-    """The scores in a file of eval.py, as a run's metrics name them: `eval_tasks/<task>_<metric>`, with the
-    filter behind it unless it is lm-eval's `none`."""
+    """Returns the scores in a result file of eval.py, by the name `eval_tasks/<task>_<metric>` that training
+    uses too.
+
+    If lm-eval applied a filter (other than `none`), its name is appended.
+    """
     scores = {}
     for task, values in read_object(file).get("results", {}).items():
         for name, value in values.items():
             metric, comma, kind = name.partition(",")
             if comma and _is_number(value):
                 metric, error = metric.removesuffix("_stderr"), "_stderr" if metric.endswith("_stderr") else ""
-                scores[f"{_OF_TASKS}{task}_{metric}" + ("" if kind == "none" else f"_{kind}") + error] = float(value)
+                scores[f"{_TASK_PREFIX}{task}_{metric}" + ("" if kind == "none" else f"_{kind}") + error] = float(value)
     return scores
 
 
@@ -155,7 +176,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    """A logged value; what is there and no number (null) counts as NaN, which passes no gate."""
+    """Returns a logged value as a float. null, or another value that is no number, becomes NaN, which passes
+    no gate."""
     return float(value) if _is_number(value) else math.nan
 
 
@@ -167,11 +189,11 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if _finite(values) else math.nan
 
 
-def _least(values: Sequence[float]) -> float:
+def _minimum(values: Sequence[float]) -> float:
     return min(values) if not any(map(math.isnan, values)) else math.nan
 
 
-def _most(values: Sequence[float]) -> float:
+def _maximum(values: Sequence[float]) -> float:
     return max(values) if not any(map(math.isnan, values)) else math.nan
 
 
@@ -179,6 +201,4 @@ def _nearest(metric: str, names: set[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(metric, sorted(names), 3, 0.5)
-    return (
-        f"nearest: {', '.join(close)}" if close else f"there are {len(names)} metrics" if names else "nothing is known"
-    )
+    return f"nearest: {', '.join(close)}" if close else f"there are {len(names)} metrics" if names else "no metrics yet"

@@ -1,5 +1,4 @@
-"""Options of a pipeline's command line that reach every stage with a model, and the command lines of its
-runs."""
+"""Options of a pipeline's command line for the runs of all stages, and the command lines of these runs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,13 @@ from megatron.pipelines.definition import Pipeline, Stage
 
 @dataclass(frozen=True)
 class Options:
-    """fp8: `auto` (--fp8), `off` (--no-fp8) or None; precision: as the key; settings: KEY=VALUE of --set;
-    launcher: as of deepy.py."""
+    """Options of the command line of a pipeline that apply to its stages.
+
+    fp8: `auto` (--fp8), `off` (--no-fp8) or None.
+    precision: value of the key `precision`.
+    settings: KEY=VALUE of --set.
+    launcher: value of --launcher, for deepy.py.
+    """
 
     fp8: str | None = None
     precision: str | None = None
@@ -25,35 +29,39 @@ class Options:
     launcher: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As `pipeline_state.json` keeps them; the launcher belongs to one start."""
+        """Returns the options for `pipeline_state.json`. The launcher is left out, because it applies to one
+        start only."""
         return {"fp8": self.fp8, "precision": self.precision, "settings": list(self.settings)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Options":
-        """The options that `to_json` has written; {} makes options that say nothing."""
+        """Returns the options in a value of `to_json`. {} gives options that are all unset."""
         return cls(values.get("fp8"), values.get("precision"), tuple(values.get("settings", ())))
 
-    def over(self, earlier: "Options") -> "Options":
-        """These, and of earlier ones what they do not say; settings key by key."""
-        named = {pair.partition("=")[0] for pair in self.settings}
-        kept = [pair for pair in earlier.settings if pair.partition("=")[0] not in named]
+    def fill_from(self, earlier: "Options") -> "Options":
+        """Returns these options, with unset ones taken from `earlier`. Of --set, each key is taken
+        separately."""
+        keys = {pair.partition("=")[0] for pair in self.settings}
+        retained = [pair for pair in earlier.settings if pair.partition("=")[0] not in keys]
         return Options(
-            self.fp8 or earlier.fp8, self.precision or earlier.precision, (*kept, *self.settings), self.launcher
+            self.fp8 or earlier.fp8, self.precision or earlier.precision, (*retained, *self.settings), self.launcher
         )
 
     def flags(self) -> list[str]:
-        """The flags of deepy.py that say `fp8` and `launcher`."""
+        """Returns the flags of deepy.py for `fp8` and `launcher`."""
         fp8 = {"auto": ["--fp8"], "off": ["--no-fp8"], None: []}[self.fp8]
         return [*fp8, *(["--launcher", self.launcher] if self.launcher is not None else [])]
 
     def pairs(self) -> list[str]:
-        """The rest as KEY=VALUE."""
+        """Returns `precision` and `settings` as KEY=VALUE."""
         return [*([] if self.precision is None else [f"precision={self.precision}"]), *self.settings]
 
 
 def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: str) -> list[str]:
-    """The words of deepy.py that train a stage, or with `--init-only` make its weights, in the pipeline's
-    folder."""
+    """Returns the deepy.py arguments that train a stage, to be run in the pipeline's folder.
+
+    further: additional flags, such as `--init-only` to write initial weights only.
+    """
     save = f"checkpoints/{stage.name}"
     pairs = [f"save={save}", f"log_dir={save}/logs"]
     if stage.kind == "train":
@@ -63,7 +71,10 @@ def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: st
 
 
 def eval_words(pipeline: Pipeline, stage: Stage, options: Options, checkpoint: Path, prefix: str) -> list[str]:
-    """The words of deepy.py that evaluate a checkpoint of a stage; prefix: of the file of results."""
+    """Returns the deepy.py arguments that evaluate a checkpoint of a stage.
+
+    prefix: the beginning of the names of result files.
+    """
     folder = checkpoint.parent.relative_to(pipeline.folder)
     pairs = [
         f"load={folder}", f"iteration={checkpoint.name.removeprefix('global_step')}", "save=null", "finetune=false",
@@ -83,10 +94,10 @@ def _words(
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:
-    """KEY=VALUE of a mapping, whose values are written as YAML."""
+    """Returns a mapping as a list of KEY=VALUE, with values in YAML."""
     return [f"{name}={json.dumps(thaw(value))}" for name, value in values.items()]
 
 
 def parse_words(words: Sequence[str]) -> NeoXArgs:
-    """The configuration that the words of deepy.py mean in the present folder. Raises ConfigError."""
+    """Returns the configuration that these deepy.py arguments give in this folder. Raises ConfigError."""
     return parse_deepy(words, preset_root=install_root()).args

@@ -16,19 +16,22 @@ from megatron.operations.report.run_data import read_run
 from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.gate_verdicts import has_moved, read_verdicts
 from megatron.pipelines.measurements import read_measurements
 from megatron.pipelines.sources import read_notes
 from megatron.pipelines.state import State, read_overrides
 from megatron.pipelines.table import rows_of
-from megatron.pipelines.verdicts import has_moved, read_verdicts
 
 PAGE = "pipeline.html"
 _TITLES = ("loss", "reward", "validation", "scores")  # of the plots that are shown, in small letters
 
 
 def write_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> Path:
-    """Write the page into the pipeline's folder; where. say: is told that plots are left out for want of
-    bokeh. Raises PipelineError where it cannot be written."""
+    """Writes pipeline.html into the pipeline's folder and returns its path.
+
+    say: receives a line if plots are left out because bokeh is not installed. Raises PipelineError if the
+    page cannot be written.
+    """
     path = pipeline.folder / PAGE
     unfinished = temporary(path)
     try:
@@ -41,23 +44,23 @@ def write_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> 
 
 
 def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
-    """The page as text."""
+    """Returns the HTML of pipeline.html. say: as for `write_page`."""
     overrides = read_overrides(pipeline.folder)
     sections = [_section(pipeline, stage, state) for stage in pipeline.stages]
-    shown, models = {}, []
+    stage_plots, models = {}, []
     problem = None
     try:
         require_bokeh()
         for stage in pipeline.stages:
-            shown[stage.name], drawn = _plots(pipeline, stage)
-            models += drawn
+            stage_plots[stage.name], stage_models = _plots(pipeline, stage)
+            models += stage_models
     except ReportError as missing:
         problem = str(missing)
         say(f"{PAGE}: without plots: {missing}")
     drawing = embedded(models) if models else {"bokeh": [], "data": "null"}
     return str(_template().render(
         title=pipeline.title, made=time.strftime("%Y-%m-%d %H:%M:%S"), table=rows_of(pipeline, state, works=True),
-        sections=sections, overrides=overrides, plots=shown, plots_problem=problem,
+        sections=sections, overrides=overrides, plots=stage_plots, plots_problem=problem,
         when=lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "",
         number=lambda value: f"{value:.6g}" if isinstance(value, int | float) else value or "",
         file=pipeline.file.name, **drawing,
@@ -65,7 +68,7 @@ def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
 
 
 def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
-    """What the page says of one stage beside its curves."""
+    """Returns what the page shows of one stage, except its plots, as variables of the template."""
     record = state[stage.name]
     verdicts = read_verdicts(pipeline.folder, stage.name)
     notes = read_notes(pipeline.folder) if stage.sources else {}
@@ -82,20 +85,22 @@ def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
 
 
 def _scores(folder: Path, evaluation: Mapping[str, str]) -> dict[str, str]:
-    """Scores of the evaluation in words, with their standard errors."""
+    """Returns the evaluation's scores with their standard errors as text, by name. evaluation:
+    `StageRecord.evaluation`."""
     if not evaluation:
         return {}
     scores = read_measurements(folder / "-", folder / evaluation["scores"]).scores
-    shown = {}
+    texts = {}
     for name, value in scores.items():
         if not name.endswith("_stderr"):
             error = scores.get(f"{name}_stderr")
-            shown[name] = f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
-    return shown
+            texts[name] = f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+    return texts
 
 
 def _plots(pipeline: Pipeline, stage: Stage) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The plots of a stage's losses and scores: what the template says of each, and bokeh's models."""
+    """Returns (variables of the template for each plot, bokeh's models) for the losses, rewards and scores of
+    a stage."""
     from megatron.operations.report import figures
 
     save = pipeline.save(stage.name)
@@ -104,13 +109,13 @@ def _plots(pipeline: Pipeline, stage: Stage) -> tuple[list[dict[str, Any]], list
         return [], []
     run = read_run(folder, stage.name)
     plots = [plot for plot in plots_of([run]) if any(word in plot.title.lower() for word in _TITLES)]
-    shown, models = [], []
-    for one in figures.draw(plots, [events_of(run)]):
-        linear = one.models[0]
+    descriptions, models = [], []
+    for figure in figures.draw(plots, [events_of(run)]):
+        linear = figure.models[0]
         linear.name = f"{stage.name}-{linear.name}"
-        shown.append({"title": one.plot.title, "place": linear.name})
+        descriptions.append({"title": figure.plot.title, "place": linear.name})
         models.append(linear)
-    return shown, models
+    return descriptions, models
 
 
 @cache

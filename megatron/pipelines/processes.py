@@ -1,4 +1,5 @@
-"""The commands of stages as processes: their output in a log, signals passed on, none left behind."""
+"""Runs the commands of stages as processes: logs their output, passes signals on, ends all of their
+children."""
 
 import ctypes
 import os
@@ -24,12 +25,18 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Processes:
-    """Runs one command after the other. While one runs, a signal that asks this process to end or to save is
-    passed on to it; the pipeline ends when it has."""
+    """Runs the commands of a pipeline, one after the other.
+
+    A signal that asks the pipeline to stop or save is passed on to the running command. When that command has
+    ended, no other command is started.
+    """
 
     def __init__(self, folder: Path, lock: IO[str], beat: Callable[[], None]) -> None:
-        """folder: where commands work. lock: stays held until all of them have ended. beat: called a few
-        times a second."""
+        """Prepares to run commands in the folder `folder`.
+
+        lock: the open lock file. Commands inherit it, so the lock is held until all of them have ended.
+        beat: called a few times a second while a command runs.
+        """
         self._folder, self._lock, self._beat = folder, lock, beat
         self._current: subprocess.Popen[bytes] | None = None
         self._with_children = False
@@ -37,18 +44,20 @@ class Processes:
 
     @contextmanager
     def signals_passed_on(self) -> Iterator[None]:
-        """Within, SIGTERM, SIGINT and SIGUSR1 go to the command that runs, and no further one begins."""
-        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        """Within the block SIGTERM, SIGINT and SIGUSR1 are passed on to the running command. After such a
+        signal no other command is started."""
+        handlers = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
         try:
             with _orphans_come_here():
                 yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     @property
     def exit_code(self) -> int:
-        """Of a pipeline that was told to stop: 124 by USR1, a scheduler's notice, else as a shell has it."""
+        """Returns the exit code of a stopped pipeline: 124 after USR1 (a scheduler announces the time limit),
+        else 128 + signal."""
         return STOPPED if self.stopped in (None, signal.SIGUSR1) else 128 + self.stopped
 
     def _pass_on(self, number: int, frame: Any) -> None:
@@ -61,23 +70,30 @@ class Processes:
             self._current.send_signal(number)
 
     def run(
-        self, what: str, command: Sequence[str], log: Path, say: Callable[[str], None], with_children: bool = False
+        self, label: str, command: Sequence[str], log: Path, say: Callable[[str], None], with_children: bool = False
     ) -> int:
-        """Run a command to its end, its output at the end of `log`; its exit code. What it has started ends
-        with it: else it would hold the lock, and write into what the next command reads.
+        """Runs a command to its end, appends its output to `log`, and returns its exit code.
 
-        with_children: a signal goes to what the command has started too: deepy.py tells its ranks itself.
-        what: how messages call it. say: is told what was left behind. Raises StageFailed where this process
-        was told to stop before it began, where it cannot be started, and where its log cannot be written."""
+        Processes that the command leaves behind are ended. They would hold the lock, and write files that the
+        next command reads.
+
+        label: the command's name in messages.
+        say: receives a warning with the names of processes that were ended.
+        with_children: whether to send signals to the command's whole process group. deepy.py does not need
+            this, because it signals its ranks itself.
+
+        Raises StageFailed if this process was told to stop before, or the command cannot be started, and
+        PipelineError if the log cannot be written.
+        """
         self._with_children = with_children
         if self.stopped is not None:
-            raise StageFailed(f"{what}: told to stop (signal {self.stopped})", self.exit_code)
+            raise StageFailed(f"{label}: told to stop (signal {self.stopped})", self.exit_code)
         python = os.path.dirname(sys.executable)
         env = {
             **os.environ, "NEOX": str(install_root()), "PATH": f"{python}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        ours = children(os.getpid())
+        own_children = children(os.getpid())
         with _opened(log, f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n") as output:
             try:
                 self._current = subprocess.Popen(
@@ -86,18 +102,18 @@ class Processes:
                     process_group=0,  # a Ctrl-C reaches it once, from here
                 )  # fmt: skip
             except OSError as problem:
-                raise StageFailed(f"{what}: {command[0]} cannot be started ({problem.strerror})") from None
+                raise StageFailed(f"{label}: {command[0]} cannot be started ({problem.strerror})") from None
         while self._current.poll() is None:
             self._beat()
             time.sleep(_LOOKS_S)
-        if left := _end_others(ours):
+        if left := _end_others(own_children):
             say(f"warning: ended what the command had left behind: {', '.join(left)}")
         code, self._current = self._current.returncode, None
         return code
 
 
 def _opened(log: Path, line: str) -> IO[bytes]:
-    """A log to add to, with a line added. Raises PipelineError."""
+    """Opens a log for appending and writes `line` to it. Raises PipelineError."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab", buffering=0)
@@ -113,40 +129,43 @@ def _opened(log: Path, line: str) -> IO[bytes]:
 
 @contextmanager
 def _orphans_come_here() -> Iterator[None]:
-    """Within, processes whose parent has ended become children of this one, whatever session they made for
-    themselves (Linux; elsewhere nothing)."""
+    """Within the block, descendants of this process whose parent has ended become its children, whatever
+    their session. Linux only."""
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc, previous = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_GET_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
     libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        libc.prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+        libc.prctl(_SET_SUBREAPER, previous.value, 0, 0, 0)
 
 
-def _end_others(kept: Set[int]) -> list[str]:
-    """End all children of this process but `kept`, and theirs, which become ours: first asked to, then by
-    force. `NAME (PID)` of each that was there."""
-    found: dict[int, str] = {}
+def _end_others(own_children: Set[int]) -> list[str]:
+    """Ends all children of this process except `own_children`, by SIGTERM and later by SIGKILL.
+
+    Descendants of these children become children of this process, and are ended too. Returns the name and
+    process id of each process.
+    """
+    names: dict[int, str] = {}
     for number, patience_s in ((signal.SIGTERM, _ENDS_S), (signal.SIGKILL, _ENDS_S)):
-        told, until = set[int](), time.monotonic() + patience_s
-        while left := children(os.getpid()) - kept:
+        signalled, deadline = set[int](), time.monotonic() + patience_s
+        while left := children(os.getpid()) - own_children:
             for pid in left:
                 with suppress(ChildProcessError):
                     if os.waitpid(pid, os.WNOHANG)[0] == pid:  # it has ended, and nobody had asked
                         continue
-                found.setdefault(pid, f"{_name(pid)} ({pid})")
-                if pid not in told:
-                    told.add(pid)
+                names.setdefault(pid, f"{_name(pid)} ({pid})")
+                if pid not in signalled:
+                    signalled.add(pid)
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-    return list(found.values())
+    return list(names.values())
 
 
 def _name(pid: int) -> str:

@@ -1,9 +1,8 @@
-"""`checkpoints/<stage>_final`: the promoted weights of a stage, moved in one step.
+"""Promotes a stage's weights: `checkpoints/<stage>_final` is moved to them in one atomic step.
 
-It is a symbolic link to a folder in `checkpoints/.promoted` that holds hard links to the files of one
-checkpoint, `latest`, and the evidence: verdict.json, metrics.jsonl, scores.json. So it takes no room beside
-the stage's own files, loads like any folder of checkpoints, and stays as it is whatever is done in the
-stage's own folder.
+It is a symbolic link to a folder in `checkpoints/.promoted`. That folder has hard links to the files of one
+checkpoint, `latest`, and the evidence: verdict.json, metrics.jsonl, scores.json. So it takes almost no disk
+space, loads like any folder of checkpoints, and does not change when files in the stage's folder are deleted.
 """
 
 import os
@@ -26,15 +25,22 @@ _PROMOTED = ".promoted"
 def promote(
     final: Path, checkpoint: Path, name: str, verdict: Mapping[str, Any], logs: Path, scores: Path | None
 ) -> None:
-    """Let `final` name a copy by hard links of a checkpoint, with the evidence beside it; the folder that it
-    named before goes. name: of the new folder. logs: of the run, scores: of its evaluation.
+    """Promotes a checkpoint: copies it by hard links, adds verdict, metrics and scores, and makes `final` a
+    link to the copy.
 
-    A crash at any point leaves the old or the new. Raises PipelineError where it cannot be written.
+    Earlier copies of the stage are deleted afterwards. After a crash `final` is a link to the old copy or to
+    the new one.
+
+    name: name of the copy's folder.
+    logs: log folder of the run.
+    scores: file of the evaluation's scores; None: no evaluation.
+
+    Raises PipelineError if the file system cannot make links or cannot be written.
     """
     folder = final.parent / _PROMOTED
     target, unfinished = folder / name, folder / f".tmp-{name}"
     if final.exists() and not final.is_symlink():
-        raise PipelineError(f"{final}: is no link to promoted weights; move it away")
+        raise PipelineError(f"{final}: is not a link to promoted weights; move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -46,10 +52,10 @@ def promote(
         if scores is not None and scores.is_file():
             shutil.copyfile(scores, unfinished / SCORES)
         sync(unfinished)
-        again = 0
+        number = 0
         while target.exists():  # of an earlier promotion of the same weights, which may be damaged by now
-            again += 1
-            target = folder / f"{name}.{again}"
+            number += 1
+            target = folder / f"{name}.{number}"
         os.replace(unfinished, target)
         link = final.with_name(f".{final.name}.tmp")
         link.unlink(missing_ok=True)
@@ -57,16 +63,20 @@ def promote(
         os.replace(link, final)
         sync(final.parent)
     except OSError as problem:
-        what = f"{problem.filename or final}: {problem.strerror or problem}"
-        raise PipelineError(f"{final}: cannot be moved ({what}); it needs hard and symbolic links") from None
+        reason = f"{problem.filename or final}: {problem.strerror or problem}"
+        raise PipelineError(
+            f"{final}: the promotion failed ({reason}); its file system needs free space, write access, "
+            "and hard and symbolic links"
+        ) from None
     stage = final.name.removesuffix("_final")
-    for other in folder.iterdir():
-        if other != target and other.name.removeprefix(".tmp-").rpartition("-")[0].rpartition("-")[0] == stage:
-            shutil.rmtree(other, ignore_errors=True)
+    for path in folder.iterdir():
+        if path != target and path.name.removeprefix(".tmp-").rpartition("-")[0].rpartition("-")[0] == stage:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def promoted_weights(final: Path) -> str | None:
-    """SHA-256 of the weights that `final` names; None where there are none, or files of them are missing."""
+    """Returns the SHA-256 of the promoted weights in `final`; None if nothing is promoted or files are
+    missing."""
     checkpoint = latest_checkpoint(final)
     try:
         return weights_digest(checkpoint) if checkpoint is not None else None
@@ -75,14 +85,15 @@ def promoted_weights(final: Path) -> str | None:
 
 
 def latest_checkpoint(save: Path) -> Path | None:
-    """The checkpoint that `latest` in a folder names; None where there is none."""
+    """Returns the checkpoint folder that the file `latest` in `save` names; None without that file."""
     if not (save / "latest").is_file():
         return None
     return save / (save / "latest").read_text(encoding="utf-8").strip()
 
 
 def promoted_measurements(final: Path) -> Measurements | None:
-    """The evidence beside promoted weights; None where there are none."""
+    """Returns the metrics and scores that were stored with the promoted weights in `final`; None if nothing
+    is promoted."""
     checkpoint = latest_checkpoint(final)
     if checkpoint is None:
         return None
@@ -90,12 +101,13 @@ def promoted_measurements(final: Path) -> Measurements | None:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """The iteration in a checkpoint's name."""
+    """Returns the iteration in a checkpoint folder's name, `global_stepN`."""
     return int(checkpoint.name.removeprefix("global_step"))
 
 
 def promoted_verdict(final: Path) -> dict[str, Any]:
-    """The verdict by which weights were promoted; {} where there are none."""
+    """Returns the verdict that was stored with the promoted weights in `final`; {} without one. Raises
+    PipelineError if it is unreadable."""
     try:
         return read_object(final / VERDICT)
     except FileNotFoundError:

@@ -13,22 +13,22 @@ _GATES = Path("configs/promotion_gates.yml")
 
 
 def recipes() -> list[str]:
-    """The names of the recipes."""
+    """Returns the names of the recipes."""
     return sorted(path.parent.name for path in (install_root() / FOLDER).glob(f"*/{FILE}"))
 
 
 def write_recipe(recipe: str, target: Path) -> Path:
-    """Write a recipe's pipeline.yml and configs into a folder, with the folders that its stages use; the
-    file.
+    """Starts a new pipeline in the folder `target` from a recipe, and returns the path of its pipeline.yml.
 
-    A recipe without gates of its own gets `configs/promotion_gates.yml` of the repository. Raises
-    PipelineError for a folder that has a pipeline already.
+    It copies the recipe's files and creates the folders of the stages. A recipe without gates gets
+    `configs/promotion_gates.yml` of the repository. Raises PipelineError for an unknown recipe, and if the
+    folder already has a pipeline.
     """
     if recipe not in recipes():
-        raise PipelineError(f"--recipe {recipe}: there is none; there are {', '.join(recipes())}")
+        raise PipelineError(f"--recipe {recipe}: no such recipe; choose one of {', '.join(recipes())}")
     source = install_root() / FOLDER / recipe
     if (target / FILE).exists():
-        raise PipelineError(f"{target / FILE}: is there already; give another folder, or remove it")
+        raise PipelineError(f"{target / FILE}: already exists; give another folder, or remove it")
     try:
         for name in _FOLDERS:
             (target / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Running a pipeline: its stages in order, each skipped, gone on with or begun."""
+"""Runs a pipeline: its stages in order, each skipped, resumed or started."""
 
 import shlex
 import time
@@ -10,6 +10,7 @@ from megatron.neox_arguments import NeoXArgs, require_lm_eval
 from megatron.neox_arguments.errors import ConfigError, UserError
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import FAILED, PipelineError, StageFailed
+from megatron.pipelines.gate_verdicts import gates_of
 from megatron.pipelines.gates import Gate
 from megatron.pipelines.options import Options, eval_words, parse_words, train_words
 from megatron.pipelines.page import write_page
@@ -18,29 +19,34 @@ from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import DONE, PROMOTED, REFUSED, State, locked
 from megatron.pipelines.state import FAILED as FAILED_STAGE
 from megatron.pipelines.table import Display
-from megatron.pipelines.verdicts import gates_of
 
 
-def choose(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
-    """The stages from one to another, both included; None: the pipeline's first, last. Raises
-    PipelineError."""
+def choose(pipeline: Pipeline, first_stage: str | None, last_stage: str | None) -> list[Stage]:
+    """Returns the stages from `first_stage` to `last_stage`, both included.
+
+    None stands for the first or last stage of the pipeline. Raises PipelineError for an unknown stage, and if
+    the first one comes after the last.
+    """
     stages = list(pipeline.stages)
-    begin = stages.index(pipeline.stage(first)) if first is not None else 0
-    end = stages.index(pipeline.stage(last)) if last is not None else len(stages) - 1
+    begin = stages.index(pipeline.stage(first_stage)) if first_stage is not None else 0
+    end = stages.index(pipeline.stage(last_stage)) if last_stage is not None else len(stages) - 1
     if end < begin:
-        raise PipelineError(f"--from {first} comes after --to {last}")
+        raise PipelineError(f"--from {first_stage} comes after --to {last_stage}")
     return stages[begin : end + 1]
 
 
 OptionsOf = Callable[[Stage], Options]
-"""What was typed for a stage."""
+"""Returns the options that were typed for a stage."""
 
 
 def check_configs(
     pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, gates: Mapping[str, Gate]
 ) -> None:
-    """What the runs of all stages would refuse, and metrics of gates that no run would have, are said before
-    the first one begins. Raises ConfigError."""
+    """Raises ConfigError for mistakes in the configuration of any stage, so that they are found before the
+    first stage starts.
+
+    A gate on a metric that the stage does not measure is also a mistake.
+    """
     problems: list[str] = []
     for stage in stages:
         options = options_of(stage)
@@ -63,18 +69,23 @@ def check_configs(
 
 
 def _without_metric(gate: Gate, stage: Stage, args: NeoXArgs) -> list[str]:
-    """What a gate asks for that the stage will not measure, a line each."""
+    """Returns a message for each metric that the gate requires and the stage will not measure."""
     lines = []
-    for one in gate.requirements:
-        if one.metric.startswith("eval_tasks/") and stage.evaluation is None and not args.eval_tasks:
-            lines.append(f"{stage.name}: {one.metric}: the stage has no evaluation (pipeline.yml), nor eval_tasks")
-        if one.metric.startswith("validation/") and not args.eval_iters:
-            lines.append(f"{stage.name}: {one.metric}: the stage's run has no validation (eval_iters: 0)")
+    for metric in (requirement.metric for requirement in gate.requirements):
+        if metric.startswith("eval_tasks/") and stage.evaluation is None and not args.eval_tasks:
+            lines.append(f"{stage.name}: {metric}: the stage has no evaluation (pipeline.yml), nor eval_tasks")
+        if metric.startswith("validation/") and not args.eval_iters:
+            lines.append(f"{stage.name}: {metric}: the stage's run has no validation (eval_iters: 0)")
     return lines
 
 
 def run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> int:
-    """Run stages in order until one fails or a gate refuses; the exit code. say: takes the lines."""
+    """Runs stages in order until one fails or its gate refuses it, writes the page, and returns the exit
+    code.
+
+    options_of: returns the options of a stage.
+    say: receives the lines to print.
+    """
     gates = gates_of(pipeline)
     check_configs(pipeline, stages, options_of, gates)
     with locked(pipeline.folder, say) as lock:
@@ -89,12 +100,14 @@ def run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say:
 
 
 def open_state(pipeline: Pipeline) -> State:
-    """The state of a pipeline, of this file. Raises PipelineError where another file has begun in the
-    folder."""
+    """Returns the state of a pipeline.
+
+    Raises PipelineError if the state in the folder belongs to another pipeline file.
+    """
     state = State(pipeline.folder)
     if state.file not in (None, pipeline.file.name):
         raise PipelineError(
-            f"{pipeline.folder}: {state.file} works here; give {pipeline.file.name} a folder of its own"
+            f"{pipeline.folder}: is used by the pipeline {state.file}; move {pipeline.file.name} to another folder"
         )
     if state.file is None:
         state.file = pipeline.file.name
@@ -103,7 +116,7 @@ def open_state(pipeline: Pipeline) -> State:
 
 
 def draw_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
-    """Write the page. That it cannot be made is only said: how the stages have ended stays as it is."""
+    """Writes pipeline.html. A failure is only printed, so it does not change the outcome of the stages."""
     try:
         say(f"page: {write_page(pipeline, state, say)}")
     except (UserError, OSError, ValueError, KeyError) as problem:
@@ -119,12 +132,12 @@ def _run(
     processes: Processes,
     display: Display,
 ) -> int:
-    begun_with = _digest(pipeline.file)
+    start_digest = _digest(pipeline.file)
     for stage in stages:
-        say, options = display.of_stage(stage.name), options_of(stage)
-        if (now := _digest(pipeline.file)) != begun_with:
+        say, options = display.line_writer(stage.name), options_of(stage)
+        if (now := _digest(pipeline.file)) != start_digest:
             say(f"warning: {pipeline.file}: edited since this began; the next `run` reads it, this one goes on without")
-            begun_with = now
+            start_digest = now
         work = StageWork(pipeline, stage, options, gates.get(stage.name), state, say)
         try:
             inputs = work.inputs()
@@ -134,9 +147,9 @@ def _run(
                 say("unchanged, skipped")
                 continue
             if not work.is_unchanged(inputs):
-                typed = " ".join([*options.flags(), *options.pairs()])
-                typed = f" with {typed}" if typed else ""
-                say(f"begins ({work.reason_to_run(inputs)}){typed}; log logs/{stage.name}.log")
+                flags_text = " ".join([*options.flags(), *options.pairs()])
+                flags_text = f" with {flags_text}" if flags_text else ""
+                say(f"begins ({work.reason_to_run(inputs)}){flags_text}; log logs/{stage.name}.log")
             work.run(processes)
             draw_page(pipeline, state, lambda line: None)
         except StageFailed as problem:
@@ -153,7 +166,7 @@ def _run(
 
 
 def _digest(file: Path) -> str | None:
-    """SHA-256 of a file; None where it cannot be read."""
+    """Returns the SHA-256 of a file; None if it cannot be read."""
     try:
         return sha256(file)
     except OSError:
@@ -161,8 +174,8 @@ def _digest(file: Path) -> str | None:
 
 
 def dry_run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> None:
-    """Say what `run` would do with each stage, and the commands. Raises ConfigError for what it would
-    refuse."""
+    """Prints what `run` would do with each stage, and the commands. Runs nothing. Raises ConfigError for
+    mistakes, as `run` does."""
     gates = gates_of(pipeline)
     check_configs(pipeline, stages, options_of, gates)
     state, changed = State(pipeline.folder), False

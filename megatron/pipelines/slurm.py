@@ -1,4 +1,4 @@
-"""A pipeline as jobs of Slurm: one for each stage, each beginning when the one before has passed its gate."""
+"""Runs a pipeline as Slurm jobs: one per stage, each starting after the previous one has passed its gate."""
 
 import os
 import shlex
@@ -24,17 +24,19 @@ def submit(
     sbatch_options: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """Submit a job for each stage; each waits for the one before and is cancelled where that one does not
-    pass. sbatch_options: of all of them, over a stage's own `slurm`.
+    """Submits one job per stage and returns 0. Each job waits for the previous one, and Slurm cancels it if
+    that does not pass.
 
-    Raises PipelineError where Slurm refuses one (those before it are then cancelled), and where jobs of this
-    pipeline still wait or run.
+    sbatch_options: options for all jobs; they override a stage's `slurm`.
+
+    Raises PipelineError if Slurm refuses a job (the jobs submitted before it are then cancelled), and if jobs
+    of this pipeline still wait or run.
     """
     slurm = Slurm(site_variables(os.environ), say)
     if not slurm.is_here:
         raise PipelineError("--slurm: this machine has no Slurm (scontrol); leave it out to run the stages here")
     if not (install_root() / BATCH).is_file():
-        raise PipelineError(f"--slurm: {install_root() / BATCH} is not there: jobs are submitted from a clone")
+        raise PipelineError(f"--slurm: {install_root() / BATCH} is missing; submit jobs from a clone of the repository")
     with locked(pipeline.folder, say):
         state = State(pipeline.folder)
         _refuse_active(pipeline, state, slurm)
@@ -47,17 +49,18 @@ def submit(
             done = subprocess.run(words, cwd=install_root(), capture_output=True, text=True)
             if done.returncode:
                 slurm.cancel(submitted)
-                raise PipelineError(f"{shlex.join(words)}: {done.stderr.strip()}; nothing of the pipeline is submitted")
+                raise PipelineError(f"{shlex.join(words)}: {done.stderr.strip()}; no stage is submitted")
             job = done.stdout.strip().partition(";")[0]
             submitted.append(job)
             state.update(stage.name, job=job)
-            after = f", after job {submitted[-2]}" if len(submitted) > 1 else ""
-            say(f"{stage.name}: job {job}{after}")
+            dependency = f", after job {submitted[-2]}" if len(submitted) > 1 else ""
+            say(f"{stage.name}: job {job}{dependency}")
     return 0
 
 
-def refuse_beside_jobs(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
-    """Raise PipelineError where jobs of the pipeline wait or run, unless this process is in one of them."""
+def refuse_active_jobs(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
+    """Raises PipelineError if jobs of the pipeline wait or run, unless this process is itself in a Slurm
+    job."""
     if "SLURM_JOB_ID" not in os.environ and any(state[stage.name].job for stage in pipeline.stages):
         slurm = Slurm(site_variables(os.environ), say)
         if slurm.is_here:
@@ -65,22 +68,22 @@ def refuse_beside_jobs(pipeline: Pipeline, state: State, say: Callable[[str], No
 
 
 def _refuse_active(pipeline: Pipeline, state: State, slurm: Slurm) -> None:
-    known = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
-    active = {name: job for name, job in known.items() if (found := slurm.job(job)) and found.is_active}
+    jobs = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
+    active = {name: job for name, job in jobs.items() if (info := slurm.job(job)) and info.is_active}
     if active:
-        listed = ", ".join(f"{job} ({name})" for name, job in active.items())
+        jobs_text = ", ".join(f"{job} ({name})" for name, job in active.items())
         ending = f"scancel {' '.join(active.values())}"
-        raise PipelineError(f"jobs of this pipeline wait or run: {listed}; `{ending}` ends them")
+        raise PipelineError(f"jobs of this pipeline wait or run: {jobs_text}; `{ending}` ends them")
 
 
-def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], before: str | None) -> list[str]:
+def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], previous_job: str | None) -> list[str]:
     log = (
         str(pipeline.folder / "logs" / f"{stage.name}-%j.out")
         .replace("%j", "\0")
         .replace("%", "%%")
         .replace("\0", "%j")
     )
-    waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before is not None else []
+    waits = [f"--dependency=afterok:{previous_job}", "--kill-on-invalid-dep=yes"] if previous_job is not None else []
     name = f"{pipeline.title}-{stage.name}".replace("/", "-").replace(" ", "-")
     gpus = site_variables(os.environ).get("NEOX_GPUS_PER_NODE")
     gres = [f"--gres=gpu:{gpus}"] if gpus is not None and stage.kind == "train" else []
@@ -91,7 +94,11 @@ def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], before: str
 
 
 def jobs_now(jobs: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
-    """What Slurm says of jobs by stage, in words; {} on a machine without it."""
+    """Returns the state of each job that waits or runs, in words, by its stage; {} on a machine without
+    Slurm.
+
+    jobs: number of the job of each stage.
+    """
     slurm = Slurm(site_variables(os.environ), say)
     if not jobs or not slurm.is_here:
         return {}

@@ -1,4 +1,5 @@
-"""The sources of a data stage: files and datasets that come into data/raw, each once, known by its digest."""
+"""Fetches the sources of a data stage: files and datasets for data/raw, each once, identified by its
+digest."""
 
 import http.client
 import json
@@ -29,8 +30,14 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """What sources.json says of a source. identity: what it was asked for as; sha256: of its content (of a
-    folder: of the digests of its files); revision: the commit of a hub dataset."""
+    """The entry of a source in sources.json.
+
+    sha256: of the file; for a folder, of the digests of its files.
+    bytes, files: size and number of files.
+    fetched: time in seconds since 1970.
+    identity: the fields of the source in pipeline.yml at that time.
+    revision: the commit of a Hub repository.
+    """
 
     name: str
     origin: str
@@ -44,7 +51,8 @@ class Fetched:
 
 
 def read_notes(folder: Path) -> dict[str, Fetched]:
-    """What data/raw holds by name, as it was noted."""
+    """Returns the entries of sources.json by the name of the source; {} without the file. Raises
+    PipelineError if it is unreadable."""
     try:
         notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
         fetched = {name: Fetched(**note) for name, note in notes.items()}
@@ -54,19 +62,23 @@ def read_notes(folder: Path) -> dict[str, Fetched]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as problem:
         raise PipelineError(
-            f"{folder / NOTES}: cannot be read ({problem}); remove it: sources are looked at again"
+            f"{folder / NOTES}: cannot be read ({problem}); remove it; sources are then checked again"
         ) from None
 
 
 def fetch_sources(folder: Path, sources: tuple[Source, ...], say: Callable[[str], None]) -> dict[str, str]:
-    """See that data/raw holds every source whole; the SHA-256 of each by name.
+    """Fetches every source into data/raw unless it is complete there. Returns the SHA-256 of each source by
+    its name.
 
-    What is there with the digest that was noted, or that the source gives, is left as it is; a download that
-    was cut off goes on. Raises PipelineError for what cannot be had, and for a file whose digest is another.
+    A source is complete if its content has the SHA-256 in sources.json or in pipeline.yml. Content of a Hub
+    source that is not in sources.json is accepted as it is. Any other content of that name is renamed, and
+    the source is fetched. An interrupted download is continued.
+
+    Raises PipelineError if a source cannot be fetched, or its digest is not `sha256`.
     """
     notes = read_notes(folder)
     for source in sources:
-        done = _there(folder, source, notes.get(source.name))
+        done = _existing(folder, source, notes.get(source.name))
         if done is not None:
             say(f"{source.name}: there already ({done.bytes / 1e6:,.1f} MB, sha256 {done.sha256[:12]})")
         else:
@@ -80,18 +92,20 @@ def fetch_sources(folder: Path, sources: tuple[Source, ...], say: Callable[[str]
 
 
 def pending_sources(folder: Path, sources: tuple[Source, ...]) -> list[str]:
-    """The names of sources that are not there as they are asked for now; nothing is changed."""
+    """Returns the names of sources to be fetched: those missing in data/raw, and those whose fields in
+    pipeline.yml have changed. Changes nothing."""
     notes, names = read_notes(folder), []
     for source in sources:
         note = notes.get(source.name)
-        there = files_of(folder, str(RAW / source.name))
-        if note is None or not there or note.identity != _identity(folder, source):
+        files = files_of(folder, str(RAW / source.name))
+        if note is None or not files or note.identity != _identity(folder, source):
             names.append(source.name)
     return names
 
 
 def _identity(folder: Path, source: Source) -> dict[str, Any]:
-    """What a source is asked for as. A path counts by what is there now."""
+    """Returns the fields that identify a source, for comparison with sources.json. For a source with `path`
+    they include digests of its present content."""
     identity = {key: value for key, value in asdict(source).items() if value is not None and key != "license"}
     if source.url is not None:  # a signature is made anew each time; the content is known by its SHA-256
         identity["url"] = source.origin
@@ -107,40 +121,45 @@ def _place(folder: Path, source: Source) -> Path:
     return folder / Path(source.path or "").expanduser()
 
 
-def _there(folder: Path, source: Source, note: Fetched | None) -> Fetched | None:
-    """What is there of a source, where it is whole and what was asked for."""
+def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | None:
+    """Returns the entry for a source that is already in data/raw, complete and as requested. Else renames
+    content of its name, if any, and returns None.
+
+    note: the entry in sources.json.
+    """
     target = folder / RAW / source.name
     if not files_of(folder, str(RAW / source.name)):
         return None
     identity = _identity(folder, source)
-    found, size, count = _content(folder, source.name)
-    if note is not None and note.identity == identity and note.sha256 == found:
+    actual, size, count = _content(folder, source.name)
+    if note is not None and note.identity == identity and note.sha256 == actual:
         return Fetched(**{**asdict(note), "license": source.license})
     unknown = note is None and source.sha256 is None and source.path is None
-    if source.sha256 == found or unknown:  # put there by other means, or by a run that was killed before it noted it
-        return Fetched(source.name, source.origin, source.license, found, size, count, time.time(), identity)
-    _set_aside(target)
+    if source.sha256 == actual or unknown:  # put there by other means, or by a run that was killed before it noted it
+        return Fetched(source.name, source.origin, source.license, actual, size, count, time.time(), identity)
+    _rename_old(target)
     return None
 
 
 def _content(folder: Path, name: str) -> tuple[str, int, int]:
-    """(SHA-256, bytes, files) of what data/raw holds under a name."""
+    """Returns (SHA-256, bytes, number of files) of a source in data/raw."""
     path = RAW / name
     files = files_of(folder, str(path))
     digests = file_digests(folder, [str(path)])
-    one = (folder / path).is_file()
-    return next(iter(digests.values())) if one else digest(digests), sum(f.stat().st_size for f in files), len(files)
+    is_single = (folder / path).is_file()
+    content = next(iter(digests.values())) if is_single else digest(digests)
+    return content, sum(file.stat().st_size for file in files), len(files)
 
 
-def _set_aside(target: Path) -> None:
-    """What is there under the name and is another thing gets another name; nothing is deleted."""
+def _rename_old(target: Path) -> None:
+    """Makes room for new content: renames `target` to NAME.oldN. A symbolic link is deleted instead."""
     if target.is_symlink():
         target.unlink()
         return
     for number in range(1, 1_000_000):
-        aside = target.with_name(f"{target.name}.old{number}")
-        if not aside.exists():
-            os.replace(target, aside)
+        old_path = target.with_name(f"{target.name}.old{number}")
+        if not old_path.exists():
+            os.replace(target, old_path)
             return
 
 
@@ -158,22 +177,22 @@ def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
         revision = _fetch_hub(source, target, say)
     else:
         _link(_place(folder, source), target)
-    found, size, count = _content(folder, source.name)
-    if source.sha256 not in (None, found):
-        _set_aside(target)
+    actual, size, count = _content(folder, source.name)
+    if source.sha256 not in (None, actual):
+        _rename_old(target)
         raise PipelineError(
-            f"{source.name}: {source.origin} has SHA-256 {found}, not {source.sha256}; look whether it is what was "
-            "meant, then put that digest into the pipeline"
+            f"{source.name}: {source.origin} has SHA-256 {actual}, not {source.sha256}; if this is the right data, "
+            "write its digest into the pipeline"
         )
-    return Fetched(source.name, source.origin, source.license, found, size, count, time.time(), identity, revision)
+    return Fetched(source.name, source.origin, source.license, actual, size, count, time.time(), identity, revision)
 
 
 def _link(place: Path, target: Path) -> None:
-    """What lies on this machine is not copied: it may be terabytes."""
+    """Makes `target` a link to `place` instead of a copy, because the data may have terabytes."""
     link = temporary(target)
     try:
-        inside = place.resolve().is_relative_to(target.parents[2].resolve())  # which may be copied as a whole
-        to = os.path.relpath(place.resolve(), target.parent.resolve()) if inside else place.resolve()
+        is_internal = place.resolve().is_relative_to(target.parents[2].resolve())  # which may be copied as a whole
+        to = os.path.relpath(place.resolve(), target.parent.resolve()) if is_internal else place.resolve()
         link.symlink_to(to, target_is_directory=place.is_dir())
         os.replace(link, target)
     except OSError as problem:
@@ -183,10 +202,14 @@ def _link(place: Path, target: Path) -> None:
 
 
 def download(url: str, target: Path, expected: str, say: Callable[[str], None], pause_s: float = 2.0) -> None:
-    """Download one file, which appears when it is whole and has its SHA-256. What an interrupted download
-    left in `.NAME.part` is gone on with, where the server can. Messages show the address without its
-    signature. Raises PipelineError."""
-    shown = without_secrets(url)
+    """Downloads one file. `target` appears only when the file is complete and has the SHA-256 `expected`.
+
+    The partial file `.NAME.part` of an interrupted download is continued if the server supports that.
+    Messages show the URL without its signature. Raises PipelineError.
+
+    It tries four times. pause_s: seconds before the second try; later pauses are two and three times as long.
+    """
+    public_url = without_secrets(url)
     part = target.with_name(f".{target.name}.part")
     for attempt in range(1, _TRIES + 1):
         try:
@@ -194,21 +217,24 @@ def download(url: str, target: Path, expected: str, say: Callable[[str], None], 
             break
         except urllib.error.HTTPError as problem:
             if problem.code < 500 and problem.code != 429:
-                raise PipelineError(f"{shown}: {problem.code} {problem.reason}") from None
+                raise PipelineError(f"{public_url}: {problem.code} {problem.reason}") from None
             reason: object = problem
         except (OSError, http.client.HTTPException, ValueError) as problem:
             reason = getattr(problem, "reason", None) or problem
         if attempt == _TRIES:
             raise PipelineError(
-                f"{shown}: cannot be had ({reason}); put the file at {target} by other means, or run again: what has "
-                "come is kept"
+                f"{public_url}: cannot be fetched ({reason}); put the file at {target} by other means, or run again: "
+                "the part downloaded so far is kept"
             )
-        say(f"{shown}: {reason}; tried again in {pause_s * attempt:.0f} s")
+        say(f"{public_url}: {reason}; tried again in {pause_s * attempt:.0f} s")
         time.sleep(pause_s * attempt)
-    found = sha256(part)
-    if found != expected:
+    actual = sha256(part)
+    if actual != expected:
         part.unlink()
-        raise PipelineError(f"{shown}: has SHA-256 {found}, not {expected}; what came is deleted")
+        raise PipelineError(
+            f"{public_url}: has SHA-256 {actual}, not {expected}; the download is deleted: "
+            "check the address and `sha256`, then run again"
+        )
     try:
         sync(part)
         os.replace(part, target)
@@ -217,47 +243,50 @@ def download(url: str, target: Path, expected: str, say: Callable[[str], None], 
 
 
 def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
-    have, shown = part.stat().st_size if part.is_file() else 0, without_secrets(url)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    num_received, public_url = part.stat().st_size if part.is_file() else 0, without_secrets(url)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={num_received}-"} if num_received else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as problem:
-        if problem.code == 416 and have:  # all of it is there, or more than there is
+        if problem.code == 416 and num_received:  # all of it is there, or more than there is
             length = str(problem.headers.get("Content-Range", "")).rpartition("/")[2]
-            if length == str(have):
+            if length == str(num_received):
                 return
             part.unlink()
-            raise OSError("what was there is no beginning of it") from None
+            raise OSError("the partial download does not fit the file, and is deleted") from None
         raise
     with answer:
-        goes_on = have and getattr(answer, "status", None) == 206
+        goes_on = num_received and getattr(answer, "status", None) == 206
         size = int(answer.headers.get("Content-Length") or -1)
-        whole = size + have if goes_on and size >= 0 else size
-        say(f"{shown}: {whole / 1e6:,.1f} MB" + (f", of which {have / 1e6:,.1f} MB are there" if goes_on else ""))
-        said = time.monotonic()
+        total = size + num_received if goes_on and size >= 0 else size
+        present = f", of which {num_received / 1e6:,.1f} MB are there" if goes_on else ""
+        say(f"{public_url}: {total / 1e6:,.1f} MB{present}")
+        last_report = time.monotonic()
         with part.open("ab" if goes_on else "wb", buffering=0) as file:
             while piece := answer.read(_PIECE):
                 _write(file, piece, part)
-                if time.monotonic() - said > _SAY_EVERY_S:
-                    say(f"{shown}: {file.tell() / 1e6:,.1f} MB of {whole / 1e6:,.1f} MB")
-                    said = time.monotonic()
-            if whole >= 0 and file.tell() != whole:
-                raise OSError(f"cut off after {file.tell()} of {whole} bytes")
+                if time.monotonic() - last_report > _SAY_EVERY_S:
+                    say(f"{public_url}: {file.tell() / 1e6:,.1f} MB of {total / 1e6:,.1f} MB")
+                    last_report = time.monotonic()
+            if total >= 0 and file.tell() != total:
+                raise OSError(f"truncated after {file.tell()} of {total} bytes")
 
 
 def _write(file: BinaryIO, piece: bytes, part: Path) -> None:
-    """Add to a file. What its disk does not take is no broken connection, which would be tried again."""
-    rest = memoryview(piece)
+    """Appends to a file. Raises PipelineError, which is not tried again: only connection errors are."""
+    remaining = memoryview(piece)
     try:
-        while rest:
-            rest = rest[file.write(rest) :]
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
     except OSError as problem:
         raise cannot_write(part, problem) from None
 
 
 def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
-    """What is on the Hub into a folder; the commit that it is of. huggingface_hub goes on with what
-    came."""
+    """Downloads a source from the Hub into the folder `target` and returns its commit.
+
+    huggingface_hub continues an interrupted download.
+    """
     need = PipelineError(f"{source.name}: what is on the Hub needs huggingface_hub: pip install 'neox[hf]'")
     hub = import_optional("huggingface_hub", need)
     unfinished = target.with_name(f".{target.name}.part")
@@ -271,12 +300,13 @@ def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
     except Exception as problem:  # of huggingface_hub, httpx and requests, which have no common base
         text = without_secrets(" ".join(str(problem).split()))[:300]
         raise PipelineError(
-            f"{source.name}: {source.hub} cannot be had ({text}); is the name right, HF_TOKEN set, HF_HUB_OFFLINE not?"
+            f"{source.name}: {source.hub} cannot be fetched ({text}); check the name, set HF_TOKEN, unset "
+            "HF_HUB_OFFLINE"
         ) from None
     shutil.rmtree(unfinished / ".cache", ignore_errors=True)
     if not any(file.is_file() for file in unfinished.rglob("*")):
         with suppress(OSError):
             shutil.rmtree(unfinished)
-        raise PipelineError(f"{source.name}: {source.hub} has no file that `files` names")
+        raise PipelineError(f"{source.name}: {source.hub} has no files, or none that matches `files`")
     os.replace(unfinished, target)
     return str(info.sha)

@@ -1,4 +1,4 @@
-"""The work on one stage, part by part: each is skipped where its result is there for the same inputs."""
+"""Does the work of one stage in steps. A step is skipped if its result exists for the same inputs."""
 
 import os
 import shutil
@@ -27,6 +27,14 @@ from megatron.pipelines.digests import (
     weights_digest,
 )
 from megatron.pipelines.errors import PipelineError, StageFailed
+from megatron.pipelines.gate_verdicts import (
+    find_override,
+    gates_of,
+    has_moved,
+    judge_stage,
+    logs_of,
+    requirements_digest,
+)
 from megatron.pipelines.gates import Gate
 from megatron.pipelines.measurements import scores_of_results
 from megatron.pipelines.options import Options, eval_words, parse_words, train_words
@@ -34,16 +42,21 @@ from megatron.pipelines.processes import Processes
 from megatron.pipelines.promotion import promote, promoted_verdict, promoted_weights
 from megatron.pipelines.sources import fetch_sources, pending_sources
 from megatron.pipelines.state import DONE, FAILED, PROMOTED, REFUSED, RUNNING, STOPPED, State
-from megatron.pipelines.verdicts import find_override, gates_of, has_moved, judge_stage, logs_of, requirements_digest
 from megatron.process.run_files import STATUS
 
 _REQUEUE = 124  # exit code of deepy.py in a job of Slurm: stopped, saved, not finished
-_SHOWN = 15  # lines of the end of a log
+_TAIL_LINES = 15  # lines of the end of a log
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """What is needed to work on a stage of a pipeline."""
+    """Runs one stage of a pipeline.
+
+    options: command-line options for the stage.
+    gate: the gate of the stage, None without one.
+    state: records of all stages, updated as the stage runs.
+    say: receives the lines to print.
+    """
 
     pipeline: Pipeline
     stage: Stage
@@ -55,30 +68,35 @@ class StageWork:
     # -- what it is made of ----------------------------------------------------------------------------------
 
     def inputs(self) -> dict[str, Any]:
-        """All that the stage's result depends on. Raises PipelineError, ConfigError and DataError for what is
-        not there."""
+        """Returns everything that the stage's result depends on, such as configuration keys and digests of
+        data and weights.
+
+        Raises PipelineError, ConfigError or DataError if something is missing.
+        """
         stage, folder = self.stage, self.pipeline.folder
         if stage.kind == "data":
-            given = file_digests(folder, stage.inputs)
-            return {"commands": list(stage.commands), "outputs": list(stage.outputs), "inputs": given}
+            digests = file_digests(folder, stage.inputs)
+            return {"commands": list(stage.commands), "outputs": list(stage.outputs), "inputs": digests}
         args = parse_words(train_words(self.pipeline, stage, self.options))
         if stage.kind == "init":
             return init_inputs(args, folder)
         if stage.starts_from is None:
-            made = run_inputs(args.check_training(), folder, None)
-            made["starts_from"] = loaded_inputs(args, folder)
+            result = run_inputs(args.check_training(), folder, None)
+            result["starts_from"] = loaded_inputs(args, folder)
         else:
             self._check_earlier()
             start = promoted_weights(self.pipeline.final(stage.starts_from))
             if start is None:
                 final = self.pipeline.final(stage.starts_from)
-                raise PipelineError(f"starts from {final}, which is not there or not whole: run {stage.starts_from}")
-            made = run_inputs(args.check_training(), folder, start)
-        return {**made, "merge_adapters": True} if stage.merge_adapters else made
+                raise PipelineError(f"starts from {final}, which is missing or incomplete; run {stage.starts_from}")
+            result = run_inputs(args.check_training(), folder, start)
+        return {**result, "merge_adapters": True} if stage.merge_adapters else result
 
     def _check_earlier(self) -> None:
-        """Raise PipelineError where what the stage is made of is being replaced: promoted weights of an
-        earlier attempt are not taken in silence."""
+        """Raises PipelineError if an earlier stage that this one needs is unfinished, failed or refused.
+
+        Otherwise this stage would start from weights that an earlier attempt of that stage promoted.
+        """
         for stage in self.pipeline.stages:
             if stage.name == self.stage.name:
                 return
@@ -86,14 +104,15 @@ class StageWork:
             if status in (REFUSED, FAILED, RUNNING, STOPPED) and (
                 stage.kind == "data" or stage.name == self.stage.starts_from
             ):
-                raise PipelineError(f"{stage.name} comes before it and is {status}: `resume` finishes that first")
+                raise PipelineError(f"needs the stage {stage.name}, which is {status}; `resume` finishes that first")
 
     def is_unchanged(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the stage's result is there, made of the same inputs, and past its gate as it is now."""
+        """Returns whether the stage need not run: its result exists, was made from the same inputs, and has
+        passed the present gate."""
         record, stage = self.state[self.stage.name], self.stage
         if stage.kind == "data":
-            same = record.inputs == {**inputs, "sources": record.inputs.get("sources")}
-            is_done = record.status == DONE and same and self._has_outputs()
+            is_same = record.inputs == {**inputs, "sources": record.inputs.get("sources")}
+            is_done = record.status == DONE and is_same and self._has_outputs()
             return is_done and not pending_sources(self.pipeline.folder, stage.sources)
         if record.inputs != inputs or not record.promoted:
             return False
@@ -110,15 +129,15 @@ class StageWork:
         return bool(promoted_weights(self.pipeline.final(stage.name)) == record.promoted["sha256"])
 
     def reason_to_run(self, inputs: Mapping[str, Any]) -> str:
-        """Why the stage is run, in words."""
+        """Returns in words why the stage has to run, such as `not begun` or `changed: seed 1 -> 2`."""
         record = self.state[self.stage.name]
         if not record.inputs:
             return "not begun"
-        known = {**record.inputs} if self.stage.kind != "data" else {k: record.inputs.get(k) for k in inputs}
-        found = changes(known, inputs)
-        found += [f"source {name}" for name in pending_sources(self.pipeline.folder, self.stage.sources)]
-        if found:
-            return "changed: " + ", ".join(found)
+        previous = {**record.inputs} if self.stage.kind != "data" else {k: record.inputs.get(k) for k in inputs}
+        differences = changes(previous, inputs)
+        differences += [f"source {name}" for name in pending_sources(self.pipeline.folder, self.stage.sources)]
+        if differences:
+            return "changed: " + ", ".join(differences)
         return {
             REFUSED: "refused by its gate",
             FAILED: f"failed: {record.reason}",
@@ -127,10 +146,11 @@ class StageWork:
         }.get(record.status, "its gate, baseline, evaluation or result changed")
 
     def _has_outputs(self) -> bool:
-        """Whether all files that the commands made are there as they made them; others may lie beside."""
-        made = self.state[self.stage.name].outputs
+        """Returns whether all files that the commands of a data stage have written are unchanged. Files added
+        to their folders are ignored."""
+        digests = self.state[self.stage.name].outputs
         try:
-            return bool(made) and file_digests(self.pipeline.folder, list(made)) == made
+            return bool(digests) and file_digests(self.pipeline.folder, list(digests)) == digests
         except PipelineError:
             return False
 
@@ -140,9 +160,12 @@ class StageWork:
     # -- doing it --------------------------------------------------------------------------------------------
 
     def run(self, processes: Processes) -> None:
-        """Do what is left to do. Raises StageFailed with the pipeline's exit code."""
-        name, began = self.stage.name, time.time()
-        before = self.state[name].seconds
+        """Does the remaining work of the stage and records its status.
+
+        Raises StageFailed with the exit code for the pipeline.
+        """
+        name, start = self.stage.name, time.time()
+        seconds_before = self.state[name].seconds
         try:
             {"data": self._data, "init": self._init, "train": self._train}[self.stage.kind](processes)
         except StageFailed as problem:
@@ -151,12 +174,12 @@ class StageWork:
             reason = str(problem).splitlines()[0].removeprefix(f"{name}: ")
             try:
                 self.state.update(
-                    name, status=status, reason=reason, ended=time.time(), seconds=before + time.time() - began
+                    name, status=status, reason=reason, ended=time.time(), seconds=seconds_before + time.time() - start
                 )
             except PipelineError as full:  # often why the stage failed, which is told too
                 self.say(f"error: {full}")
             raise
-        self.state.update(name, reason="", ended=time.time(), seconds=before + time.time() - began)
+        self.state.update(name, reason="", ended=time.time(), seconds=seconds_before + time.time() - start)
 
     def _data(self, processes: Processes) -> None:
         stage, folder = self.stage, self.pipeline.folder
@@ -179,7 +202,7 @@ class StageWork:
         try:
             outputs = file_digests(folder, stage.outputs)
         except PipelineError as problem:
-            raise StageFailed(f"{stage.name}: its commands are done, but {problem}") from None
+            raise StageFailed(f"{stage.name}: its commands succeeded, but {problem}") from None
         self.state.update(stage.name, status=DONE, outputs=outputs)
         return None
 
@@ -199,9 +222,9 @@ class StageWork:
             run = RunFolder(save, save / "logs")
             status = run.status()
             if status.get("status") != "finished":
-                said = f"stopped at iteration {status.get('iteration')}; resume goes on"
-                said = "; ".join([said, *run.problems.lines()])
-                raise StageFailed(f"{stage.name}: {said}", processes.exit_code)
+                reason = f"stopped at iteration {status.get('iteration')}; resume goes on"
+                reason = "; ".join([reason, *run.problems.lines()])
+                raise StageFailed(f"{stage.name}: {reason}", processes.exit_code)
             if stage.merge_adapters:
                 save = self._merge(processes)
             self._note_weights(save)
@@ -212,9 +235,12 @@ class StageWork:
         self.judge_and_promote()
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
-        """Note what the stage is now made of. What an attempt with other inputs has left is kept under
-        another name, unless this one is that attempt, trained on; an attempt with these inputs is taken
-        back."""
+        """Records the inputs of this attempt, and prepares the folder `save` for it.
+
+        With the same inputs, or if only the training is longer, the existing run continues. Otherwise its
+        folder is renamed and recorded in `retired`. If an earlier attempt in `retired` had the new inputs,
+        its folder is renamed back and used.
+        """
         stage, record = self.stage, self.state[self.stage.name]
         save = self.pipeline.save(stage.name)
         if record.inputs == inputs:
@@ -222,59 +248,63 @@ class StageWork:
             return
         new: dict[str, Any] = {"inputs": inputs, "weights": {}, "evaluation": {}, "previous": {}}
         retired = list(record.retired)
-        if record.previous.get("inputs") == inputs and self._is_whole(record.previous["weights"]):
+        if record.previous.get("inputs") == inputs and self._is_complete(record.previous["weights"]):
             self.say(f"goes back to what it was: {', '.join(changes(record.inputs, inputs))}")
             new |= record.previous
         elif record.inputs and only_longer(record.inputs, inputs) and save.exists():
             self.say(f"goes on: {', '.join(changes(record.inputs, inputs))}")
             new["previous"] = {key: getattr(record, key) for key in ("inputs", "weights", "evaluation")}
         elif record.inputs:
-            found = ", ".join(changes(record.inputs, inputs))
-            again = next((one for one in retired if one["inputs"] == inputs and self._there(one)), None)
-            if kept := self._retire(save):
+            differences = ", ".join(changes(record.inputs, inputs))
+            match = next((entry for entry in retired if entry["inputs"] == inputs and self._folder_exists(entry)), None)
+            if old_folder := self._retire(save):
                 attempt = {key: getattr(record, key) for key in ("inputs", "weights", "evaluation")}
-                retired.append({"folder": kept, **attempt})
-            what_was = f"; what there was is {kept}" if kept else ""
-            if again is None:
-                self.say(f"begins anew: {found}{what_was}")
+                retired.append({"folder": old_folder, **attempt})
+            note = f"; what there was is {old_folder}" if old_folder else ""
+            if match is None:
+                self.say(f"begins anew: {differences}{note}")
             else:
-                retired.remove(again)
-                os.replace(self.pipeline.folder / again["folder"], save)
-                new |= {key: again[key] for key in ("inputs", "weights", "evaluation")}
-                self.say(f"takes {again['folder']} back, which has these inputs: {found}{what_was}")
+                retired.remove(match)
+                os.replace(self.pipeline.folder / match["folder"], save)
+                new |= {key: match[key] for key in ("inputs", "weights", "evaluation")}
+                self.say(f"takes {match['folder']} back, which has these inputs: {differences}{note}")
         elif (save / STATUS).exists() or (save / "latest").exists():
-            raise StageFailed(f"{stage.name}: {save} holds a run that this pipeline has not begun; move it away")
+            raise StageFailed(f"{stage.name}: {save} holds a run that this pipeline did not start; move it away")
         self.state.update(stage.name, status=RUNNING, retired=tuple(retired), started=time.time(), **new)
 
-    def _there(self, attempt: Mapping[str, Any]) -> bool:
+    def _folder_exists(self, attempt: Mapping[str, Any]) -> bool:
         return (self.pipeline.folder / attempt["folder"]).is_dir()
 
     def _retire(self, save: Path) -> str:
-        """Give the folder of an earlier attempt another name; "" where there is none."""
+        """Renames the folder of an attempt to NAME.N. Returns the new path; "" if there is no folder."""
         if not save.exists():
             return ""
         for number in range(1, 1_000_000):
-            kept = save.with_name(f"{save.name}.{number}")
-            if not kept.exists():
-                os.replace(save, kept)
-                return str(kept.relative_to(self.pipeline.folder))
+            target = save.with_name(f"{save.name}.{number}")
+            if not target.exists():
+                os.replace(save, target)
+                return str(target.relative_to(self.pipeline.folder))
         return ""
 
     def has_weights(self) -> bool:
-        """Whether the result of the training is there as it was noted, in its folder or promoted."""
+        """Returns whether the recorded weights are complete, in the stage's folder or as promoted copy.
+
+        If only the promoted copy is left, the record is changed to point to it.
+        """
         noted = self.state[self.stage.name].weights
-        if self._is_whole(noted):
+        if self._is_complete(noted):
             return True
         final = self.pipeline.final(self.stage.name)
         if noted and promoted_weights(final) == noted["sha256"]:
             promoted = final.resolve() / Path(noted["checkpoint"]).name
-            shown = str(promoted.relative_to(self.pipeline.folder.resolve()))
-            self.state.update(self.stage.name, weights={**noted, "checkpoint": shown})
+            relative = str(promoted.relative_to(self.pipeline.folder.resolve()))
+            self.state.update(self.stage.name, weights={**noted, "checkpoint": relative})
             return True
         return False
 
-    def _is_whole(self, noted: Mapping[str, str]) -> bool:
-        """Whether a checkpoint is there with the digest that was noted."""
+    def _is_complete(self, noted: Mapping[str, str]) -> bool:
+        """Returns whether the checkpoint of a record exists with the recorded digest. noted:
+        `StageRecord.weights`."""
         checkpoint = self.pipeline.folder / noted.get("checkpoint", "-")
         try:
             return checkpoint.is_dir() and weights_digest(checkpoint) == noted["sha256"]
@@ -283,11 +313,11 @@ class StageWork:
 
     def _note_weights(self, save: Path) -> None:
         checkpoint = save / (save / "latest").read_text(encoding="utf-8").strip()
-        shown = str(checkpoint.relative_to(self.pipeline.folder))
-        self.state.update(self.stage.name, weights={"checkpoint": shown, "sha256": weights_digest(checkpoint)})
+        relative = str(checkpoint.relative_to(self.pipeline.folder))
+        self.state.update(self.stage.name, weights={"checkpoint": relative, "sha256": weights_digest(checkpoint)})
 
     def _merge(self, processes: Processes) -> Path:
-        """The folder of the weights with the adapters merged in."""
+        """Merges the adapters into the weights. Returns the folder of the merged checkpoint."""
         merged = self.pipeline.save(self.stage.name) / "merged"
         shutil.rmtree(merged, ignore_errors=True)
         self.say("merging the adapters")
@@ -312,12 +342,15 @@ class StageWork:
         if not files:
             raise StageFailed(f"{stage.name}: eval.py left no results in {results}")
         write_json(scores, scores_of_results(files[-1]))
-        shown = str(scores.relative_to(folder))
-        self.state.update(stage.name, evaluation={"id": identity, "scores": shown})
+        relative = str(scores.relative_to(folder))
+        self.state.update(stage.name, evaluation={"id": identity, "scores": relative})
 
     def judge_and_promote(self) -> None:
-        """Judge the result, and promote it where the gate passes or a person has overridden this verdict.
-        Raises StageFailed with the gate's exit code."""
+        """Judges the stage's result. Promotes it if the gate passes, or if a person has overridden the gate
+        for these weights.
+
+        Otherwise raises StageFailed with the gate's exit code. Without a gate the result is promoted.
+        """
         stage, folder = self.stage, self.pipeline.folder
         self._say_of_an_edited_gate()
         if self.gate is None:
@@ -336,13 +369,14 @@ class StageWork:
             return self._promote({**verdict, "override": {"by": override.by, "reason": override.reason}})
         self.state.update(stage.name, status=REFUSED)
         raise StageFailed(
-            f"{stage.name}: gate {verdict['result']}; {verdict['file']} has every number; mend and `resume`, or "
-            f"`override {stage.name} --reason ...`",
+            f"{stage.name}: gate {verdict['result']}; {verdict['file']} has all numbers; correct the stage "
+            f"and `resume`, or `override {stage.name} --reason ...`",
             verdict["exit_code"],
         )
 
     def _say_of_an_edited_gate(self) -> None:
-        """A gate counts as it was when the pipeline began: it may be half written by now."""
+        """Warns if the gates file was edited since the pipeline started. The gate of the start still applies,
+        because the edit may be incomplete."""
         edited = f"warning: {self.pipeline.gates}: edited since this began; its gate is as it was then"
         try:
             if requirements_digest(gates_of(self.pipeline).get(self.stage.name)) != requirements_digest(self.gate):
@@ -354,15 +388,15 @@ class StageWork:
         stage, folder, record = self.stage, self.pipeline.folder, self.state[self.stage.name]
         final = self.pipeline.final(stage.name)
         sha256 = record.weights["sha256"]
-        said = verdict or {"stage": stage.name, "result": "no gate", "weights_sha256": sha256, "time": time.time()}
-        number = Path(said.get("file", "-0")).stem.rpartition("-")[2]
+        evidence = verdict or {"stage": stage.name, "result": "no gate", "weights_sha256": sha256, "time": time.time()}
+        number = Path(evidence.get("file", "-0")).stem.rpartition("-")[2]
         logs = logs_of(self.pipeline, stage, record)
         scores = folder / record.evaluation["scores"] if record.evaluation else None
         name = f"{stage.name}-{sha256[:12]}-{number}"
-        promote(final, folder / record.weights["checkpoint"], name, said, logs, scores)
+        promote(final, folder / record.weights["checkpoint"], name, evidence, logs, scores)
         promoted = {
-            "sha256": sha256, "time": time.time(), "verdict": said.get("file"), "override": said.get("override"),
-            "requirements": requirements_digest(self.gate),
+            "sha256": sha256, "time": time.time(), "verdict": evidence.get("file"),
+            "override": evidence.get("override"), "requirements": requirements_digest(self.gate),
         }  # fmt: skip
         self.state.update(stage.name, status=PROMOTED, promoted=promoted)
         self.say(f"promoted: {final.relative_to(folder)} is {record.weights['checkpoint']}")
@@ -371,7 +405,7 @@ class StageWork:
 
     @property
     def log(self) -> Path:
-        """The log of all commands of the stage."""
+        """Returns the path of the log of all commands of the stage."""
         return self.pipeline.folder / "logs" / f"{self.stage.name}.log"
 
     def _deepy(self, processes: Processes, words: list[str]) -> None:
@@ -385,12 +419,17 @@ class StageWork:
         if code == _REQUEUE or (code and processes.stopped is not None):
             if is_shell and processes.stopped == signal.SIGUSR1:
                 # Queued again it would begin from its beginning, for ever.
-                raise StageFailed(f"{self.stage.name}: its time is over; give its command more (--time), then resume")
-            raise StageFailed(f"{self.stage.name}: stopped; resume goes on", processes.exit_code)
+                raise StageFailed(
+                    f"{self.stage.name}: Slurm stopped it at the time limit; raise --time (key slurm), then `resume`"
+                )
+            raise StageFailed(f"{self.stage.name}: stopped; `resume` continues it", processes.exit_code)
         if code:
-            lines = last_lines(self.log, _SHOWN)
-            said = [line.strip() for line in lines if "error: " in line and "its output is above" not in line]
-            reason = said[-1] if said else f"ended with code {code}"
-            shown = "\n".join(f"  {line}" for line in lines)
-            where = self.log.relative_to(self.pipeline.folder)
-            raise StageFailed(f"{self.stage.name}: {reason}\nended with code {code}; the end of {where}:\n{shown}")
+            lines = last_lines(self.log, _TAIL_LINES)
+            errors = [line.strip() for line in lines if "error: " in line and "its output is above" not in line]
+            exit_text = f"ended with code {code}"
+            reason = (
+                f"{errors[-1]}\n{exit_text}; " if errors else f"{exit_text}\n"
+            )  # the first line is the stage's note
+            tail = "\n".join(f"  {line}" for line in lines)
+            log_path = self.log.relative_to(self.pipeline.folder)
+            raise StageFailed(f"{self.stage.name}: {reason}the end of {log_path}:\n{tail}")

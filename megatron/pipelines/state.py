@@ -1,4 +1,5 @@
-"""pipeline_state.json: what has been done in a pipeline, and the lock by which one process works in it."""
+"""Reads and writes pipeline_state.json (the progress of a pipeline), overrides, and the lock of its
+folder."""
 
 import errno
 import fcntl
@@ -26,17 +27,25 @@ REFUSED, DONE, PROMOTED = "refused", "done", "promoted"
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What is known of one stage.
+    """The record of one stage in pipeline_state.json.
 
-    status: one of the words above; `refused`: by its gate, `done`: a data stage. inputs: what its present
-    result was or is made of, by name. weights: of its result: `checkpoint`, relative to the pipeline's
-    folder, and `sha256`. evaluation: `id` of what was scored and how, and the file `scores`. commands,
-    outputs: of a data stage, digests of the commands that are done and of the files that they made. verdict:
-    the file of the newest verdict. promoted: `sha256`, `verdict`, `time`, `requirements`, and `override`
-    where one was needed. reason: why it failed. retired: `folder`, `inputs`, `weights` and `evaluation` of
-    earlier attempts. previous: the same but `folder` of the run before it was made longer. options: what was
-    typed for it. job: of Slurm. started, ended: seconds since 1970; seconds: what its commands took, over all
-    starts.
+    status: waiting, running, stopped, failed, refused (by its gate), done (a finished data stage) or
+        promoted.
+    inputs: what the result of the current attempt depends on, by name.
+    weights: the result: `checkpoint` (relative to the pipeline's folder) and `sha256`.
+    commands: digests of the finished commands of a data stage.
+    evaluation: `id`, a digest of the weights and the evaluation's settings, and `scores`, the file of scores.
+    verdict: file of the newest verdict.
+    promoted: `sha256`, `verdict`, `time`, `requirements` (digest of the gate), and `override` if one was
+        needed.
+    reason: why the stage failed.
+    retired: `folder`, `inputs`, `weights` and `evaluation` of earlier attempts.
+    previous: `inputs`, `weights` and `evaluation` of the run before its training was made longer.
+    outputs: digests of the files that a data stage's commands wrote.
+    options: command-line options of the last run (`Options`).
+    job: number of its Slurm job.
+    started, ended: seconds since 1970.
+    seconds: duration of its commands, over all starts.
     """
 
     status: str = WAITING
@@ -58,17 +67,20 @@ class StageRecord:
 
 
 class State:
-    """The records of all stages, in a file that is replaced whole. file: the name of the pipeline's file."""
+    """The records of all stages of a pipeline, kept in pipeline_state.json, which is replaced atomically.
+
+    file: the name of the pipeline's file; None before the first run.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Read what there is. Raises PipelineError for a file that cannot be read."""
+        """Reads pipeline_state.json in `folder`, if it exists. Raises PipelineError if it cannot be read."""
         self._path = folder / STATE
         self._stages: dict[str, StageRecord] = {}
         self.file: str | None = None
         try:
             raw = json.loads(self._path.read_text(encoding="utf-8"))
             if raw["version"] != _VERSION:
-                raise PipelineError(f"{self._path}: is of version {raw['version']}, this program reads {_VERSION}")
+                raise PipelineError(f"{self._path}: has version {raw['version']}, but this program reads {_VERSION}")
             for name, values in raw["stages"].items():
                 lists = {key: tuple(values[key]) for key in ("commands", "retired")}
                 self._stages[name] = StageRecord(**{**values, **lists})
@@ -76,24 +88,24 @@ class State:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise PipelineError(f"{self._path}: cannot be read ({problem}); put back the file as it was") from None
+            raise PipelineError(f"{self._path}: cannot be read ({problem}); restore the file") from None
 
     @property
     def exists(self) -> bool:
-        """Whether the pipeline was ever begun."""
+        """Returns whether the pipeline was ever started."""
         return self._path.is_file()
 
     def __getitem__(self, stage: str) -> StageRecord:
         return self._stages.get(stage, StageRecord())
 
     def update(self, stage: str, **changes: Any) -> StageRecord:
-        """Change fields of a stage's record, and write the file."""
+        """Changes fields of a stage's record, writes pipeline_state.json, and returns the record."""
         self._stages[stage] = replace(self[stage], **changes)
         self.write()
         return self._stages[stage]
 
     def write(self) -> None:
-        """Replace the file by what is in memory. Raises PipelineError where the disk does not take it."""
+        """Writes the records to pipeline_state.json. Raises PipelineError if it cannot be written."""
         stages = {name: asdict(record) for name, record in self._stages.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +116,15 @@ class State:
 
 @dataclass(frozen=True)
 class Override:
-    """One line of overrides.jsonl, which is only ever added to. sha256: of the weights; requirements: a
-    digest of the gate as it was; baseline: of the weights that it compared with; verdict: its file."""
+    """One line of overrides.jsonl: a person promoted weights that a gate had refused. Lines are only
+    appended.
+
+    by: USER@HOST.
+    sha256: digest of the promoted weights.
+    requirements: digest of the gate at that time.
+    baseline: SHA-256 of the weights that the gate compared with.
+    verdict: file of the overridden verdict.
+    """
 
     stage: str
     reason: str
@@ -118,21 +137,22 @@ class Override:
 
 
 def read_overrides(folder: Path) -> list[Override]:
-    """All overrides that were ever given in a pipeline. Raises PipelineError for a line that is damaged."""
+    """Returns all overrides of a pipeline, the oldest first. Raises PipelineError for a damaged line."""
     path = folder / OVERRIDES
     if not path.is_file():
         return []
-    found = []
+    overrides = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            found.append(Override(**json.loads(line)))
+            overrides.append(Override(**json.loads(line)))
         except (ValueError, TypeError):
-            raise PipelineError(f"{path}:{number}: is no override; put the line back as it was") from None
-    return found
+            raise PipelineError(f"{path}:{number}: is not a valid override; restore the line") from None
+    return overrides
 
 
 def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Override:
-    """Record for ever that a person lets a verdict's weights pass, with who it was and when."""
+    """Appends a line to overrides.jsonl: the overridden verdict, the reason, the user and the time. Returns
+    it."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as in containers
@@ -146,9 +166,9 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Overr
     line = (json.dumps(asdict(override)) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
-            begun = file.tell()
+            offset = file.tell()
             if file.write(line) != len(line):
-                file.truncate(begun)  # half a line would be an override that nobody can read
+                file.truncate(offset)  # half a line would be an override that nobody can read
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(path)
     except OSError as problem:
@@ -158,16 +178,20 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Overr
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Hold a pipeline for this process and what it starts with the lock's file open.
+    """Holds the lock of a pipeline within the block. Yields the lock file, which child processes inherit.
 
-    The lock ends when all of them have. A pipeline that was killed leaves commands behind that are told to
-    save and end: they are waited for. Raises PipelineError where another pipeline goes on."""
+    The lock is free once this process and all processes that inherited the file have ended. If the holder was
+    killed, its children may still save and end, and this call waits for them.
+
+    Raises PipelineError if another process runs the pipeline (in a Slurm job only after 10 minutes), or if
+    children of a killed holder do not end in 10 minutes.
+    """
     try:
         file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as problem:
         raise cannot_write(folder / LOCK, problem) from None
     in_job = os.environ.get("SLURM_JOB_ID") is not None
-    begun, said = time.monotonic(), False
+    start, reported = time.monotonic(), False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,31 +199,34 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
         except BlockingIOError:
             file.seek(0)
             holder = _holder(file.read())
-            where = f"process {holder.get('pid')} on {holder.get('host')}"
-            where += f", job {holder['job']}" if holder.get("job") else ""
+            holder_text = f"process {holder.get('pid')} on {holder.get('host')}"
+            holder_text += f", job {holder['job']}" if holder.get("job") else ""
             is_alive = holder.get("host") != socket.gethostname() or _is_alive(holder.get("pid"))
             # A job waits for a command that somebody has just typed, and for the lock of a node that is gone.
-            if time.monotonic() - begun > (_PATIENCE_S if in_job or not is_alive else 0.0):
+            if time.monotonic() - start > (_PATIENCE_S if in_job or not is_alive else 0.0):
                 file.close()
                 if is_alive:
-                    raise PipelineError(f"{folder}: another process works in this pipeline ({where})") from None
+                    raise PipelineError(
+                        f"{folder}: another process runs this pipeline; wait for {holder_text}"
+                    ) from None
                 raise PipelineError(
-                    f"{folder}: {where} is gone, but what it started does not end; `fuser {folder / LOCK}` names it"
+                    f"{folder}: {holder_text} has ended, but processes it started still run; `fuser {folder / LOCK}` "
+                    "lists them"
                 ) from None
-            if not said:
-                gone = "" if is_alive else " is gone; what it has left running"
-                say(f"{where}{gone} is waited for")
-                said = True
+            if not reported:
+                note = "" if is_alive else " is gone; what it has left running"
+                say(f"{holder_text}{note} is waited for")
+                reported = True
             time.sleep(0.2)
         except OSError as problem:
             file.close()
-            raise PipelineError(f"{folder}: its file system takes no locks ({problem.strerror})") from None
+            raise PipelineError(f"{folder}: its disk has no file locks ({problem.strerror}); use another") from None
     try:
         own_job = os.environ.get("SLURM_JOB_ID")
-        ours = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
+        own_record = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
         try:
             os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), ours.encode())
+            os.write(file.fileno(), own_record.encode())
         except OSError as problem:  # the lock holds without it
             say(f"warning: {folder / LOCK}: does not say who holds it ({problem.strerror})")
         yield file
@@ -208,7 +235,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether some process works in a pipeline now."""
+    """Returns whether a process holds the lock of the pipeline, so that the pipeline is running."""
     try:
         with (folder / LOCK).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

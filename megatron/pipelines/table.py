@@ -1,4 +1,4 @@
-"""The table of stages, live on a terminal, and the lines of what happens."""
+"""Draws the table of stages, live on a terminal, and prints progress lines."""
 
 import sys
 import time
@@ -15,6 +15,7 @@ from megatron.operations.jobs.table import console, duration
 from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.gate_verdicts import read_verdict
 from megatron.pipelines.promotion import promoted_verdict
 from megatron.pipelines.state import (
     DONE,
@@ -27,7 +28,6 @@ from megatron.pipelines.state import (
     State,
     read_overrides,
 )
-from megatron.pipelines.verdicts import read_verdict
 from megatron.process import say
 
 _COLOURS = {
@@ -40,18 +40,18 @@ _COLOURS = {
 }
 _SAY_EVERY_S, _DRAW_EVERY_S = 60.0, 1.0
 _TAIL = 256 * 1024  # bytes of metrics.jsonl
-_SHOWN = ("train/lm_loss", "validation/lm_loss", "train/rewards/accuracies", "validation/rewards/accuracies")
+_METRICS = ("train/lm_loss", "validation/lm_loss", "train/rewards/accuracies", "validation/rewards/accuracies")
 
 
 class Display:
-    """What a person sees while a pipeline runs: on a terminal the table, redrawn; else a line now and
-    then."""
+    """Shows the progress of a pipeline: a live table on a terminal, otherwise one line a minute for the
+    running stage."""
 
     def __init__(self, pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
         self._pipeline, self._state, self._say = pipeline, state, say
         self._console = console(sys.stderr)
         self._live: Live | None = None
-        self._drawn = self._said = time.monotonic()
+        self._last_draw_time = self._last_line_time = time.monotonic()
 
     def __enter__(self) -> "Display":
         if self._console.is_terminal:
@@ -65,57 +65,62 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def of_stage(self, name: str) -> Callable[[str], None]:
-        """Takes lines about one stage."""
+    def line_writer(self, name: str) -> Callable[[str], None]:
+        """Returns a function that prints a line with the name of the stage in front."""
         return lambda line: self._say(f"{name}: {line}")
 
     def beat(self) -> None:
-        """Called often while a command runs."""
+        """Redraws the table, or prints a line for the running stage, if the time has come. Call it often
+        while a command runs."""
         now = time.monotonic()
-        if self._live is not None and now - self._drawn >= _DRAW_EVERY_S:
-            self._drawn = now
+        if self._live is not None and now - self._last_draw_time >= _DRAW_EVERY_S:
+            self._last_draw_time = now
             self._live.update(self._table(), refresh=True)
-        elif self._live is None and now - self._said >= _SAY_EVERY_S:
-            self._said = now
+        elif self._live is None and now - self._last_line_time >= _SAY_EVERY_S:
+            self._last_line_time = now
             for stage in self._pipeline.stages:
                 if self._state[stage.name].status == RUNNING:
                     self._say(f"{stage.name}: {progress_of(self._pipeline, stage) or 'running'}")
 
     def print_table(self) -> None:
-        """The table once more, as it is at the end."""
-        with self._console.capture() as shown:  # rich would end this process where nobody reads
+        """Prints the table of stages once more at the end."""
+        with self._console.capture() as captured:  # rich would end this process where nobody reads
             self._console.print(self._table())
-        say(shown.get().rstrip("\n"))
+        say(captured.get().rstrip("\n"))
 
     def _table(self) -> Table:
         return stage_table(self._pipeline, self._state, self._console.is_terminal, works=True)
 
 
 def progress_of(pipeline: Pipeline, stage: Stage) -> str:
-    """`iteration 120/300, train/lm_loss 4.2`, "" where a stage has none."""
+    """Returns the progress of a training stage, such as `iteration 120/300, train/lm_loss 4.2`; "" if there
+    is none yet."""
     save = pipeline.save(stage.name)
     folder = RunFolder(save, save / "logs")
     status, rows = folder.status(), folder.last_rows(_TAIL)
     unread = [f"not used: {line}" for line in folder.problems.lines()]
     if not rows or not status:
-        shown = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
-        return ", ".join([*shown, *unread])
+        parts = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
+        return ", ".join([*parts, *unread])
     values: dict[str, Any] = {}
     for row in rows:
-        values |= {name: row[name] for name in _SHOWN if name in row}
-    shown = [f"iteration {rows[-1]['iteration']}/{status.get('train_iters')}"]
-    shown += [f"{name} {values[name]:.4g}" for name in _SHOWN if name in values]
-    return ", ".join([*shown, *unread])
+        values |= {name: row[name] for name in _METRICS if name in row}
+    parts = [f"iteration {rows[-1]['iteration']}/{status.get('train_iters')}"]
+    parts += [f"{name} {values[name]:.4g}" for name in _METRICS if name in values]
+    return ", ".join([*parts, *unread])
 
 
 def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str]]:
-    """The cells of the table by column, a row for each stage. works: whether some process works in it now:
-    without one what was running has been interrupted."""
+    """Returns a row for each stage: the text of each cell by the name of its column.
+
+    works: whether a process runs the pipeline now. If not, the state of a running stage is shown as
+    interrupted.
+    """
     overrides = read_overrides(pipeline.folder)
     rows = []
     for stage in pipeline.stages:
         record = state[stage.name]
-        took = record.seconds
+        duration_s = record.seconds
         status = record.status if works or record.status != RUNNING else "interrupted"
         rows.append({
             "stage": stage.name, "kind": stage.kind,
@@ -123,14 +128,17 @@ def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str
             "progress": progress_of(pipeline, stage) if stage.kind == "train" else "",
             "gate": gate_words(pipeline, stage, state),
             "final": record.promoted["sha256"][:12] if record.promoted else "",
-            "took": duration(took) if took else "",
+            "took": duration(duration_s) if duration_s else "",
             "notes": "; ".join(notes_of(pipeline, stage, state, overrides)),
         })  # fmt: skip
     return rows
 
 
 def gate_words(pipeline: Pipeline, stage: Stage, state: State) -> str:
-    """The newest verdict on a stage in a word or two."""
+    """Returns the newest verdict on a stage in a few words, such as `pass (sft-1)`.
+
+    "none": promoted without a gate. "": there is no verdict on the present weights.
+    """
     record = state[stage.name]
     if record.verdict is None:
         return "none" if record.promoted and stage.kind == "train" else ""
@@ -145,34 +153,38 @@ def gate_words(pipeline: Pipeline, stage: Stage, state: State) -> str:
 
 
 def _gate_without_file(pipeline: Pipeline, stage: Stage, record: StageRecord) -> str:
-    """The verdict of a gate whose file is gone or damaged, from what else is known."""
+    """Returns the verdict in words from the copy stored with the promoted weights. It is used if the
+    verdict's own file is missing or damaged. Without a copy the verdict is `unknown`."""
     name = Path(record.verdict or "").name
     try:
-        kept = promoted_verdict(pipeline.final(stage.name))
+        promoted = promoted_verdict(pipeline.final(stage.name))
     except PipelineError:
-        kept = {}
-    if kept.get("file") == record.verdict and kept.get("weights_sha256") == record.weights.get("sha256"):
-        return f"{kept.get('result')} ({Path(name).stem}, whose file is gone)"
+        promoted = {}
+    if promoted.get("file") == record.verdict and promoted.get("weights_sha256") == record.weights.get("sha256"):
+        return f"{promoted.get('result')} ({Path(name).stem}, whose file is gone)"
     return f"unknown ({name} is gone or damaged; `gate {stage.name}` judges again)"
 
 
 def notes_of(pipeline: Pipeline, stage: Stage, state: State, overrides: Sequence[Override]) -> list[str]:
-    """What else is to be known of a stage: why it failed, its overrides for ever, folders of earlier
-    attempts."""
+    """Returns notes on a stage: why it failed, each override, and the folders of earlier attempts."""
     record = state[stage.name]
     notes = [record.reason] if record.reason else []
-    for one in overrides:
-        if one.stage == stage.name:
-            day = time.strftime("%Y-%m-%d", time.localtime(one.time))
-            now = "" if record.promoted.get("sha256") == one.sha256 else ", of earlier weights"
-            notes.append(f"overridden by {one.by} on {day}: {one.reason} (weights {one.sha256[:12]}{now})")
+    for entry in overrides:
+        if entry.stage == stage.name:
+            day = time.strftime("%Y-%m-%d", time.localtime(entry.time))
+            now = "" if record.promoted.get("sha256") == entry.sha256 else ", of earlier weights"
+            notes.append(f"overridden by {entry.by} on {day}: {entry.reason} (weights {entry.sha256[:12]}{now})")
     if record.retired:
-        notes.append(f"earlier attempts: {', '.join(one['folder'] for one in record.retired)}")
+        notes.append(f"earlier attempts: {', '.join(entry['folder'] for entry in record.retired)}")
     return notes
 
 
 def stage_table(pipeline: Pipeline, state: State, boxed: bool, works: bool) -> Table:
-    """The table of stages; boxed: for a terminal. works: as of `rows_of`."""
+    """Returns the table of stages.
+
+    boxed: whether to format it for a terminal.
+    works: as for `rows_of`.
+    """
     table = Table(
         title=pipeline.title if boxed else None, box=box.SIMPLE_HEAD if boxed else None, pad_edge=False,
         padding=(0, 1 if boxed else 2, 0, 0),

@@ -1,4 +1,4 @@
-"""What every process of a run does first, and how it writes what is only read by people.
+"""Begins and ends every process of a run: its signals, streams, logs and status files.
 
 `begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
 launcher ask a rank where it is; `look_for_stop` is called between the batches of whatever takes long.
@@ -17,7 +17,7 @@ from megatron.process.early_signals import (
     take_early_signals,
 )
 from megatron.process.logfile import LogFile, say
-from megatron.process.stop_signals import StopRequested, look_for_stop, stop_reason, stop_signal, stop_signals_taken
+from megatron.process.stop_signals import StopRequested, capture_stop_signals, look_for_stop, stop_reason, stop_signal
 
 __all__ = [
     "STACKS_SIGNAL",
@@ -33,6 +33,6 @@ __all__ = [
     "show_stacks_on_signal",
     "stop_reason",
     "stop_signal",
-    "stop_signals_taken",
+    "capture_stop_signals",
     "take_early_signals",
 ]

@@ -1,11 +1,11 @@
-"""The children of a process, as Linux tells them."""
+"""Finds the child processes of a process (Linux)."""
 
 from contextlib import suppress
 from pathlib import Path
 
 
 def children(parent: int) -> set[int]:
-    """The processes whose parent is `parent` (Linux; elsewhere none are known)."""
+    """Returns the ids of the child processes of the process `parent`; an empty set outside Linux."""
     pids: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended

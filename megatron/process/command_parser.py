@@ -1,4 +1,7 @@
-"""How a command reads its words. Not in the package's `__init__`: argparse is for commands alone."""
+"""The parser of command-line arguments for all commands.
+
+It is not imported in the package's `__init__`, because only commands need argparse.
+"""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -7,11 +10,10 @@ from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Every command's parser: a flag is taken by its whole name, and help keeps the lines of its texts.
+    """An argparse parser whose flags cannot be abbreviated and whose help keeps line breaks.
 
-    argparse takes the beginning of a flag for the flag, so that a name of another script's can mean one of
-    ours that does something else. Parsers of subcommands are of this class too. Who makes one may say
-    otherwise.
+    argparse accepts any unique prefix of a flag. So a flag meant for another script could be read as one of
+    ours. Subcommands get parsers of this class too. Arguments of the constructor override both changes.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -19,19 +21,20 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{**as_written, **options})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; where a word is no flag of ours the error names the nearest."""
-        return self._all_known(*self.parse_known_args(args, namespace))
+        """Parses like argparse. The error for an unknown flag suggests the nearest known flags."""
+        return self._refuse_unknown(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words that may stand among the flags, as `parse_args` does."""
-        return self._all_known(*self.parse_known_intermixed_args(args, namespace))
+        """Parses arguments in which positional ones may stand between flags. The errors are those of
+        `parse_args`."""
+        return self._refuse_unknown(*self.parse_known_intermixed_args(args, namespace))
 
-    def _all_known(self, parsed: Any, unknown: Sequence[str]) -> Any:
+    def _refuse_unknown(self, parsed: Any, unknown: Sequence[str]) -> Any:
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
             nearest = dict.fromkeys(name for flag in flags for name in self._nearest(flag))
-            meant = f"; do you mean {' or '.join(nearest)}?" if nearest else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            hint = f"; do you mean {' or '.join(nearest)}?" if nearest else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed
 
     def _nearest(self, flag: str) -> list[str]:
@@ -39,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
         return [name for name in names if name.startswith(flag)] or get_close_matches(flag, names, 1)
 
     def _flags(self) -> Iterator[str]:
-        """The flags of this parser and of its subcommands."""
+        """Yields the flags of this parser and of its subcommands."""
         for action in self._actions:
             yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):

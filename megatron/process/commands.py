@@ -1,4 +1,4 @@
-"""How a command ends, also when nobody reads what it writes."""
+"""Runs a command and ends its process, also if the reader of its output has closed the pipe."""
 
 import atexit
 import io
@@ -16,57 +16,63 @@ from megatron.process.early_signals import open_streams
 
 
 def run_command(main: Callable[[], object]) -> NoReturn:
-    """Run a command, and end this process with what it returns, as `sys.exit` does.
+    """Runs `main`, then ends this process with its return value, as `sys.exit` does.
 
-    When the reader of its stdout or stderr has gone, as `| head` does, the command is unwound at its next
-    write, so that it removes temporary files and ends its processes. Then the process ends by SIGPIPE, in
-    silence, as other Unix programs do. An error of its own is told and ends it as ever.
+    If the reader of stdout or stderr closes the pipe (`| head`), the next write raises _PipeBroken. So the
+    command removes its temporary files and ends its child processes. Then this process ends silently by
+    SIGPIPE, like other Unix programs. Any other exception of the command is reported as usual.
     """
     open_streams()
     _notice_closed_pipes()
     threading.excepthook = _silent_threads
     os.register_at_fork(after_in_child=outlive_readers)  # its parent is told of a BrokenPipeError, and ends
-    ended: object = None
+    result: object = None
     problem: BaseException | None = None
-    is_gone = False
+    is_broken = False
     try:
-        ended = main()
-    except _ReaderGone:
-        is_gone = True
+        result = main()
+    except _PipeBroken:
+        is_broken = True
     except SystemExit as ending:
-        ended = ending.code
-    except BaseException as other:
-        problem, is_gone = other, isinstance(other, BrokenPipeError) and bool(_without_reader())
-    with suppress(OSError, _ReaderGone):  # OSError: a full disk, which the interpreter tells of
+        result = ending.code
+    except BaseException as error:
+        problem, is_broken = error, isinstance(error, BrokenPipeError) and bool(_broken_pipes())
+    with suppress(OSError, _PipeBroken):  # OSError: a full disk, which the interpreter tells of
         sys.stdout.flush()
-    gone = _without_reader()
-    if is_gone or gone and problem is None and not ended:
-        _end_by_sigpipe(gone)
-    _leave(gone)  # what went wrong comes first
+    broken_pipes = _broken_pipes()
+    if is_broken or broken_pipes and problem is None and not result:
+        _end_by_sigpipe(broken_pipes)
+    _leave(broken_pipes)  # what went wrong comes first
     if problem is not None:
         raise problem
-    sys.exit(ended)  # type: ignore[arg-type]
+    sys.exit(result)  # type: ignore[arg-type]
 
 
 def outlive_readers() -> None:
-    """From now on this process goes on when nobody reads what it writes, as a run does: what is written to
-    the streams then raises BrokenPipeError."""
+    """Keeps this process running if the reader of its output closes the pipe, as a training run must.
+
+    Writes to stdout and stderr then raise BrokenPipeError instead of ending the command.
+    """
     for pipe in _pipes():
         pipe.ends_command = False
 
 
-class _ReaderGone(SystemExit):
-    """Unwinds a command: no `except Exception` or `except OSError` keeps it from ending."""
+class _PipeBroken(SystemExit):
+    """Raised by a write to a closed output pipe; ends the command. `except Exception` and `except OSError` do
+    not catch it."""
 
 
 class _Pipe(io.FileIO):
-    """The writing end of a pipe. name: the stream's, for messages."""
+    """The writing end of a pipe. A write raises _PipeBroken once the reader has closed the pipe.
+
+    name: name of the stream, for messages.
+    """
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self.name = name
         self.ends_command = True
-        self.reader_gone = False
+        self.is_broken = False
 
     def write(self, data: Any, /) -> Any:
         try:
@@ -74,12 +80,13 @@ class _Pipe(io.FileIO):
         except BrokenPipeError:
             if not self.ends_command:
                 raise
-            self.reader_gone = True
-            raise _ReaderGone(128 + signal.SIGPIPE) from None
+            self.is_broken = True
+            raise _PipeBroken(128 + signal.SIGPIPE) from None
 
 
 def _notice_closed_pipes() -> None:
-    """Let stdout and stderr, where they are pipes, raise _ReaderGone when nobody reads them."""
+    """If stdout or stderr is a pipe, replaces it by a stream whose writes raise _PipeBroken once the reader
+    has closed it."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -103,22 +110,23 @@ def _pipes() -> list[_Pipe]:
     return [raw for stream in (sys.stdout, sys.stderr) if isinstance(raw := _raw(stream), _Pipe)]
 
 
-def _without_reader() -> list[_Pipe]:
-    """The pipes that nobody reads, of a command that ends then."""
-    found = []
+def _broken_pipes() -> list[_Pipe]:
+    """Returns those of stdout and stderr whose reader has closed the pipe, without pipes that
+    `outlive_readers` has excused."""
+    broken_pipes = []
     for pipe in _pipes():
         if pipe.ends_command:
             poll = select.poll()
             poll.register(pipe.fileno(), 0)  # of errors alone: its other end is closed
-            if pipe.reader_gone or poll.poll(0):
-                found.append(pipe)
-    return found
+            if pipe.is_broken or poll.poll(0):
+                broken_pipes.append(pipe)
+    return broken_pipes
 
 
-def _silent_threads(told: threading.ExceptHookArgs) -> None:
-    """Report the exception that ended a thread, unless it is that nobody reads."""
-    if told.exc_type is not _ReaderGone:
-        threading.__excepthook__(told)
+def _silent_threads(uncaught: threading.ExceptHookArgs) -> None:
+    """Reports the exception that ended a thread, except _PipeBroken."""
+    if uncaught.exc_type is not _PipeBroken:
+        threading.__excepthook__(uncaught)
 
 
 def _raw(stream: Any) -> Any:
@@ -126,17 +134,17 @@ def _raw(stream: Any) -> Any:
     return getattr(buffer, "raw", buffer)
 
 
-def _leave(gone: Sequence[_Pipe]) -> None:
-    """Let what is still written to these go nowhere."""
-    for pipe in gone:
+def _leave(pipes: Sequence[_Pipe]) -> None:
+    """Redirects these pipes to /dev/null, so that later writes succeed."""
+    for pipe in pipes:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, pipe.fileno())
         os.close(nowhere)
 
 
-def _end_by_sigpipe(gone: Sequence[_Pipe]) -> NoReturn:
-    """What Python does at its end, and the end by a signal, which a shell calls 141."""
-    _leave(gone)  # threads and functions of `atexit` may still write
+def _end_by_sigpipe(pipes: Sequence[_Pipe]) -> NoReturn:
+    """Runs Python's exit functions, then ends this process by SIGPIPE, in a shell exit code 141."""
+    _leave(pipes)  # threads and functions of `atexit` may still write
     threading._shutdown()  # type: ignore[attr-defined]  # as `end_process`
     atexit._run_exitfuncs()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,5 +1,5 @@
-"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, stacks on
-demand, the last flush."""
+"""Handles signals and streams at the start of a process, stacks on demand, and the exit with a final
+flush."""
 
 import atexit
 import faulthandler
@@ -20,13 +20,17 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def begin_process(name: str, advice: str = "", promise: str | None = None) -> None:
-    """Prepare a process for signals; a command calls it before it imports anything slow.
+    """Sets the signal handlers that hold until a command sets its own. Call it before slow imports.
 
-    Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out,
-    no longer ends this process: it is noted (`stop_signal`), and acknowledged by `promise`, what the command
-    will do about it; None: nothing, and nothing is said. Ctrl-C ends it with one line, `name`: interrupted
-    and the advice, and exit code 130, also while modules are imported and while the interpreter ends. Other
-    signals end a run that has not begun.
+    Ctrl-C ends the process with the line `NAME: interrupted; ADVICE` and exit code 130, also during imports
+    and interpreter shutdown. USR1, by which a scheduler announces the time limit, is only recorded
+    (`stop_signal`). Other signals end the process as usual. Standard streams that are closed are opened to
+    /dev/null.
+
+    name: the command's name in messages.
+    advice: text after "interrupted".
+    promise: printed when USR1 arrives: what the command will do about it. None: it does nothing and prints
+        nothing.
     """
     open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
@@ -36,23 +40,28 @@ def begin_process(name: str, advice: str = "", promise: str | None = None) -> No
 
 
 def take_early_signals(handler: Any) -> list[int]:
-    """Signals that came since `begin_process`, for who handles them from now on. handler: that of USR1 until
-    then."""
+    """Returns [SIGUSR1] if the signal has arrived since `begin_process`, else []. Call it when installing
+    other handlers.
+
+    handler: the previous handler of SIGUSR1.
+    """
     return [signal.SIGUSR1] if getattr(handler, "received", 0) else []
 
 
 def show_stacks_on_signal() -> None:
-    """From now on SIGUSR2, and a crash in compiled code, write the Python stacks of all threads to stderr:
-    also while this process waits in compiled code, as in a collective."""
+    """Makes SIGUSR2, and a crash in compiled code, write the Python stacks of all threads to stderr.
+
+    The signal works even while the process waits in compiled code, such as a collective.
+    """
     faulthandler.enable(file=_STDERR)
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
 def exit_code(code: int) -> int:
-    """Flush stdout and stderr and return `code`, with which the process then ends also where they cannot be
-    written.
+    """Flushes stdout and stderr and returns `code`.
 
-    The interpreter would end with a code of its own (120) instead.
+    A stream that cannot be written is redirected to /dev/null. Otherwise the interpreter would end with exit
+    code 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -65,11 +74,11 @@ def exit_code(code: int) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`, as `sys.exit` does, but without destroying modules and what they hold.
+    """Ends this process with exit code `code`, without destroying Python modules and objects.
 
-    Threads are waited for, functions registered with `atexit` run, streams are flushed. Then the process ends
-    at once: in the destruction of process groups and engines a thread of theirs now and then aborts a run
-    that has succeeded (SIGABRT, code 134).
+    Before that it waits for threads, runs functions registered with `atexit`, and flushes streams. Destroying
+    objects could abort a successful run (SIGABRT, code 134), because threads of process groups and engines
+    still use them.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors, unlike join
     atexit._run_exitfuncs()
@@ -88,8 +97,10 @@ def _interrupted(line: bytes) -> Callable[[int, FrameType | None], None]:
 
 
 def open_streams() -> None:
-    """Let standard streams that were closed be /dev/null: the next file to be opened would otherwise get the
-    descriptor of one, and what is written there."""
+    """Opens /dev/null for each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next file to be opened would get the descriptor of that stream, and the output meant for it.
+    """
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
             continue

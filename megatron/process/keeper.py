@@ -1,7 +1,8 @@
-"""A process that keeps another, and ends everything that came of it: also what moved to a session of its own,
-which no signal to a process group reaches.
+"""A keeper process waits for a child process and then kills all of its descendants (Linux).
 
-Linux alone hands orphans to the nearest ancestor that asks for them (PR_SET_CHILD_SUBREAPER)."""
+They include processes in sessions of their own, which signals to a process group do not reach. Only Linux
+makes orphans children of an ancestor that asks for it (PR_SET_CHILD_SUBREAPER).
+"""
 
 import ctypes
 import os
@@ -23,11 +24,14 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
 def keep_this_process(let_go: Callable[[], None]) -> None:
-    """Go on in a child of this process, which stays behind as its keeper. Call it before threads are started.
+    """Forks: the child returns from this call and continues, this process stays behind as its keeper. Call it
+    before threads are started.
 
-    The keeper ends when the child does, and as the child did; when its own parent ends; and by `END`. First
-    it kills the child and all that descends from it. let_go: closes in the keeper what only the child may
-    hold."""
+    The keeper ends when the child ends, when its own parent ends, or on the signal `END`. Then it kills the
+    child and all of its descendants, and takes the exit code or signal of the child.
+
+    let_go: called in the keeper, closes the files that only the child may hold open.
+    """
     parent, keeper = os.getppid(), os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how children end
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -49,37 +53,40 @@ def keep_this_process(let_go: Callable[[], None]) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2). Raises OSError."""
+    """Calls prctl(2) of Linux. Raises OSError if it fails."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl: {os.strerror(code)}")
 
 
 def _wait(child: int, parent: int) -> int | None:
-    """The child's wait status once it has ended; None: it is to be ended."""
+    """Waits for the child and returns its wait status; None if the keeper must end first (`END`, or its
+    parent has ended)."""
     while os.getppid() == parent:
-        told = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOKS_S)
-        if told is not None and told.si_signo == END:
+        received = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOKS_S)
+        if received is not None and received.si_signo == END:
             return None
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too
-                if ended[0] == child:
-                    return ended[1]
+            while (exited := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too
+                if exited[0] == child:
+                    return exited[1]
     return None
 
 
 def _kill_all(child: int) -> int:
-    """Kill all descendants: a process that loses its parent becomes a child of this one, and is killed next.
-    The wait status of `child`, if it ran."""
+    """Kills all descendants of this process, and returns the wait status of `child`.
+
+    When a process is killed, its children become children of this process, and are killed next.
+    """
     deadline, status = time.monotonic() + _KILLING_S, signal.SIGKILL.value
     while time.monotonic() < deadline:
         for pid in children(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == child:
-                    status = ended[1]
+            while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+                if exited[0] == child:
+                    status = exited[1]
         except ChildProcessError:
             return status
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
@@ -89,7 +96,7 @@ def _kill_all(child: int) -> int:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with the exit code or the signal of a wait status."""
+    """Ends this process with the exit code, or by the signal, that the wait status `status` contains."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one

@@ -1,4 +1,4 @@
-"""Files and lines that are only read by people: what cannot be written is said, and the run goes on."""
+"""Writes logs and messages for people. A write error is reported and does not end the run."""
 
 import os
 import sys
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-KEPT = 1 << 20  # bytes of one file
+MAX_BYTES = 1 << 20  # bytes of one file
 
 
 class LogFile:
-    """A log file that is only added to. Where its disk is full or read-only, what comes is kept, up to KEPT
-    bytes (the newest), and written as soon as it can be; a line stands for what was lost.
+    """A log file to which data is appended.
 
-    say: is told once, in a line that names the folder alone, so that it is the same for all files there.
+    If the disk is full or read-only, the newest MAX_BYTES bytes are kept in memory and written as soon as
+    possible. If more bytes are lost, a line in the file gives their number.
+
+    say: receives a message at the first error. The message names the folder only, so that it is equal for all
+    log files there.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -22,32 +25,33 @@ class LogFile:
         self._descriptor: int | None = None
         self._waiting = b""
         self._lost = 0
-        self._told = False
+        self._reported = False
         self.write(b"")  # it is there from the beginning
 
     @property
-    def is_whole(self) -> bool:
-        """Whether everything is in the file."""
+    def is_complete(self) -> bool:
+        """Returns whether all data has been written to the file."""
         return not self._waiting
 
     def write(self, data: bytes) -> None:
-        """Add something; never raises OSError."""
+        """Appends data, or keeps it in memory if the disk is full. Never raises OSError."""
         self._waiting += data
-        if len(self._waiting) > KEPT and self._told:
-            self._lost += len(self._waiting) - KEPT
-            self._waiting = self._waiting[-KEPT:]
+        if len(self._waiting) > MAX_BYTES and self._reported:
+            self._lost += len(self._waiting) - MAX_BYTES
+            self._waiting = self._waiting[-MAX_BYTES:]
         try:
             self._write()
         except OSError as problem:
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 self._say(
                     f"{self.path.parent}: logs cannot be written ({problem.strerror}); the run goes on, and up to "
-                    f"{KEPT >> 20} MiB of each is kept until they can be"
+                    f"{MAX_BYTES >> 20} MiB of each is kept until they can be"
                 )
 
     def close(self) -> None:
-        """Write what is left, if it can be; else say how much is missing at its end."""
+        """Writes the data kept in memory and closes the file. If data cannot be written, reports how many
+        bytes are missing."""
         if self._waiting:
             self.write(b"")
         if self._waiting:
@@ -68,7 +72,7 @@ class LogFile:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, if that can be written to; else it is lost."""
+    """Writes a line to stderr. If stderr cannot be written, the line is lost."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -1,5 +1,6 @@
-"""`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, reading and
-writing it; and the names of the files beside it, of `profile_memory`, the load of experts and rollouts."""
+"""Reads and writes `metrics.jsonl`, the file of a run's metrics.
+
+It also has the names of the files next to it: of `profile_memory`, the load of experts and rollouts."""
 
 import io
 import itertools
@@ -14,36 +15,44 @@ from megatron.process.run_files import ROW_SHAPE, Problems, Unfit, count, fields
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory_parts.json"
 LOAD_FILE = "router_load.jsonl"
-"""A line a logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`, of each of these the
-tokens of each expert in units of the mean."""
+"""The file has a line for each logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`.
+
+`load` has for each layer the tokens of each expert in units of the mean."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """A line an answer of a run that is trained with rewards."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
-"""Where the run is; everything else in a row is a metric."""
+"""The fields that give the position of the run; every other field of a row is a metric."""
 _BLOCK = 1 << 20  # bytes that are read at a time from the end
 
 
 def read_metrics(path: Path, problems: Problems) -> Iterator[dict[str, Any]]:
-    """The row of each step in a `metrics.jsonl`, in order: numbers by name, and `run_id`. A value that is no
-    number is dropped and noted; lines that are no rows, as `read_lines`."""
+    """Yields the rows of a `metrics.jsonl` in order. A row holds numbers by metric name, and `run_id`.
+
+    Values that are not numbers are dropped and noted in `problems`. Invalid lines are treated as in
+    `read_lines`.
+    """
     for _, row in read_lines(path, problems):
-        yield _typed(path, row, problems)
+        yield _checked_row(path, row, problems)
 
 
 def read_last_metrics(path: Path, size: int, problems: Problems) -> list[dict[str, Any]]:
-    """As `read_metrics`, of the last `size` bytes of a file, which may have gigabytes."""
+    """Returns the whole rows in the last `size` bytes of a `metrics.jsonl`, as `read_metrics` yields them."""
     with open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - size))
         lines = file.read(size).splitlines(keepends=True)
-    found = (_row(path, line, problems) for line in (lines if end <= size else lines[1:]))
-    return [_typed(path, row, problems) for row in found if row is not None]
+    rows = (_row(path, line, problems) for line in (lines if end <= size else lines[1:]))
+    return [_checked_row(path, row, problems) for row in rows if row is not None]
 
 
 def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(byte at which its line ends, row) of each object with an `iteration` in a file of lines, in order; its
-    other values are of any kind. What is no row is passed over and noted: bytes that a disk has damaged. The
-    last line may be one that a run was killed in, or is writing."""
+    """Yields (offset of the end of the line, row) of each valid line in order. A valid line is a JSON object
+    with an `iteration`.
+
+    Other values of the row are not checked. Invalid lines, as from a damaged disk, are skipped and noted in
+    `problems`. An invalid last line without a line break is skipped silently: a run may be writing it, or was
+    killed while writing.
+    """
     end = 0
     with open_file(path) as file:
         for line in file:
@@ -53,15 +62,16 @@ def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
 
 
 def read_lines_backwards(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As of `read_lines`, from the last row on; no more of the file is read than is asked for."""
+    """Yields the same as `read_lines`, but from the last line backwards. Reads only as much of the file as
+    the caller consumes."""
     with open_file(path) as file:
         start = end = file.seek(0, os.SEEK_END)
-        begun = b""  # a line whose beginning is not read yet
+        partial_line = b""  # a line whose beginning is not read yet
         while start > 0:
             size = min(_BLOCK, start)
             start = file.seek(start - size)
-            lines = io.BytesIO(file.read(size) + begun).readlines()
-            begun = lines.pop(0) if start > 0 else b""
+            lines = io.BytesIO(file.read(size) + partial_line).readlines()
+            partial_line = lines.pop(0) if start > 0 else b""
             for line in reversed(lines):
                 if (row := _row(path, line, problems)) is not None:
                     yield end, row
@@ -76,24 +86,26 @@ def _row(path: Path, line: bytes, problems: Problems) -> dict[str, Any] | None:
         count(row.get("iteration"))
     except (ValueError, Unfit) as problem:
         if line.endswith(b"\n") and line.strip():
-            why = "has no iteration" if isinstance(problem, Unfit) else problem
-            problems.note(path, "", f"a line is no row ({why}); passed over")
+            reason = "has no iteration" if isinstance(problem, Unfit) else problem
+            problems.note(path, "", f"a line is not a valid row ({reason}); skipped")
         return None
     return row
 
 
-def _typed(path: Path, row: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    fields = fields_of(row, ROW_SHAPE, lambda name, why: problems.note(path, name, why), others=number)
+def _checked_row(path: Path, row: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    fields = fields_of(row, ROW_SHAPE, lambda name, reason: problems.note(path, name, reason), default=number)
     return {name: value for name, value in fields.items() if value is not None}
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once; null for
-    what is no number.
+    """Writes `metrics.jsonl` or a similar file: one JSON object per line, floats in full precision, NaN as
+    null.
 
-    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
-    of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
-    disk that is full.
+    When a run resumes at `iteration`, rows of later iterations are removed in place, which needs no disk
+    space. If the file belongs to another run (`log_dir` may be shared), it is renamed to `metrics.1.jsonl`
+    and so on.
+
+    say: receives a message if the disk is full.
     """
 
     def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
@@ -101,8 +113,8 @@ class JsonlLogger:
         if path.exists() and any(
             row.get("run_id") != run_id for _, row in itertools.islice(read_lines_backwards(path, Problems()), 1)
         ):
-            taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
-            os.replace(path, next(name for name in taken if not name.exists()))
+            candidates = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
+            os.replace(path, next(name for name in candidates if not name.exists()))
         if path.exists():
             backwards = read_lines_backwards(path, Problems())
             os.truncate(path, next((end for end, row in backwards if row["iteration"] <= iteration), 0))

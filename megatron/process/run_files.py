@@ -1,9 +1,9 @@
-"""The files of a run that other programs read (status.json, training_summary.json, manifests, rows of
-metrics.jsonl), the one way to read them, and how numbers are written.
+"""Reads the files of a run that other programs read too, and writes JSON for them.
 
-Whoever reads a file of a run trusts nothing in it: the disk may have been full, the writer killed, the file
-edited. A value that is not of its kind is dropped, and `Problems` names it; every value that is left can be
-calculated with and printed.
+They are status.json, training_summary.json, manifests and the rows of metrics.jsonl.
+
+Their content is not trusted: the disk may have been full, the writer killed, the file edited. A value of the
+wrong type is dropped, and noted in `Problems`. Every remaining value can be used in computations and printed.
 """
 
 import errno
@@ -28,30 +28,35 @@ Shape = Mapping[str, Kind]
 
 
 class Unfit(Exception):
-    """A value that is not of its kind; the message says what was expected."""
+    """Raised for a value of the wrong type. The message says what was expected."""
 
 
 class Problems:
-    """What could not be used of files that were read: by file and name, how often, and why at first."""
+    """Collects unusable values of files. For each file and name it keeps the number of occurrences and the
+    first reason."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], tuple[int, str]] = {}
+        self._entries: dict[tuple[str, str], tuple[int, str]] = {}
 
-    def note(self, file: Path, name: str, why: str) -> None:
-        """Note one of them. name: of the value; "" where it is the file."""
-        count, first = self._found.get((str(file), name), (0, why))
-        self._found[str(file), name] = (count + 1, first)
+    def note(self, file: Path, name: str, reason: str) -> None:
+        """Records an unusable value. name: the name of the value in the file; "" for the whole file."""
+        count, first_reason = self._entries.get((str(file), name), (0, reason))
+        self._entries[str(file), name] = (count + 1, first_reason)
 
     def lines(self) -> list[str]:
-        """A line each: file, name, why."""
+        """Returns a line for each file and name, with the first reason and the number of occurrences."""
         return [
-            f"{file}: {name}{': ' if name else ''}{why}{f' ({count} times)' if count > 1 else ''}"
-            for (file, name), (count, why) in self._found.items()
+            f"{file}: {name}{': ' if name else ''}{reason}{f' ({count} times)' if count > 1 else ''}"
+            for (file, name), (count, reason) in self._entries.items()
         ]
 
 
 def number(value: Any) -> float | int:
-    """A number, which may be NaN or infinite; null, as some programs write NaN, is NaN."""
+    """Returns a number, which may be NaN or infinite. null becomes NaN, because some programs write null for
+    NaN.
+
+    Raises Unfit for any other value.
+    """
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -59,40 +64,43 @@ def number(value: Any) -> float | int:
     try:
         float(value)
     except OverflowError:
-        raise Unfit("a number that a float holds") from None
+        raise Unfit("a number in the range of a float") from None
     return value
 
 
 def amount(value: Any) -> float | int:
-    """A finite number of at least 0 that a whole number of 64 bits can hold."""
+    """Returns a finite number of at least 0 and below 2^63. Raises Unfit for any other value."""
     if not 0 <= number(value) < 2**63:
         raise Unfit("a number of at least 0 and below 2^63")
     return value
 
 
 def count(value: Any) -> int:
-    """A whole number of at least 0, of 64 bits at most."""
+    """Returns a 64-bit integer of at least 0. Raises Unfit for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise Unfit("a whole number of at least 0 and below 2^63")
     return value
 
 
 def process_number(value: Any) -> int:
-    """The number of a process: 0 and negative ones would mean groups of them to the system."""
+    """Returns a process id above 1; 0 and negative ids would mean process groups. Raises Unfit for any other
+    value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 < value < 2**31:
-        raise Unfit("the number of a process")
+        raise Unfit("a process id")
     return value
 
 
 def seconds(value: Any) -> float | int:
-    """A duration or a moment in seconds that a clock can show."""
+    """Returns a duration or time in seconds that can be converted to a date. Raises Unfit for any other
+    value."""
     if not 0 <= number(value) < _LATEST_S:
-        raise Unfit(f"seconds, at least 0 and below {_LATEST_S:.0e}")
+        raise Unfit(f"a number of seconds, at least 0 and below {_LATEST_S:.0e}")
     return value
 
 
 def text(value: Any) -> str:
-    """A text that any terminal and file takes; a very long one is cut."""
+    """Returns the text with unprintable characters replaced by U+FFFD, truncated to _LONGEST characters.
+    Raises Unfit if the value is no text."""
     if not isinstance(value, str):
         raise Unfit("a text")
     if len(value) > _LONGEST:
@@ -103,7 +111,7 @@ def text(value: Any) -> str:
 
 
 def one_of(*words: str) -> Kind:
-    """One of these words."""
+    """Returns a function that returns a value if it is one of `words`, and raises Unfit otherwise."""
 
     def read(value: Any) -> str:
         if value not in words:
@@ -114,52 +122,59 @@ def one_of(*words: str) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """A list whose values are all of one kind."""
+    """Returns a function that takes a list and returns it with `kind` applied to each value. It raises Unfit
+    for anything else."""
 
     def read(value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise Unfit("a list")
-        return [kind(one) for one in value]
+        return [kind(item) for item in value]
 
     return read
 
 
-def each(kind: Kind) -> Kind:
-    """An object of any names, whose values are all of one kind."""
+def map_of(kind: Kind) -> Kind:
+    """Returns a function that takes an object with any names and returns it with `kind` applied to each
+    value. It raises Unfit for anything else."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Unfit("an object")
-        return {text(name): kind(one) for name, one in value.items()}
+        return {text(name): kind(item) for name, item in value.items()}
 
     return read
 
 
-def whole(shape: Shape) -> Kind:
-    """An object that has every name of a shape; it is of use only as a whole."""
+def complete(shape: Shape) -> Kind:
+    """Returns a function that takes an object and returns its values of the names in `shape`, checked. It
+    raises Unfit if one is missing or does not pass."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Unfit("an object")
         if missing := [name for name in shape if value.get(name) is None]:
-            raise Unfit(f"an object with {', '.join(missing)}")
-        try:
-            return {name: kind(value[name]) for name, kind in shape.items()}
-        except Unfit as problem:
-            raise Unfit(f"an object whose values are numbers and texts as they must be: {problem}") from None
+            raise Unfit(f"an object with the names {', '.join(missing)}")
+        values = {}
+        for name, kind in shape.items():
+            try:
+                values[name] = kind(value[name])
+            except Unfit as problem:
+                raise Unfit(f'an object whose "{name}" is {problem}') from None
+        return values
 
     return read
 
 
 def tree(value: Any) -> Any:
-    """A text or number, or an object of trees."""
+    """Returns a text, a number, or an object that contains only such values at any depth. Raises Unfit for
+    any other value."""
     if isinstance(value, dict):
-        return {text(name): tree(one) for name, one in value.items()}
+        return {text(name): tree(item) for name, item in value.items()}
     return text(value) if isinstance(value, str) else number(value)
 
 
-def anything(value: Any) -> Any:
-    """Whatever it is: its reader checks it."""
+def any_value(value: Any) -> Any:
+    """Returns any value unchanged. The caller has to check it."""
     return value
 
 
@@ -170,19 +185,19 @@ STATUS_SHAPE: Shape = {
 }  # fmt: skip
 SUMMARY_SHAPE: Shape = {
     "status": STATUS_SHAPE["status"], "reason": text, "run_id": text, "iteration": count, "train_iters": count,
-    "best": whole({"metric": text, "value": number, "iteration": count}), "training_seconds": seconds,
+    "best": complete({"metric": text, "value": number, "iteration": count}), "training_seconds": seconds,
     "wall_clock_seconds": seconds, "tokens_per_sec": number, "world_size": count,
-    "parameters": whole({"total": count, "trainable": count, "trainable_share": number}), "skipped_steps": count,
-    "precision": text, "objective": text, "layout": each(tree), "effective_batch": each(number),
-    "start_weights": text, "versions": each(text), "git_hash": text,
+    "parameters": complete({"total": count, "trainable": count, "trainable_share": number}), "skipped_steps": count,
+    "precision": text, "objective": text, "layout": map_of(tree), "effective_batch": map_of(number),
+    "start_weights": text, "versions": map_of(text), "git_hash": text,
 }  # fmt: skip
 MANIFEST_SHAPE: Shape = {
-    "iteration": count, "consumed_samples": count, "layout": each(tree), "tokenizer": text, "versions": each(text),
-    "created": text, "validation_loss": number, "engine": text, "config": each(anything),
-    "data": each(anything),
+    "iteration": count, "consumed_samples": count, "layout": map_of(tree), "tokenizer": text, "versions": map_of(text),
+    "created": text, "validation_loss": number, "engine": text, "config": map_of(any_value),
+    "data": map_of(any_value),
 }  # fmt: skip
 DATA_SHAPE: Shape = {
-    "files": each(tree), "laid_out": each(list_of(list_of(count))), "consumed_sha256": text,
+    "files": map_of(tree), "laid_out": map_of(list_of(list_of(count))), "consumed_sha256": text,
 }  # fmt: skip
 """The fields of a manifest's `data` and their kinds."""
 ROW_SHAPE: Shape = {
@@ -190,12 +205,11 @@ ROW_SHAPE: Shape = {
     "runtime/start_time": seconds, "runtime/iteration_time": seconds, "runtime/restarts": amount,
     "train/skipped_steps": amount, "train/untrained_steps": amount, "train/spikes": amount,
 }  # fmt: skip
-"""Of a row of metrics.jsonl; every other name is a metric, a `number`."""
+"""The fields of a row of metrics.jsonl; every other name is a metric, a `number`."""
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """A value as text of JSON that every program reads: NaN and infinities, for which JSON has no form, are
-    null. options: of `json.dumps`."""
+    """Returns the value as standard JSON. NaN and infinities become null. options: passed to `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -206,21 +220,22 @@ def _without_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _without_nonfinite(one) for name, one in value.items()}
-    return [_without_nonfinite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _without_nonfinite(item) for name, item in value.items()}
+    return [_without_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file to read. Raises OSError also for what is none, such as a pipe, which would never end."""
+    """Opens a regular file for reading. Raises OSError for a pipe or device too, because reading from it
+    could block for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
 def parse(data: bytes | str) -> Any:
-    """The value of a text of JSON. Raises ValueError for text that is none, and for one nested too deeply."""
+    """Returns the value in a JSON text. Raises ValueError if the JSON is invalid or nested too deeply."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -232,66 +247,73 @@ def parse(data: bytes | str) -> Any:
     ]:  # fmt: skip
         depth += 1
         if depth > _DEEPEST:
-            raise ValueError(f"nested more than {_DEEPEST} deep")
+            raise ValueError(f"nested more than {_DEEPEST} levels deep")
     return value
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, with values of any kind. Raises OSError, and ValueError for other text."""
+    """Returns the object in a JSON file. Its values are not checked.
+
+    Raises OSError if the file cannot be read, and ValueError if it is invalid JSON, too large or not an
+    object.
+    """
     with open_file(path) as file:
         data = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
         raise ValueError(f"larger than {_LARGEST >> 20} MiB")
     value = parse(data)
     if not isinstance(value, dict):
-        raise ValueError("holds no object of JSON")
+        raise ValueError("is not a JSON object")
     return value
 
 
 def read_fields(path: Path, shape: Shape, problems: Problems) -> dict[str, Any]:
-    """The values of a JSON file that are of their kinds; {} where there is no file. A file that cannot be
-    read is noted and gives {} too."""
+    """Returns the values in a JSON file that pass the checks in `shape`; {} if the file does not exist.
+
+    If the file cannot be read, notes it in `problems` and returns {}.
+    """
     try:
         value = read_object(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else problem
-        problems.note(path, "", f"cannot be read ({why})")
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        problems.note(path, "", f"cannot be read ({reason})")
         return {}
-    return fields_of(value, shape, lambda name, why: problems.note(path, name, why))
+    return fields_of(value, shape, lambda name, reason: problems.note(path, name, reason))
 
 
 def read_status(save: Path, problems: Problems) -> dict[str, Any]:
-    """status.json of a run by its `save`, as `read_fields`."""
+    """Returns the checked values of status.json in a run's folder `save`; {} if there is no such file."""
     return read_fields(save / STATUS, STATUS_SHAPE, problems)
 
 
 def fields_of(
-    value: Mapping[str, Any], shape: Shape, note: Callable[[str, str], None], others: Kind | None = None
+    value: Mapping[str, Any], shape: Shape, note: Callable[[str, str], None], default: Kind | None = None
 ) -> dict[str, Any]:
-    """The values of an object that are of their kinds; null is kept, for it says that a value is not known.
+    """Returns the values of an object that pass the checks in `shape`. A null under a name of the shape is
+    kept, as an unknown value.
 
-    others: the kind of names that the shape lacks; None: they are left out. note: is told of each value that
-    was dropped its name and why.
+    default: the check for names that the shape lacks; None: such names are left out.
+    note: called with the name of each dropped value and the reason.
     """
     fields: dict[str, Any] = {}
-    for name, one in value.items():
-        kind = shape.get(name, others)
+    for name, item in value.items():
+        kind = shape.get(name, default)
         if kind is None:
             continue
-        if one is None and kind is not others:
+        if item is None and kind is not default:
             fields[name] = None
             continue
         try:
-            fields[name] = kind(one)
+            fields[name] = kind(item)
         except Unfit as expected:
-            note(text(name), f"{_shown(one)} is not {expected}; left out")
+            note(text(name), f"{_short_text(item)} is not {expected}; left out")
     return fields
 
 
-def _shown(value: Any) -> str:
-    """A value in few characters."""
+def _short_text(value: Any) -> str:
+    """Returns a short description of a value for messages."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     words = text(value) if isinstance(value, str) else str(value)

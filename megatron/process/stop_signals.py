@@ -1,7 +1,7 @@
-"""Signals that ask a process to stop: taken up, acknowledged and asked for in this one place.
+"""Records and acknowledges signals that ask a process to stop, and tells whether one has arrived.
 
-What has come is kept by the handlers themselves, in Python's table of signals, so that every phase of a run
-can ask without being handed anything: `stop_signal`, or `look_for_stop` between its batches.
+The signal handlers themselves hold the state, in Python's table of signals. So any code can call
+`stop_signal`, or `look_for_stop` between its batches, without extra arguments.
 """
 
 import os
@@ -19,7 +19,7 @@ _STDOUT = 1
 
 
 class StopRequested(Exception):
-    """A stop signal has come, and what was under way is given up. number: the signal."""
+    """Raised when a stop signal has arrived, to abandon the current work. number: the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,66 +30,78 @@ class StopRequested(Exception):
 
 
 class StopHandler:
-    """A handler of stop signals that notes the first one, `received`, and acknowledges it at once; another
-    one, later than its echo, ends the process. In a forked child it says nothing."""
+    """A signal handler that records the first stop signal in `received` and prints an acknowledgement.
+
+    A second signal more than SAME_SIGNAL_S seconds later ends the process. In a forked child nothing is
+    printed.
+    """
 
     def __init__(self, promise: Callable[[], str] | None, *, ends_at_second: bool = True, received: int = 0) -> None:
-        """promise: the line that acknowledges a signal, behind its name; None: nobody will obey, and nothing
-        is said. received: a signal that has come before, and is acknowledged."""
+        """Prepares a handler that acknowledges the first signal with the text that `promise` returns.
+
+        promise: returns the text printed after the signal's name. None: no code will act on the signal, and
+            nothing is printed.
+        ends_at_second: whether a second signal ends the process.
+        received: a signal that arrived earlier and has been acknowledged.
+        """
         self.received, self._promise, self._ends_at_second = received, promise, ends_at_second
-        self._first, self._process = time.monotonic(), os.getpid()
+        self._received_time, self._process = time.monotonic(), os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.received:
-            self.received, self._first = number, now
+            self.received, self._received_time = number, now
             if self._promise is not None and os.getpid() == self._process:
                 say_at_once(f"{signal.Signals(number).name}: {self._promise()}")
-        elif self._ends_at_second and now - self._first > SAME_SIGNAL_S:
+        elif self._ends_at_second and now - self._received_time > SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     @property
     def requested(self) -> int:
-        """The signal that this process has promised to obey, 0 without one."""
+        """Returns the recorded signal if `promise` was given, so that code will act on the signal; else 0."""
         return 0 if self._promise is None else self.received
 
 
 @contextmanager
-def stop_signals_taken(promise: Callable[[], str]) -> Iterator[None]:
-    """Within, the stop signals are noted and no longer end this process; one that came before is among them.
+def capture_stop_signals(promise: Callable[[], str]) -> Iterator[None]:
+    """Within the block stop signals are recorded (`stop_signal`) and do not end this process. A signal
+    recorded before the block counts too.
 
-    Afterwards the signals are as they were, but for the one that came: its echo may still be on its way, and
-    would end a process that is about to end by itself.
+    After the block the previous handlers are restored. Only the signal that arrived is ignored from then on:
+    the scheduler may send it twice, and the process is about to end anyway.
     """
     handler = StopHandler(promise, received=stop_signal())
     previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, signal.SIG_IGN if number == handler.received else before)
+        for number, handler_before in previous.items():
+            signal.signal(number, signal.SIG_IGN if number == handler.received else handler_before)
 
 
 def stop_signal() -> int:
-    """The first stop signal that has come to this process and is still to be obeyed; 0: none has."""
+    """Returns the recorded stop signal that code must still act on; 0 if there is none."""
     return max(getattr(signal.getsignal(number), "requested", 0) for number in STOP_SIGNALS)
 
 
 def look_for_stop() -> None:
-    """Raise StopRequested once a stop signal has come; called between the batches of what takes long, where
-    what one rank raises is raised on all."""
+    """Raises StopRequested if a stop signal has arrived.
+
+    Call it between batches of long work, in code where an exception on one rank is raised on all ranks.
+    """
     number = stop_signal()
     if number:
         raise StopRequested(number)
 
 
 def stop_reason(number: int) -> str:
-    """The reason that status.json and log give for a run that ends for this signal."""
+    """Returns the reason for stopping as text for status.json and the log, such as `signal SIGUSR1`."""
     return f"signal {signal.Signals(number).name}"
 
 
 def say_at_once(line: str) -> None:
-    """A line on stdout from within a handler, where a logger may be in the middle of another."""
+    """Writes a line to stdout from a signal handler. Loggers are not used, because the signal may have
+    interrupted one in the middle of a line."""
     with suppress(OSError):
         os.write(_STDOUT, f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""Tokenizers: one small interface over the kinds that GPT-NeoX has.
+"""Tokenizers: one small interface over GPT-NeoX's kinds.
 
 `build_tokenizer(args)` for a run, `make_tokenizer(kind, vocab_file, merge_file, eod_token)` for tools.
 """

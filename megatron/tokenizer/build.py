@@ -1,4 +1,4 @@
-"""The tokenizer of a run or of a command, and the size its embedding takes."""
+"""Builds the tokenizer of a run or a command, and computes the padded vocabulary size of the embedding."""
 
 import math
 from collections.abc import Callable
@@ -21,15 +21,15 @@ KINDS = ("GPT2BPETokenizer", *ONE_FILE, "HFGPT2Tokenizer", "CharLevelTokenizer")
 def make_tokenizer(
     kind: str, vocab_file: str | None = None, merge_file: str | None = None, eod_token: str | None = None
 ) -> Tokenizer:
-    """A tokenizer of one of NeoX's kinds. Raises TokenizerError for a missing file, token or package.
+    """Return a tokenizer of one of NeoX's kinds. Raises TokenizerError for a missing file, token or package.
 
-    eod_token: name of the token that ends documents, where it is not the one the tokenizer itself would name.
+    eod_token: name of the token that ends documents; None: the tokenizer's own.
     """
     if kind not in KINDS:
-        raise TokenizerError(f"tokenizer_type {kind}: there is no such kind; there are {', '.join(KINDS)}")
+        raise TokenizerError(f"tokenizer_type {kind}: unknown; choose from {', '.join(KINDS)}")
     if kind == "CharLevelTokenizer":
         if eod_token is not None:
-            raise TokenizerError("CharLevelTokenizer has no named tokens, documents end with 0: leave eod_token out")
+            raise TokenizerError("CharLevelTokenizer always ends documents with id 0: remove eod_token")
         return CharLevelTokenizer()
     if kind == "HFGPT2Tokenizer":
         return HFGPT2Tokenizer(vocab_file, eod_token)
@@ -46,23 +46,24 @@ def make_tokenizer(
 
 
 def build_tokenizer(args: NeoXArgs) -> Tokenizer:
-    """The run's tokenizer, from tokenizer_type, vocab_file, merge_file and eod_token."""
+    """Return the run's tokenizer, from tokenizer_type, vocab_file, merge_file and eod_token."""
     return make_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file, args.eod_token)
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """vocab_size rounded up to a multiple of `divisible_by` that tensor-parallel ranks can share out equally.
+def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
+    """Return vocab_size rounded up to a multiple of `divisor` that divides equally over tensor-parallel
+    ranks.
 
-    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which
-    rounds to divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is
-    then taken.
+    Padding rows take part in the softmax, so their number should not depend on the layout. GPT-NeoX rounds to
+    divisor * tp, so its loss depends on tp. For GPT-NeoX's checkpoints their own size is used instead.
     """
-    multiple = math.lcm(divisible_by, tp)
+    multiple = math.lcm(divisor, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """The configuration with `padded_vocab_size` known. Raises ConfigError when a given one is too small."""
+    """Return the configuration with `padded_vocab_size` set. Raises ConfigError if a configured value is
+    smaller than the vocabulary."""
     if args.padded_vocab_size is None:
         padded = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tp)
         return args.replace(padded_vocab_size=padded)
@@ -73,7 +74,8 @@ def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
 
 
 def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """The configuration with `loss_mask_token_ids` as ids, each once, in rising order.
+    """Return the configuration with the texts of `loss_mask_token_ids` replaced by ids, without repetitions,
+    in ascending order.
 
     Raises ConfigError for an id outside the vocabulary, and for a text that is not one token.
     """
@@ -82,22 +84,23 @@ def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
     names, ids = {name: i for i, name in tokenizer.special_tokens.items()}, set()
     for token in args.loss_mask_token_ids:
         if isinstance(token, str):
-            found = [names[token]] if token in names else list(tokenizer.tokenize_bare(token))
-            if len(found) != 1:
-                problem = f'"{token}" is {len(found)} tokens {found}, not one; give the ids that are meant'
+            token_ids = [names[token]] if token in names else list(tokenizer.tokenize_bare(token))
+            if len(token_ids) != 1:
+                problem = f'"{token}" is {len(token_ids)} tokens {token_ids}, not one; write token ids instead'
                 raise args.error("loss_mask_token_ids", problem)
-            ids.update(found)
+            ids.update(token_ids)
         elif token < tokenizer.vocab_size:
             ids.add(token)
         else:
-            problem = f"{token} is no token: the vocabulary has {tokenizer.vocab_size}, so ids end at "
+            problem = f"{token} is not a token: the vocabulary has {tokenizer.vocab_size}, so ids end at "
             raise args.error("loss_mask_token_ids", f"{problem}{tokenizer.vocab_size - 1}")
-    known = args.replace(loss_mask_token_ids=sorted(ids))
-    return replace(known, origins=args.origins)  # a refusal names the line that was written
+    resolved = args.replace(loss_mask_token_ids=sorted(ids))
+    return replace(resolved, origins=args.origins)  # a refusal names the line that was written
 
 
 def describe(tokenizer: Tokenizer, padded: int) -> str:
-    """One line: size, padding of the embedding (`padded` rows), and the special tokens that were found."""
+    """Return a log line: vocabulary size, padding of the embedding to `padded` rows, and the special
+    tokens."""
     roles = {"end of document": tokenizer.eod, "EOS": tokenizer.eos, "BOS": tokenizer.bos, "padding": tokenizer.pad}
     if tokenizer.eos == tokenizer.eod:
         del roles["EOS"]

@@ -24,7 +24,8 @@ ROLES = ("bos_token", "eos_token", "pad_token")
 class HFTokenizer(Tokenizer):
     """A `tokenizer.json` of the tokenizers library, or a folder with one.
 
-    eod: `eod_token`, else `<|endoftext|>` (NeoX), else the eos_token that the files beside it declare.
+    eod is `eod_token`, else `<|endoftext|>` (NeoX), else the eos_token that special_tokens_map.json or
+    tokenizer_config.json in the same folder declares.
     """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
@@ -39,23 +40,27 @@ class HFTokenizer(Tokenizer):
             raise TokenizerError(f"{path}: not a tokenizer.json of the tokenizers library ({problem})") from None
         self._set_backend(tokenizer, path, eod_token, _declared_tokens(path))
 
-    def _set_backend(self, tokenizer: Any, where: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
-        """Use a tokenizer of the tokenizers library, and look its special tokens up. where: names it in
-        errors."""
+    def _set_backend(self, tokenizer: Any, source: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
+        """Store a tokenizer of the tokenizers library, turn off its truncation and padding, and look up its
+        special tokens.
+
+        declared: names of special tokens, as bos_token -> name.
+        source: names the tokenizer in errors.
+        """
         # A file saved with these would cut documents off, or fill them up, without a word
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        _check_dropout(tokenizer, where)
+        _check_dropout(tokenizer, source)
         self._tokenizer, find = tokenizer, tokenizer.token_to_id
         # Not get_vocab_size(): ids may have holes
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if eod_token is not None and find(eod_token) is None:
-            raise no_such_token(where, eod_token)
+            raise no_such_token(source, eod_token)
         names = {role: declared[role] for role in ROLES if find(declared.get(role, "")) is not None}
         eos = names.get("eos_token")
         end = eod_token or (END_OF_DOCUMENT if find(END_OF_DOCUMENT) is not None else eos)
         if end is None:
-            raise no_end(where, "nothing beside it declares an eos_token")
+            raise no_end(source, "no tokenizer_config.json or special_tokens_map.json beside it declares an eos_token")
         padding = PADDING if find(PADDING) is not None else names.get("pad_token")
         self.eod, self.eos = find(end), find(eos or end)
         self.bos = find(names["bos_token"]) if "bos_token" in names else None
@@ -83,8 +88,8 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In the text `<|endoftext|>` is nothing
-    special."""
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In a text, `<|endoftext|>` is tokenized like
+    other characters."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path, eod_token: str | None = None):
         self._vocab, self._merges = read_file(vocab_file), read_file(merge_file)
@@ -104,8 +109,8 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(HFTokenizer):
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hub (`gpt2`), with `<|padding|>`
-    (NeoX)."""
+    """Load a tokenizer by transformers' AutoTokenizer from a folder or a Hub name (`gpt2`), and add
+    `<|padding|>` (NeoX)."""
 
     def __init__(self, vocab_file: str | Path | None = None, eod_token: str | None = None):
         name = str(vocab_file or "gpt2")
@@ -115,23 +120,27 @@ class HFGPT2Tokenizer(HFTokenizer):
         except Exception as problem:  # OSError, ValueError, or what a broken file raises in the depths
             reason = str(problem).strip().split("\n")[0]
             raise TokenizerError(
-                f"HFGPT2Tokenizer: {name} cannot be had: it is no folder with tokenizer files, is not in the local "
-                f"cache of the Hub, or the Hub cannot be reached ({reason}); set vocab_file (--vocab-file) to a folder"
+                f"HFGPT2Tokenizer: {name} cannot be fetched: it is not a folder with tokenizer files, is not in the "
+                f"local cache of the Hub, or the Hub cannot be reached ({reason}); "
+                f"set vocab_file (--vocab-file) to a folder"
             ) from None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise TokenizerError(f"HFGPT2Tokenizer: {name} has no fast form (no tokenizer.json); use its own kind")
+            raise TokenizerError(
+                f"HFGPT2Tokenizer: {name} has no tokenizer.json; set another tokenizer_type, such as SPMTokenizer"
+            )
         tokenizer.add_special_tokens({"pad_token": PADDING})
         declared = {role: value for role in ROLES if (value := getattr(tokenizer, role))}
         if eod_token is None and "eos_token" not in declared:
-            raise TokenizerError(f"{name}: declares no eos_token; name one with eod_token (--eod-token)")
+            raise TokenizerError(f"{name}: has no eos_token; set eod_token (--eod-token) to the end of documents")
         self._set_backend(backend, name, eod_token or declared["eos_token"], declared)
         self._content = backend.to_str().encode()
         self._config = {**declared, "eos_token": self.special_tokens[self.eod]}
 
 
 def _declared_tokens(path: Path) -> dict[str, str]:
-    """bos_token, eos_token, pad_token as the files beside a `tokenizer.json` declare them."""
+    """Return the names of bos_token, eos_token and pad_token that the files next to a `tokenizer.json`
+    declare."""
     declared: dict[str, str] = {}
     for file in map(path.with_name, DECLARATIONS):
         if path.name != "tokenizer.json" or not file.is_file():
@@ -154,11 +163,11 @@ def _library(name: str) -> Any:
     return import_optional(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))
 
 
-def _check_dropout(tokenizer: Any, where: object) -> None:
-    """Raise TokenizerError for BPE dropout, with which a text has other tokens each time it is read."""
+def _check_dropout(tokenizer: Any, source: object) -> None:
+    """Raise TokenizerError if the tokenizer has BPE dropout, which tokenizes a text differently each time."""
     dropout = getattr(tokenizer.model, "dropout", None)
     if dropout:
         raise TokenizerError(
-            f"{where}: its model has dropout {dropout:g}, with which each run reads other tokens; set model.dropout to "
-            "null in tokenizer.json"
+            f"{source}: its BPE dropout of {dropout:g} would tokenize a text differently each time; set model.dropout "
+            "to null in tokenizer.json"
         )

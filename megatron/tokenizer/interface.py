@@ -12,14 +12,17 @@ PADDING = "<|padding|>"
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer that cannot be had: the message names the file or key and what to do."""
+    """A tokenizer cannot be built or used. The message names the file, package or key and what to do."""
 
 
 class Tokenizer(ABC):
-    """vocab_size: ids are 0..vocab_size-1, before padding of the embedding; special_tokens: id -> name.
+    """The interface of all tokenizers.
 
-    eod: id that ends a document; eos: that ends an answer, mostly the same; bos, pad: ids, or None without
-    one.
+    vocab_size: ids are 0..vocab_size-1, before padding of the embedding.
+    eod: id that ends a document.
+    eos: id that ends an answer, usually the same as eod.
+    bos, pad: ids; None: there is no such token.
+    special_tokens: id -> name.
     """
 
     vocab_size: int
@@ -31,26 +34,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without eod."""
+        """Return the ids of each text, without eod."""
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens leave no trace (NeoX)."""
+        """Return the text of ids. Special tokens are skipped (NeoX)."""
 
     @abstractmethod
     def files(self) -> dict[str, bytes]:
-        """File name -> content of what defines this tokenizer, as read when it was built."""
+        """Return the files that define this tokenizer, as they were when it was built: file name ->
+        content."""
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_batch([text])[0]
 
     def tokenize_bare(self, text: str) -> list[int]:
-        """Ids of a text that does not begin a document: without what the tokenizer puts around every text, as
+        """Return the ids of a text without the special tokens that the tokenizer adds to every text, such as
         a BOS."""
         return self.tokenize(text)
 
     def fingerprint(self) -> str:
-        """Hex SHA-256 over kind and files."""
+        """Return the hex SHA-256 over the kind of tokenizer and its files."""
         digest = hashlib.sha256(type(self).__name__.encode())
         for name, content in sorted(self.files().items()):
             digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
@@ -58,7 +62,7 @@ class Tokenizer(ABC):
 
 
 class CharLevelTokenizer(Tokenizer):
-    """UTF-8 bytes as ids; vocabulary 512, eod 0, pad 1 (NeoX)."""
+    """Uses UTF-8 bytes as ids; vocabulary 512, eod 0, pad 1 (NeoX)."""
 
     vocab_size = 512
     eod = eos = 0
@@ -69,7 +73,7 @@ class CharLevelTokenizer(Tokenizer):
         return [list(text.encode("utf-8")) for text in texts]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Ids that are no byte, and bytes that form no character, come out as U+FFFD."""
+        """Return the text of ids. Ids of 256 and more, and bytes that are not valid UTF-8, become U+FFFD."""
         return bytes(i if i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
 
     def files(self) -> dict[str, bytes]:
@@ -84,12 +88,12 @@ def read_file(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def no_such_token(where: object, token: str) -> TokenizerError:
-    return TokenizerError(f"{where}: holds no token {token}; name one that is there with eod_token (--eod-token)")
+def no_such_token(source: object, token: str) -> TokenizerError:
+    return TokenizerError(f"{source}: holds no token {token}; set eod_token (--eod-token) to a token that it has")
 
 
-def no_end(where: object, also: str) -> TokenizerError:
+def no_end(source: object, details: str) -> TokenizerError:
     return TokenizerError(
-        f"{where}: holds no {END_OF_DOCUMENT} token and {also}; "
-        "name the token that ends every document with eod_token (--eod-token)"
+        f"{source}: holds no {END_OF_DOCUMENT} token and {details}; "
+        "set eod_token (--eod-token) to the token that ends every document"
     )

@@ -16,7 +16,7 @@ from megatron.tokenizer.interface import (
 
 
 class SPMTokenizer(Tokenizer):
-    """A SentencePiece `.model`. eod: `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's own
+    """A SentencePiece `.model`. eod is `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's
     EOS."""
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
@@ -37,7 +37,7 @@ class SPMTokenizer(Tokenizer):
         eos = model.eos_id()
         self.eod = pieces[eod_token] if eod_token is not None else pieces.get(END_OF_DOCUMENT, eos)
         if self.eod < 0:
-            raise no_end(vocab_file, "was trained without an EOS")
+            raise no_end(vocab_file, "no EOS token")
         self.eos = eos if eos >= 0 else self.eod
         self.bos = model.bos_id() if model.bos_id() >= 0 else None
         self.pad = pieces.get(PADDING, model.pad_id() if model.pad_id() >= 0 else None)

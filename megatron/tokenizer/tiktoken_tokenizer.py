@@ -18,9 +18,10 @@ from megatron.tokenizer.interface import (
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken by its name (`cl100k_base`), or a folder with the files that `files()` gives.
+    """An encoding of tiktoken, by its name (`cl100k_base`) or from a folder with the files that `files()`
+    returns.
 
-    Names of special tokens in the text are these tokens, as in NeoX.
+    Names of special tokens in a text become these tokens, as in NeoX.
     """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
@@ -29,18 +30,19 @@ class TiktokenTokenizer(Tokenizer):
         )
         if Path(vocab_file).is_dir():
             encoding = _load_saved(Path(vocab_file), tiktoken)
-        elif str(vocab_file) in (known := tiktoken.list_encoding_names()):
+        elif str(vocab_file) in (encoding_names := tiktoken.list_encoding_names()):
             try:
                 encoding = tiktoken.get_encoding(str(vocab_file))
             except Exception as problem:  # of whatever library fetches it
                 raise TokenizerError(
                     f"TiktokenTokenizer: {vocab_file} is not in tiktoken's cache and cannot be fetched "
                     f"({type(problem).__name__}); fetch it where there is a network, with TIKTOKEN_CACHE_DIR set to a "
-                    "folder, and take the folder along"
+                    "folder, and copy that folder here"
                 ) from None
         else:
             raise TokenizerError(
-                f"vocab_file {vocab_file}: no folder, and no encoding of tiktoken; those are {', '.join(known)}"
+                f"vocab_file {vocab_file}: neither a folder nor an encoding of tiktoken; "
+                f"its encodings are {', '.join(encoding_names)}"
             )
         self._encoding, self.vocab_size = encoding, encoding.n_vocab
         special: dict[str, int] = encoding._special_tokens
@@ -62,21 +64,22 @@ class TiktokenTokenizer(Tokenizer):
     def files(self) -> dict[str, bytes]:
         encoding = self._encoding
         ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-        about = {
+        settings = {
             "name": encoding.name, "pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
             "eod_token": self.special_tokens[self.eod],
         }  # fmt: skip
         return {
             "encoding.tiktoken": b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks),
-            "encoding.json": json.dumps(about, indent=1, sort_keys=True).encode(),
+            "encoding.json": json.dumps(settings, indent=1, sort_keys=True).encode(),
         }
 
 
 def _load_saved(folder: Path, tiktoken: Any) -> Any:
-    """An encoding from the two files that TiktokenTokenizer.files names."""
-    about, ranks = read_file(folder / "encoding.json"), read_file(folder / "encoding.tiktoken")
+    """Return an encoding loaded from the two files that `TiktokenTokenizer.files` returns. Raises
+    TokenizerError."""
+    settings, ranks = read_file(folder / "encoding.json"), read_file(folder / "encoding.tiktoken")
     try:
-        content = json.loads(about)
+        content = json.loads(settings)
         lines = (line.split() for line in ranks.splitlines())
         return tiktoken.Encoding(
             content["name"],

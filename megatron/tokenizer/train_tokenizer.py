@@ -27,11 +27,13 @@ SMALLEST = 256 + 2  # bytes and special tokens
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """The `tokenizer.json` of a byte-level BPE with NeoX's two special tokens first."""
+    """Train a byte-level BPE; return its `tokenizer.json`. NeoX's two special tokens get the first ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST:
-        raise TokenizerError(f"--vocab_size {vocab_size}: at least {SMALLEST}, the bytes and two special tokens")
+        raise TokenizerError(
+            f"--vocab_size {vocab_size}: must be at least {SMALLEST}, the bytes and two special tokens"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,8 +48,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def read_texts(folder: Path) -> Iterator[str]:
-    """The `text` of every line of the JSONL files in `folder` (or of the one file), in the order of their
-    names."""
+    """Yield the `text` of every line of the JSONL files in `folder`, in the order of their names; `folder`
+    may be one file."""
     files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.name.endswith(ENDINGS))
     if not files:
         raise TokenizerError(f"--json_input_dir {folder}: no file there ends in {', '.join(ENDINGS)}")
@@ -100,9 +102,9 @@ def main(options: argparse.Namespace) -> None:
     unfinished.write_text(content, encoding="utf-8")
     os.replace(unfinished, path)
     vocab_size = len(json.loads(content)["model"]["vocab"])
-    asked = options.vocab_size
-    fewer = f" (the texts give no more than these; {asked} were asked for)" if vocab_size < asked else ""
-    print(f"Tokenizer saved at {path}: {vocab_size} tokens{fewer}")
+    requested = options.vocab_size
+    shortfall = f" (the texts give no more than these; {requested} were asked for)" if vocab_size < requested else ""
+    print(f"Tokenizer saved at {path}: {vocab_size} tokens{shortfall}")
 
 
 if __name__ == "__main__":

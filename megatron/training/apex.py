@@ -14,10 +14,10 @@ from megatron.training.native.apex_adam import ApexAdam
 
 
 def uses_apex(args: NeoXArgs, device: torch.device) -> bool:
-    """Whether apex is asked for and works on this device, by one tiny call of each of its parts, and for
-    `auto` has run on such a GPU.
+    """Returns whether the run uses apex on this device.
 
-    Raises ConfigError where `apex: true` asks for it and it does not.
+    Each part of apex must pass one tiny call. `auto` also needs a kind of GPU that we have run apex on.
+    Raises ConfigError where `apex: true` is set and apex does not work.
     """
     if args.apex == "auto" and not_run_on("apex: true", capability_of(device)) is not None:
         return False
@@ -28,7 +28,7 @@ def uses_apex(args: NeoXArgs, device: torch.device) -> bool:
 
 
 def apex_problem(device: torch.device) -> str | None:
-    """What is missing or does not work, in words that go on after "needs"; None where all works."""
+    """Returns why apex does not work, worded to follow "needs"; None where it works."""
     try:
         norms, x = apex_norms(), torch.ones(2, 8, device=device, requires_grad=True)
         weight = torch.nn.Parameter(torch.ones(8, device=device))
@@ -44,22 +44,23 @@ def apex_problem(device: torch.device) -> str | None:
 
 
 def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str], None] | None = None) -> None:
-    """Let the norms of a stage compute with apex's functions where `apex` says so; say what of it is used."""
+    """Let the norms of a stage compute with apex's functions if `apex` chooses it, and log which parts of
+    apex the run uses."""
     if args.apex is False:
         return
-    used = []
+    parts = []
     if uses_apex(args, stage.device_of_groups):
         if not stage.compiled and args.te_backend != "transformer_engine":
             set_norm_functions(stage, apex_norms())
-            used.append("FusedLayerNorm and FusedRMSNorm")
+            parts.append("FusedLayerNorm and FusedRMSNorm")
         if engine == "native" and args.optimizer_name in ("adam", "adamw"):
-            used.append("FusedAdam")
-        said = (
-            ", ".join(used)
+            parts.append("FusedAdam")
+        choice = (
+            ", ".join(parts)
             or "nothing of it: norms are compiled or another's, and the optimizer is not the native engine's Adam"
         )
     else:
         unproven = not_run_on("apex: true", capability_of(stage.device_of_groups))
-        said = f"torch's own: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
+        choice = f"torch's own: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
     if log is not None:
-        log(f"apex: {str(args.apex).lower()} chose {said}")
+        log(f"apex: {str(args.apex).lower()} chose {choice}")

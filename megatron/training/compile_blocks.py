@@ -1,4 +1,4 @@
-"""Blocks compiled with torch.compile: whether a run does it, and each kind of block once, in one graph."""
+"""Compiles blocks with torch.compile: decides whether a run does, and compiles each kind of block once."""
 
 import os
 import shutil
@@ -18,6 +18,7 @@ from megatron.model.specs import BlockSpec, MoESpec
 from megatron.mpu import Linear
 from megatron.mpu.gpu_kernels import not_run_on
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.methods import declaration_of
 from megatron.training.precision_policy import gpu_policy
 
 Compile = Literal[False, "block", "block-max"]
@@ -27,20 +28,20 @@ _GRAPHS_OF_A_KIND = 8
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """compile: what the key stands for; reason: in words, for the log."""
+    """The value of `compile` for a run, and its reason in words for the log."""
 
     compile: Compile
     reason: str
 
 
 def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> CompileChoice:
-    """What `compile` is for a run of this engine (its name) on this device."""
+    """Returns the value of `compile` for a run of this engine (its name) on this device."""
     if args.compile != "auto":
         return CompileChoice(args.compile, args.origin("compile"))
     if device.type != "cuda":
         return CompileChoice(False, "auto: not on CPUs, where it takes longer than it saves")
-    if args.rollout is not None and args.rollout["exact"]:
-        return CompileChoice(False, "auto: rollout.exact, as passes without gradients would be compiled otherwise")
+    if (reason := declaration_of(args).eager_reason(args)) is not None:
+        return CompileChoice(False, f"auto: {reason}")
     if hooked_inside(args, engine):
         return CompileChoice(False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs")
     for key in ("te_backend", "attention_backend"):
@@ -60,26 +61,26 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
         # Who turns FP8 off asks for what is best in bf16; what `auto` may choose later is compiled as `block`
         if args.user_values.get("precision_fp8") == "off":
             place = args.origin("precision_fp8")
-            why = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
-            return CompileChoice("block-max", why)
+            max_reason = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
+            return CompileChoice("block-max", max_reason)
         reason += f"; block-max, for long runs in bf16 on {policy.name}, takes minutes more at the start"
     return CompileChoice("block", reason)
 
 
 def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None] | None) -> NeoXArgs:
-    """The configuration with `auto` replaced by the choice, which is printed.
+    """Returns the configuration with `compile: auto` replaced by the choice, which is logged.
 
-    Raises ConfigError where a key needs compiled blocks and there will be none, and where blocks are to be
-    compiled that cannot.
+    Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine's hooks prevent
+    compiling.
     """
     choice = choose_compile(args, device, engine)
     if args.activation_memory_budget is not None and not choice.compile:
-        needed = f"{args.activation_memory_budget} is kept by the compiler, but compile is off ({choice.reason})"
-        raise args.error("activation_memory_budget", f"{needed}; set compile: block, or checkpoint_activations: true")
+        problem = f"{args.activation_memory_budget} needs compiled blocks, but compile is off ({choice.reason})"
+        raise args.error("activation_memory_budget", f"{problem}; set compile: block, or checkpoint_activations: true")
     if args.compile != "auto":
         if choice.compile and hooked_inside(args, engine):
-            why = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
-            raise args.error("compile", f"{why}; write engine: native, another ZeRO stage, or compile: auto")
+            problem = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
+            raise args.error("compile", f"{problem}; write engine: native, another ZeRO stage, or compile: auto")
         return args
     if log is not None:
         log(f"compile: {choice.compile or 'false'} ({choice.reason})")
@@ -87,13 +88,14 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
 
 
 def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
-    """Compile every block. Those of a kind share one graph, whose inputs are their weights, and documents of
-    any number and length run through it; another length of rows makes one more, which is for any, but for
-    Mamba's whose number of segments (`selective_scan`) is another. What is done to a chunk of logits is
-    compiled by itself.
+    """Compile every block, and separately the work on a chunk of logits.
 
-    A block that does not become one graph is an error in the first step, but for those with expert
-    parallelism, and those of Mamba whose kernels are a package's.
+    Blocks of one kind share a graph that takes their weights as inputs and documents of any number and
+    length. A second length of rows adds one graph, which serves all lengths. Mamba blocks need one more for
+    each number of segments (`selective_scan`).
+
+    A block that does not become one graph raises in the first step, except blocks with expert parallelism and
+    Mamba blocks whose kernels come from a package.
     Raises ConfigError where there is no compiler.
     """
     if args.compile in (False, "auto"):
@@ -122,15 +124,15 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
             if isinstance(module, Dispatcher) and not one_graph:
                 # Tokens that travel to experts on other ranks do so between two graphs.
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        whole = one_graph or not isinstance(spec.feed_forward, MoESpec)
-        whole &= spec not in stage.state_blocks or stage.scans.package == "torch"
-        block.compile(fullgraph=whole, **mode)
+        is_full_graph = one_graph or not isinstance(spec.feed_forward, MoESpec)
+        is_full_graph &= spec not in stage.state_blocks or stage.scans.package == "torch"
+        block.compile(fullgraph=is_full_graph, **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()
 
 
 def hooked_inside(args: NeoXArgs, engine: str) -> bool:
-    """Whether the engine runs code of its own within blocks, which no graph goes through."""
+    """Returns whether the engine runs hooks within blocks, which break their graphs."""
     return engine == "deepspeed" and args.zero_stage == 3
 
 
@@ -140,12 +142,12 @@ def _compilers(device: torch.device) -> list[str]:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether the compiler is here that torch.compile and Triton need on this device."""
+    """Returns whether the compiler that torch.compile and Triton need on this device is on the PATH."""
     return any(map(shutil.which, _compilers(device)))
 
 
 def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
     # torch.compile would only say so in the first step.
     if not has_compiler(device):
-        needed = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
-        raise args.error("compile", needed)
+        problem = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
+        raise args.error("compile", problem)

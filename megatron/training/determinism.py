@@ -15,11 +15,12 @@ _VARIABLES = {
 
 
 def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
-    """Tell torch and its libraries, before they touch a GPU. An operation that cannot be deterministic raises
-    an error where it is used; attention kernels that cannot are left out of `attention_backend: auto` and
-    refused by name.
+    """With `deterministic_mode`, set torch and its libraries to deterministic algorithms. Call it before they
+    use a GPU.
 
-    Raises ConfigError for a variable in the environment that asks for the opposite.
+    An operation that cannot be deterministic then raises where it is used. Attention kernels that cannot are
+    never chosen by `attention_backend: auto`, and are refused by name.
+    Raises ConfigError if an environment variable asks for the opposite.
     """
     if not args.deterministic_mode:
         return

@@ -1,4 +1,4 @@
-"""What engines do alike: passes without gradients, and completing the batches of a step."""
+"""The parts that engines share: passes without gradients, and completing the batches of a step."""
 
 from collections.abc import Callable
 
@@ -16,10 +16,10 @@ from megatron.training.step_loss import StepLoss
 
 
 class EngineBase:
-    """The methods of `Engine` that run the stage and update nothing.
+    """The methods of `Engine` that run the stage and update nothing. The stage is `_stage`.
 
-    An engine whose updates go on after their step has its own `finish_update`, and calls it before it reads
-    weights or optimizer states; its passes wait for the weights they use. Here the stage is `_stage`.
+    An engine whose update goes on after its step overrides `finish_update`. It calls that before it reads
+    weights or optimizer states. Forward passes then wait for the weights they use.
     """
 
     args: NeoXArgs
@@ -33,19 +33,19 @@ class EngineBase:
 
     @property
     def stage(self) -> Stage:
-        """As of `Engine`."""
+        """See `Engine`."""
         self.finish_update()
         return self._stage
 
     def finish_update(self) -> None:
-        """Weights and optimizer states are those after the last step, for all that runs from now on."""
+        """Wait until weights and optimizer states are as after the last step."""
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        """As of `Engine`."""
+        """See `Engine`."""
         self._fill_reference = fill
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """As of `Engine`."""
+        """See `Engine`."""
         batches = [batch.to(self.groups.device) for batch in batches]
         if self._fill_reference is not None:
             batches = self._fill_reference(batches)
@@ -59,7 +59,7 @@ class EngineBase:
         read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        """As of `Engine`."""
+        """See `Engine`."""
         with eager_blocks(self.stage):  # ranks may run different numbers of these: none has an update left to do
             return self._forward_only(batches, read, shape)
 
@@ -85,7 +85,7 @@ class EngineBase:
         return forward_only(self._stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """As of `Engine`."""
+        """See `Engine`."""
         return self.forward_only(batches, self._label_logprobs, _shape)
 
     def _label_logprobs(self, head: HeadInput, batch: Batch) -> Tensor:
@@ -93,38 +93,43 @@ class EngineBase:
         return label_logprobs(head, batch, self.groups.group("tensor"), columns, temperature)
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
-        """As of `Engine`."""
+        """See `Engine`."""
         logprobs = self.step_logprobs(batches)
         return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
 
     def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """As of `Engine`."""
+        """See `Engine`."""
         # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
         return self._forward_only(batches, self._label_logprobs, _shape)
 
     def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
-        """What the stage does before a step: counts the choices of experts where its losses need those of all
-        tokens. scale: by which they enter the backward pass of a micro-batch."""
+        """Prepare the stage's load balancing for a step.
+
+        Counts the choices of experts where its losses need the counts of all tokens. scale: factor of these
+        losses in the backward pass of a micro-batch.
+        """
         balance = self._stage.balance
         if balance is None:
             return
         balance.begin(scale, len(batches) * self.groups.size("data"))
         if balance.needs_counts:
             with balance.count(self.groups):  # with the step's dropout, so that the choices are the step's
-                nothing = torch.zeros((), device=self.groups.device)
-                self._forward(batches, lambda head, batch: nothing, lambda batch: ())
+                zero = torch.zeros((), device=self.groups.device)
+                self._forward(batches, lambda head, batch: zero, lambda batch: ())
 
     def _end_step(self, left_out: Tensor) -> None:
-        """What the stage does once the step's gradients are there: new scales of FP8, new biases of experts.
-        left_out: boolean `[]`, whether the step changes no weights."""
+        """Update the stage's FP8 scales and expert biases, once the step's gradients are there.
+
+        left_out: boolean `[]`, whether the step changes no weights.
+        """
         if self._stage.delayed_scaling is not None:
             self._stage.delayed_scaling.end_step(left_out)
         if self._stage.balance is not None:
             self.routing = self._stage.balance.end(self.groups, left_out)
 
     def _mean_metrics(self) -> dict[str, Tensor]:
-        """The means over the step of the objective's metrics, and of the routers', the same on every rank.
-        After `_end_step`."""
+        """Returns the step's means of the objective's metrics and of the routers', the same on every rank.
+        Call it after `_end_step`."""
         routed = dict(self.routing.metrics) if self.routing is not None else {}
         if not self.objective.metrics:
             return routed

@@ -13,7 +13,6 @@ from megatron.data import Batch, SampleSet, collation, eval_batches, trains_pref
 from megatron.model import eager_blocks
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import asks_teacher
 from megatron.objectives import Objective
 from megatron.objectives.language_modelling import METRICS
 from megatron.training.engine import Engine
@@ -21,10 +20,15 @@ from megatron.training.engine import Engine
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that
-    knows only token frequencies reaches. tokens_per_character: of their text, None when not asked for.
-    metrics: those of the objective, means over the same tokens; with labels entropy and mean_token_accuracy,
-    as in training."""
+    """The loss on a validation or test set, and other quantities measured on it.
+
+    lm_loss: mean over weighted tokens, nats.
+    unigram_entropy: of the labels of these tokens, nats: the loss of a model that knows only token
+        frequencies.
+    tokens_per_character: tokens per character of their text; None if not requested.
+    metrics: the objective's metrics, means over the same tokens; with labels, entropy and mean_token_accuracy
+        too, as in training.
+    """
 
     lm_loss: float
     unigram_entropy: float
@@ -38,7 +42,7 @@ class ValidationResult:
 
     @property
     def character_perplexity(self) -> float | None:
-        """The same for one character of text; the loss of special tokens counts, their names are no text."""
+        """The perplexity per character of text; the loss of special tokens counts, their names do not."""
         per_character = self.tokens_per_character
         return None if per_character is None else math.exp(min(20.0, self.lm_loss * per_character))
 
@@ -51,9 +55,11 @@ def evaluate(
     detokenize: Callable[[Iterable[int]], str] | None = None,
     look_for_stop: Callable[[], None] = lambda: None,
 ) -> ValidationResult:
-    """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their
-    characters are counted too. look_for_stop: called before each chunk of micro-batches, by all ranks
-    together; what it raises ends the evaluation."""
+    """Returns the loss over the first `num_samples` samples, or over all when there are fewer.
+
+    detokenize: if set, the samples' characters are counted too. look_for_stop: called before each chunk of
+    micro-batches, by all ranks together; an exception it raises ends the evaluation.
+    """
     names, groups = statistics_of(engine.objective), engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(engine.args.padded_vocab_size, dtype=torch.int64)
@@ -71,8 +77,8 @@ def evaluate(
         totals, counts = totals.to(groups.device), counts.to(groups.device)
         dist.all_reduce(totals, group=groups.group("data"))
         dist.all_reduce(counts, group=groups.group("data"))
-    seen = counts[counts > 0].double()
-    shares = seen / seen.sum()
+    label_counts = counts[counts > 0].double()
+    shares = label_counts / label_counts.sum()
     loss, tokens, characters, *sums = totals.tolist()
     per_character = tokens / max(1.0, characters) if detokenize is not None else None
     means = {name: value / max(1.0, tokens) for name, value in zip(names, sums, strict=True)}
@@ -80,8 +86,8 @@ def evaluate(
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
-    """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's
-    metrics are the means of."""
+    """Returns for each micro-batch `[1 + metrics, batch, seq]`: log p(label) of each token, then the values
+    that the objective's metrics are means of."""
     names = statistics_of(engine.objective)
     if not names:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
@@ -97,7 +103,7 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 
 
 def statistics_of(objective: Objective) -> tuple[str, ...]:
-    """The metrics of texts that validation has too; others are of the steps of unlearning."""
+    """Returns the objective's metrics that validation has too; the others are of unlearning's steps."""
     return tuple(name for name in objective.metrics if name in METRICS)
 
 
@@ -108,9 +114,11 @@ def evaluate_objective(
     eod: int | None,
     look_for_stop: Callable[[], None] = lambda: None,
 ) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one
-    step's loss, over all of them. Losses that compare examples of a step (KTO's KL, aot) compare as many
-    here as a training step has. look_for_stop: as of `evaluate`."""
+    """Returns the objective's loss and metrics over the first `num_samples` samples, without gradients.
+
+    The loss is computed as if all samples were one step. Losses that compare examples of a step (KTO's KL,
+    aot) compare as many as a training step has. look_for_stop: as in `evaluate`.
+    """
     objective, groups = engine.objective, engine.groups
     batch_sums: list[Tensor] = []
 
@@ -133,18 +141,18 @@ def evaluate_objective(
 
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
-    """Names of what a row of metrics has of the validation set."""
+    """Returns the names of the validation metrics in a row of metrics."""
     metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    learned = ("divergence",) if asks_teacher(args) else ()
-    names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *learned)
+    names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *objective.validated)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
 def _chunks(
     engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None, look_for_stop: Callable[[], None]
 ) -> Iterator[list[Batch]]:
-    """This data rank's micro-batches of the first `num_samples` samples, as many at a time as in a step."""
+    """Yields this data rank's micro-batches of the first `num_samples` samples, in chunks as large as a
+    step."""
     args, groups = engine.args, engine.groups
     rows, rank, size = args.train_micro_batch_size_per_gpu, groups.rank("data"), groups.size("data")
     batches = eval_batches(dataset, num_samples, rows, rank, size, collation(args, eod))

@@ -22,23 +22,25 @@ _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 def use_fp8(
     stage: Stage, choice: PrecisionChoice, args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
-    """Give the linears of the blocks that `args.fp8_blocks` names products in FP8, and say so in one line;
-    those whose features the tensor cores do not take stay in bf16, and the line names them. Embedding and
-    attention's own products always do, the output layer by default.
+    """Give FP8 products to this stage's linears in the blocks of `args.fp8_blocks`, and log one line.
 
-    Raises ConfigError when none is left.
+    Does nothing without a recipe, except to log why there is none. Linears with features that are no multiple
+    of the recipe's number stay in bf16; the line names them. Routers, experts, embedding and attention's own
+    products always stay in bf16, the output layer by default.
+
+    Raises ConfigError if the stage has linears, but the recipe takes none of them.
     """
     if choice.recipe is None:
         if choice.reason is not None:
             log(choice.reason)
         return
-    taken, unfit = fitting_linears(stage, args, choice.recipe)
-    if not taken and unfit:
+    fitting, unfit = fitting_linears(stage, args, choice.recipe)
+    if not fitting and unfit:
         fix = f"no linear has features that are multiples of {multiple_of(choice.recipe)}; write off"
         raise args.error("precision_fp8", fix)
-    by_engine, backend = choose_te_backend(args, choice.recipe, groups.device)
-    make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if by_engine else None)
-    for name, linear in taken:
+    use_te, backend = choose_te_backend(args, choice.recipe, groups.device)
+    make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if use_te else None)
+    for name, linear in fitting:
         linear.product = make(name)
     blocks = args.fp8_blocks
     line = f"{choice.reason}{backend}; blocks {blocks.start} to {blocks.stop - 1} of {args.num_layers}, counted from 0"
@@ -49,28 +51,29 @@ def use_fp8(
     if args.moe_num_experts > 1:
         line += "; experts and routers in bf16"
     if unfit:
-        others = ", ".join(f"{n} x {name}" for name, n in unfit.items())
-        line += f"; in bf16, not multiples of {multiple_of(choice.recipe)}: {others}"
+        unfit_names = ", ".join(f"{n} x {name}" for name, n in unfit.items())
+        line += f"; in bf16, not multiples of {multiple_of(choice.recipe)}: {unfit_names}"
     log(line)
 
 
 def multiple_of(recipe: Recipe) -> int:
-    """The number that a linear's features must be multiples of, for a recipe to multiply it."""
+    """Returns the number that a linear's features must be multiples of, for a recipe to multiply it."""
     return MXProduct.multiple if recipe == "mxfp8" else TensorwiseProduct.multiple
 
 
 def fitting_linears(
     stage: Stage, args: NeoXArgs, recipe: Recipe
 ) -> tuple[list[tuple[str, Linear | TiedHead]], Counter[str]]:
-    """`fp8_linears` whose features the recipe takes, and how many there are of each kind that it does not."""
-    taken, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
+    """Returns the `fp8_linears` whose features the recipe takes, and a count of each kind it does not
+    take."""
+    fitting, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
     for name, linear in fp8_linears(stage, args):
         shape = weight_of(linear).shape
         if any(size % multiple_of(recipe) for size in shape):
             unfit[f"{name.partition('.')[2]} {list(shape)}"] += 1
         else:
-            taken.append((name, linear))
-    return taken, unfit
+            fitting.append((name, linear))
+    return fitting, unfit
 
 
 def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
@@ -79,11 +82,13 @@ def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
 
 
 def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
-    """The linears of this stage's blocks in `args.fp8_blocks`, and its output layer where that is not to stay
-    in bf16, by the names of their layers. What makes Mamba's time steps, B and C stays, as routers do."""
-    first = block_specs(args)[0].index
+    """Yields name and linear for this stage's blocks in `args.fp8_blocks`, and for an output layer in FP8.
+
+    The linear that makes Mamba's time steps, B and C stays in bf16, as routers do.
+    """
+    first_index = block_specs(args)[0].index
     for spec in stage.blocks:
-        if spec.index - first in args.fp8_blocks:
+        if spec.index - first_index in args.fp8_blocks:
             for name, module in stage.layers[str(spec.index)].named_modules(prefix=str(spec.index)):
                 if isinstance(module, Linear) and not name.endswith("mixer.x_proj"):
                     yield name, module
@@ -98,8 +103,11 @@ def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | Ti
 def product_maker(
     recipe: Recipe, stage: Stage, args: NeoXArgs, groups: ParallelGroups, engine: TransformerEngine | None = None
 ) -> Callable[[str], Product]:
-    """From the name of a linear to its product. Those without state are one object for all; those of `te` are
-    noted as the stage's `delayed_scaling`. engine: multiplies; None: torch does."""
+    """Returns a function from the name of a linear to its product.
+
+    All linears share one product without state; products of `te` are registered in the stage's
+    `delayed_scaling`. engine: computes the products; None: torch does.
+    """
     in_fp8 = args.te_fp8_wgrad
     formats = Formats(gradient=torch.float8_e4m3fn) if args.te_fp8_format == "e4m3" else Formats()
     if recipe == "te":
@@ -109,11 +117,11 @@ def product_maker(
         )  # fmt: skip
         stage.delayed_scaling = scaling
         return scaling.add
-    one: Product
+    shared_product: Product
     if engine is not None:
-        one = EngineProduct(engine, _E4M3 if recipe == "mxfp8" else formats, in_fp8, recipe == "mxfp8")
+        shared_product = EngineProduct(engine, _E4M3 if recipe == "mxfp8" else formats, in_fp8, recipe == "mxfp8")
     elif recipe == "mxfp8":
-        one = MXProduct(in_fp8)
+        shared_product = MXProduct(in_fp8)
     else:
-        one = RowwiseProduct(in_fp8) if recipe == "rowwise" else TensorwiseProduct(formats, in_fp8)
-    return lambda name: one
+        shared_product = RowwiseProduct(in_fp8) if recipe == "rowwise" else TensorwiseProduct(formats, in_fp8)
+    return lambda name: shared_product

@@ -1,4 +1,4 @@
-"""What the training loop and its callbacks tell each other between two steps."""
+"""The state that the training loop and its callbacks share between two steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,39 +12,41 @@ class Stopwatch:
     """Wall-clock seconds of training, without what runs under `pause` (validation, saving)."""
 
     def __init__(self) -> None:
-        self._since = time.perf_counter()
+        self._lap_start = time.perf_counter()
         self._paused = False
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time in here is not counted; may be nested."""
+        """Stops the clock in a `with` block; may be nested."""
         if self._paused:
             yield
             return
-        begun, self._paused = time.perf_counter(), True
+        pause_start, self._paused = time.perf_counter(), True
         try:
             yield
         finally:
-            self._since += time.perf_counter() - begun
+            self._lap_start += time.perf_counter() - pause_start
             self._paused = False
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Returns the seconds since the last lap."""
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._lap_start = now - self._lap_start, now
         return seconds
 
 
 @dataclass
 class LoopState:
-    """The state of a loop beside its progress.
+    """The state of a training loop besides its progress.
 
-    stop_reason: why the run ends after this step, None while it goes on; save_is_due: a checkpoint is due by
-    the clock or was asked for; stop_request, save_request: what a callback of this rank has asked for, until
-    all ranks know of it; stop_signal: the signal that all ranks know to have come to one of them, 0 while
-    there is none; gave_up: for it something that belongs to this step was left out; look_for_stop,
-    agree_on_stop: `StopCallback`'s, for what takes long; settle: waits for the step's result and writes its
-    log line; ending: (status, reason) of a run that did not fail, once it is over.
+    stop_reason: why the run ends after this step; None while it continues.
+    save_is_due: a checkpoint is due by the clock or by request.
+    stop_request, save_request: requests by callbacks of this rank, until all ranks know of them.
+    stop_signal: number of a stop signal that some rank has received and all ranks know of; 0: none.
+    gave_up: because of that signal, work that belongs to this step was skipped.
+    look_for_stop, agree_on_stop: methods of `StopCallback`, for long work.
+    settle: waits for the step's result and writes its log line.
+    ending: (status, reason) of a run that did not fail, once it is over.
     """
 
     stop_reason: str | None = None

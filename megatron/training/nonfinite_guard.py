@@ -1,5 +1,8 @@
-"""Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at
-the price of two small kernels a gradient, and losses far above the recent ones."""
+"""Finds steps that must not change weights: those with NaN or Inf, or a loss far above recent ones.
+
+NaN and Inf are found on the rank and in the parameter where they arise, at the price of two small kernels for
+each gradient.
+"""
 
 import math
 import statistics
@@ -24,39 +27,45 @@ class NonFiniteError(UserError, RuntimeError):
 
 
 def most_skips(args: NeoXArgs) -> int:
-    """Steps in a row that may be left out because they are not finite; one more ends the run."""
+    """Returns the number of non-finite steps in a row that may be skipped; one more ends the run."""
     if args.params_dtype == "fp16":
         return FP16_OVERFLOWS_IN_A_ROW
     return args.nonfinite_limit if args.on_nonfinite == "skip" else 0
 
 
 class GradientWatch:
-    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this
-    rank.
+    """Records, without waiting for the device, which parameters got a non-finite gradient on this rank in
+    this step.
 
-    limit: `most_skips`; after more skipped steps in a row every further verdict is NaN, so that nothing is
+    limit: `most_skips`. After more skipped steps in a row every further verdict is NaN, so that nothing is
     updated until the loop ends the run.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, limit: int) -> None:
         self._names, self._limit = names, limit
-        self._of_all = ""
+        self._sum_note = ""
         self._skips = torch.zeros((), device=device)  # in a row
         self._marks = torch.zeros(len(names), device=device)  # NaN marks a parameter
         self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
         self._loss = torch.zeros((), device=device)
 
     def watch(self, params: Sequence[nn.Parameter]) -> None:
-        """Note each gradient of these parameters, in the order of the names, when backward has made it. An
-        engine that reads all gradients anyway calls `mark` instead."""
+        """Check each gradient of these parameters, given in the order of the names, when backward has made
+        it.
+
+        An engine that reads all gradients anyway calls `mark` instead.
+        """
         for row, param in zip(self._marks.unbind(), params, strict=True):
             param.register_post_accumulate_grad_hook(self._hook(row))
 
     def mark(self, norms: Tensor, summed: bool) -> None:
-        """Note the parameters whose gradient is not finite, from the norms of all, in the order of the
-        names. summed: over data ranks, so that it is not known which of them it comes from."""
+        """Mark the parameters whose gradient is not finite.
+
+        norms: of all gradients, in the order of the names. summed: the gradients were summed over data ranks,
+        so the rank that NaN comes from is not known.
+        """
         torch.mul(norms, 0, out=self._marks)
-        self._of_all = " in the sum over data ranks" if summed else ""
+        self._sum_note = " in the sum over data ranks" if summed else ""
 
     @staticmethod
     def _hook(row: Tensor) -> Callable[[Tensor], None]:
@@ -68,66 +77,75 @@ class GradientWatch:
         return note
 
     def note_loss(self, loss: Tensor) -> Tensor:
-        """1 for a finite loss, NaN for another: multiplied in, it carries a non-finite loss into the
-        gradients, where every engine's check sees it."""
+        """Records whether the loss is finite; returns 1 if it is, else NaN.
+
+        Multiply the loss by it: a non-finite loss then makes gradients NaN, which every engine's check sees.
+        """
         mark = loss.detach().float() * 0
         self._loss += mark
         return mark + 1
 
     def begin(self, weight: Tensor) -> None:
-        """Begin a step. weight `[parts]`: of the whole step; without any there is nothing to learn, and the
-        verdict leaves the step out."""
+        """Begin a step. weight `[parts]`: of the full step; if all are 0, no token is trained and the step is
+        skipped."""
         self._marks.zero_()
         self._loss.copy_(torch.where(weight.any(), 0.0, math.nan))
 
     def judge(self) -> None:
-        """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add
-        it to their gradient norm: a norm alone can miss what one rank has in a parameter that others hold
-        copies of."""
-        seen = self.seen
+        """Set `verdict` from the marks of all ranks, before the update; all ranks call it together.
+
+        Engines add it to their gradient norm: a norm alone can miss NaN on one rank in a parameter that other
+        ranks hold copies of.
+        """
+        mark_sum = self.local_mark
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(seen)
-        self.decide(seen)
+            dist.all_reduce(mark_sum)
+        self.decide(mark_sum)
 
     @property
-    def seen(self) -> Tensor:
-        """0, or NaN where this rank has seen something in this step."""
+    def local_mark(self) -> Tensor:
+        """0, or NaN where this rank has seen NaN or Inf in this step."""
         return self._marks.sum() + self._loss
 
-    def decide(self, seen: Tensor) -> None:
-        """`judge` with the sum of all ranks' `seen`."""
-        self.verdict.copy_(seen + torch.where(self._skips > self._limit, math.nan, 0.0))
+    def decide(self, mark_sum: Tensor) -> None:
+        """Set `verdict` from the sum of all ranks' `local_mark`."""
+        self.verdict.copy_(mark_sum + torch.where(self._skips > self._limit, math.nan, 0.0))
 
     def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
-        """Count the step as skipped or not. Returns a function that says in words what this rank saw in it;
-        calling it waits for the device."""
+        """Count the step as skipped or not.
+
+        Returns a function that describes the non-finite loss or gradient that this rank saw, or returns None.
+        Calling it waits for the device.
+        """
         device, skips = self._skips.device, self._skips
-        counted = (skips + 1) * on_device(skipped, device)
-        skips.copy_(torch.where(on_device(untrained, device) > 0, skips, counted))
+        num_skips = (skips + 1) * on_device(skipped, device)
+        skips.copy_(torch.where(on_device(untrained, device) > 0, skips, num_skips))
         loss, marks = self._loss.clone(), self._marks.clone()
 
         def finding() -> str | None:
             if math.isnan(float(loss)):
                 return "loss is not finite"
             marked = marks.isnan().nonzero()
-            return f"gradient of {self._names[int(marked[0])]} is not finite{self._of_all}" if len(marked) else None
+            return f"gradient of {self._names[int(marked[0])]} is not finite{self._sum_note}" if len(marked) else None
 
         return finding
 
 
 def on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """A scalar as fp32 on the device, without a wait for it."""
+    """Returns a scalar as fp32 on the device, without a wait for the device."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32, non_blocking=True)
     return torch.full((), float(value), device=device)
 
 
 class SpikeGuard:
-    """Skips the update of a step whose loss lies more than `sigma` standard deviations above those of the
-    last 128 steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do not enter the
-    comparison."""
+    """Skips the update of a step whose loss lies more than `sigma` standard deviations above recent losses.
 
-    WINDOW, LEAST = 128, 32
+    It compares with the last 128 steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do
+    not enter the comparison.
+    """
+
+    WINDOW, MIN_LOSSES = 128, 32
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
@@ -135,17 +153,17 @@ class SpikeGuard:
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def state(self) -> list[float]:
-        """The losses compared with, for a checkpoint."""
+        """Returns the recent losses, for a checkpoint."""
         return list(self._losses)
 
     def restore(self, losses: Sequence[float]) -> None:
-        """Go on with the losses of `state`."""
+        """Restore the losses of `state`."""
         self._losses.extend(losses)
 
     def decide(self, loss: float) -> None:
         """Set `skips` for the step with this loss."""
         limit = math.inf
-        if len(self._losses) >= self.LEAST:
+        if len(self._losses) >= self.MIN_LOSSES:
             limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
         self.skips = loss > limit
         if not self.skips and math.isfinite(loss):
@@ -153,11 +171,11 @@ class SpikeGuard:
 
 
 def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
-    """One line that names step, ranks and what each found, first what the fewest saw; all ranks call it
-    together."""
+    """Returns one line that names the step and each rank's finding, the rarest finding first; all ranks call
+    it together."""
     findings = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
-    seen_by = Counter(text for _, text in findings)
-    findings.sort(key=lambda found: seen_by[found[1]])
-    where = "; ".join(f"rank {rank}: {text}" for rank, text in findings[:4]) or "the gradient norm is not finite"
-    more = f" (and {len(findings) - 4} more ranks)" if len(findings) > 4 else ""
-    return f"step {iteration}: {where}{more}"
+    num_ranks = Counter(text for _, text in findings)
+    findings.sort(key=lambda rank_and_text: num_ranks[rank_and_text[1]])
+    places = "; ".join(f"rank {rank}: {text}" for rank, text in findings[:4]) or "the gradient norm is not finite"
+    remaining = f" (and {len(findings) - 4} more ranks)" if len(findings) > 4 else ""
+    return f"step {iteration}: {places}{remaining}"

@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers, the gradient norm, and updates that are left out."""
+"""Parameter groups, optimizers, the gradient norm, and skipped updates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,28 +13,32 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
-    """`weight_decay_groups` of a stage's trained parameters, in registration order."""
+    """Returns the `weight_decay_groups` of a stage's trained parameters, in registration order."""
     items = parameters_with_specs(stage, args)
     return weight_decay_groups([(param, spec) for _, _, param, spec in items if param.requires_grad], args)
 
 
 def weight_decay_groups(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoXArgs) -> list[dict[str, Any]]:
-    """NeoX's two groups: with weight decay, and without it for norms and biases. Groups may be empty."""
+    """Returns NeoX's two parameter groups: with weight decay, and without it for norms and biases.
+
+    Groups may be empty.
+    """
     decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for param, spec in params:
-        (decayed if spec.weight_decay else plain).append(param)
+        (decayed if spec.weight_decay else undecayed).append(param)
     return [
         {"name": "weight_decay_params", "params": decayed, "weight_decay": args.weight_decay},
-        {"name": "no_weight_decay_params", "params": plain, "weight_decay": 0.0},
+        {"name": "no_weight_decay_params", "params": undecayed, "weight_decay": 0.0},
     ]
 
 
 def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion, over `parameter_groups` that have
-    parameters.
+    """Returns AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion over the `parameter_groups` that
+    have parameters.
 
-    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer.
+    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set with an optimizer other than
+    Adam and AdamW.
     """
     groups, params = [group for group in groups if group["params"]], args.optimizer["params"]
     if args.use_bnb_optimizer:
@@ -59,9 +63,11 @@ def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Opti
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm 2).
+    """Lion (arXiv 2302.06675, algorithm 2): updates by the sign of an interpolated momentum, with decoupled
+    weight decay.
 
-    `grad_scale` divides gradients and `found_inf` leaves everything as it is, as in torch's fused optimizers.
+    `grad_scale` divides gradients and `found_inf` leaves all values unchanged, as in torch's fused
+    optimizers.
     """
 
     _step_supports_amp_scaling = True
@@ -81,7 +87,7 @@ class Lion(torch.optim.Optimizer):
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
             momenta = [self.state[param]["exp_avg"] for param in params]
             grads = scaled_gradients(self, [param.grad for param in params], momenta)
-            lr, (beta1, beta2) = group["lr"] * kept(self), group["betas"]
+            lr, (beta1, beta2) = group["lr"] * update_factor(self), group["betas"]
             updates = torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1))
             torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
             torch._foreach_mul_(updates, -lr)
@@ -92,8 +98,8 @@ class Lion(torch.optim.Optimizer):
 def scaled_gradients(
     optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], momenta: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients divided by `grad_scale`; momenta in their place where `found_inf` is 1, which then move
-    towards themselves."""
+    """Returns the gradients divided by `grad_scale`, or the momenta where `found_inf` is 1, so that momenta
+    do not change."""
     scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     scaled = list(grads) if scale is None else list(torch._foreach_div(list(grads), scale))
     if skip is None:
@@ -101,32 +107,34 @@ def scaled_gradients(
     return [torch.where(skip > 0, momentum, grad) for momentum, grad in zip(momenta, scaled, strict=True)]
 
 
-def kept(optimizer: torch.optim.Optimizer) -> Tensor | float:
-    """By what the learning rate of a step is multiplied: 0 where `found_inf` is 1."""
+def update_factor(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """Returns the factor of a step's learning rate: 0 where `found_inf` is 1, else 1."""
     skip = getattr(optimizer, "found_inf", None)
     return 1.0 if skip is None else 1.0 - skip
 
 
 def state_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
-    """Moments and whatever else an optimizer keeps, in its `state`, of its parameters."""
-    return [value for of_one in state.values() for value in of_one.values() if isinstance(value, Tensor)]
+    """Returns the tensors that an optimizer keeps of its parameters in its `state`, such as moments."""
+    return [value for param_state in state.values() for value in param_state.values() if isinstance(value, Tensor)]
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of every group; of one with an `lr_ratio`, so many times it."""
+    """Set the learning rate of every group, multiplied by the group's `lr_ratio` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 @torch.no_grad()
-def gradient_norm(cut: Iterable[nn.Parameter], whole: Iterable[nn.Parameter], groups: ParallelGroups) -> Tensor:
-    """2-norm of the whole model's gradient, of one pipeline stage: fp32 scalar, the same on every rank.
+def gradient_norm(
+    sharded: Iterable[nn.Parameter], replicated: Iterable[nn.Parameter], groups: ParallelGroups
+) -> Tensor:
+    """Returns the 2-norm of the full gradient of one pipeline stage: fp32 scalar, the same on every rank.
 
-    cut: parameters of which this tensor rank has a part, summed over the ranks; whole: those that each has,
-    counted once.
+    sharded: parameters of which this tensor rank has a part, summed over the ranks; replicated: parameters
+    that each rank has, counted once.
     """
     squares = torch.zeros(2, device=groups.device)
-    for square, params in zip(squares, (cut, whole), strict=True):
+    for square, params in zip(squares, (sharded, replicated), strict=True):
         for param in params:
             if param.grad is not None:
                 square += param.grad.float().square().sum()
@@ -144,8 +152,11 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
 
 
 def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], skip: Tensor) -> None:
-    """Let the next update change nothing if `skip`. The host does not wait for it where the optimizer reads
-    such a flag on the device; else (unfused SGD, 8-bit Adam) it drops the gradients."""
+    """Make the optimizer's next update change nothing if `skip` is set.
+
+    If the optimizer cannot read such a flag on the device (unfused SGD, 8-bit Adam), the host waits for it
+    and drops the gradients.
+    """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     elif bool(skip):

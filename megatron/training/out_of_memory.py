@@ -1,4 +1,4 @@
-"""A step that did not fit: three lines that say what was asked, what this rank holds, and which keys help."""
+"""Explains out-of-memory errors in three lines: the request, what this rank holds, and which keys help."""
 
 import os
 import re
@@ -14,20 +14,20 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import UserError
 
 # torch's words: "Tried to allocate 2.50 GiB.", on a CPU "you tried to allocate 1048576 bytes."
-_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+_REQUEST_PATTERN = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class OutOfMemoryError(UserError, RuntimeError):
-    """The device of a rank has no room for what was asked of it."""
+    """The device of a rank has no room for a requested allocation."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes of a device as one process sees it.
 
-    allocated: in tensors of this process; reserved: those and what its allocator keeps for later ones.
+    allocated: in tensors of this process; reserved: those, and free memory that its allocator keeps.
     """
 
     total: int
@@ -37,7 +37,7 @@ class MemoryUse:
 
 
 def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether torch found no memory, on a GPU or on the CPU."""
+    """Returns whether torch ran out of memory, on a GPU or on the CPU."""
     if isinstance(problem, torch.OutOfMemoryError):
         return True
     return isinstance(problem, RuntimeError) and _CPU_ALLOCATOR in str(problem)
@@ -48,55 +48,56 @@ def explained(
     args: NeoXArgs,
     rank: int,
     device: torch.device,
-    doing: str,
+    activity: str,
     parts: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
 ) -> Exception:
-    """The problem in three lines where it is one of memory, else itself.
+    """Returns an out-of-memory problem explained in three lines; any other problem unchanged.
 
-    doing: words for what the rank was about. parts: gives the tensors that it holds, by the name of their
-    part.
+    activity: the rank's current work, in words. parts: returns the tensors that the rank holds, by the name
+    of their part.
     """
     if not is_out_of_memory(problem):
         return problem
     cpu = device.type == "cpu" or _CPU_ALLOCATOR in str(problem)
     use = _host_memory() if cpu else _device_memory(device)
     place = "this process" if cpu else str(device)
-    first = (
-        f"rank {rank}: out of memory {doing}{_pass_of(problem)}: {_asked(problem)}, {_size(use.free)} free of "
-        f"{_size(use.total)}"
+    summary = (
+        f"rank {rank}: out of memory {activity}{_pass_of(problem)}: {_requested_size(problem)}, "
+        f"{_size(use.free)} free of {_size(use.total)}"
     )
     held = held_bytes(parts(), torch.device("cpu") if cpu else device)
-    return OutOfMemoryError("\n".join([first, f"{place} holds {holdings(use, held)}", *advice(args)]))
+    return OutOfMemoryError("\n".join([summary, f"{place} holds {holdings(use, held)}", *advice(args)]))
 
 
 def held_bytes(parts: Mapping[str, Iterable[Tensor]], device: torch.device) -> dict[str, int]:
-    """Bytes of the storages on a device by part; one that two parts share is the first's."""
-    counted: set[int] = set()
+    """Returns the bytes of storages on a device by part; a storage that two parts share counts for the first
+    part."""
+    pointers: set[int] = set()
     sums = dict.fromkeys(parts, 0)
     for part, tensors in parts.items():
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if tensor.device.type == device.type and storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
+            if tensor.device.type == device.type and storage.data_ptr() not in pointers:
+                pointers.add(storage.data_ptr())
                 sums[part] += storage.nbytes()
     return sums
 
 
 def holdings(use: MemoryUse, held: Mapping[str, int]) -> str:
-    """What takes the memory, in words: parts of the model, the rest of this process's tensors, what its
-    allocator keeps, and other processes."""
-    rest = use.allocated - sum(held.values())
-    shown = {
+    """Returns in words how much memory each owner holds: parts of the model, other tensors of this process,
+    its allocator's reserve, and other processes."""
+    unassigned = use.allocated - sum(held.values())
+    sizes = {
         **held,
-        "activations and the rest": rest if use.allocated else 0,
+        "activations and the rest": unassigned if use.allocated else 0,
         "reserved and unused": use.reserved - use.allocated,
         "other processes and libraries": use.total - use.free - use.reserved if use.reserved else 0,
     }
-    return ", ".join(f"{name} {_size(size)}" for name, size in shown.items() if size > 0) or "nothing of this run's"
+    return ", ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size > 0) or "nothing of this run's"
 
 
 def advice(args: NeoXArgs) -> list[str]:
-    """One line with the keys that would still help this run, those that cost least first; none where all are
+    """Returns one line with the keys that would still help this run, cheapest first; [] where all are
     used."""
     micro, steps = args.train_micro_batch_size_per_gpu or 1, args.gradient_accumulation_steps or 1
     keys: list[tuple[str, str]] = []
@@ -104,7 +105,7 @@ def advice(args: NeoXArgs) -> list[str]:
         half = -(-micro // 2)
         keys.append(("train_micro_batch_size_per_gpu", f"{micro} -> {half}"))
         keys.append(("gradient_accumulation_steps", f"{steps} -> {steps * micro // half}"))
-    keys += _less_kept(args)
+    keys += _recompute_keys(args)
     if args.tp > 1 and not args.sequence_parallel:
         keys.append(("sequence_parallel", "false -> true"))
     highest = 1 if args.pp > 1 else 3
@@ -117,9 +118,11 @@ def advice(args: NeoXArgs) -> list[str]:
     return [f"what helps, in this order: {'; '.join(words)}"] if words else []
 
 
-def _less_kept(args: NeoXArgs) -> list[tuple[str, str]]:
-    """The keys of the next form of recomputation that keeps less than the present one: selective costs least,
-    then some blocks, then all of them, one at a time."""
+def _recompute_keys(args: NeoXArgs) -> list[tuple[str, str]]:
+    """Returns the key changes to the next form of recomputation that keeps less memory.
+
+    Selective recomputation costs least, then some blocks, then all blocks one at a time.
+    """
     if args.activation_memory_budget is not None:
         budget = args.activation_memory_budget
         return [("activation_memory_budget", f"{budget:g} -> {budget / 2:g}")] if budget > 0.05 else []
@@ -135,7 +138,7 @@ def _less_kept(args: NeoXArgs) -> list[tuple[str, str]]:
 
 
 def _pass_of(problem: Exception) -> str:
-    """The part of a step in which it was raised, by the functions that were under way."""
+    """Returns the part of a step in which the problem was raised, by the functions on its traceback."""
     names = [frame.name for frame in traceback.extract_tb(problem.__traceback__)]
     for words, functions in (
         (", in its backward pass", {"backward", "_engine_run_backward"}),
@@ -147,8 +150,8 @@ def _pass_of(problem: Exception) -> str:
     return ""
 
 
-def _asked(problem: Exception) -> str:
-    match = _ASKED.search(str(problem))
+def _requested_size(problem: Exception) -> str:
+    match = _REQUEST_PATTERN.search(str(problem))
     return f"{_size(int(float(match[1]) * _UNITS[match[2]]))} asked" if match else "an allocation failed"
 
 

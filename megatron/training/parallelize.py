@@ -1,4 +1,4 @@
-"""What is done to a freshly built stage before it trains, in one place and in this order."""
+"""Prepares a freshly built stage for training, in one place and in a fixed order."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from megatron.training.transformer_engine import use_transformer_engine_norms
 
 
 def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
-    """The order of forwards and backwards over pipeline stages; none where there is one stage."""
+    """Returns the order of forwards and backwards over pipeline stages; none where there is one stage."""
     return "1F1B" if groups.size("pipe") > 1 else "none"
 
 
@@ -32,14 +32,15 @@ def parallelize(
     engine: type[Engine],
     log: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Freeze a stage, quantise what lies below adapters, give it FP8 (of `auto` where a trial finds it
-    faster: the engine's `args` have its choice), pipeline its tensor parallelism,
-    recompute and compile it, give it the norms of a package that was asked for, and build the engine around
-    it, which gives it memory; the stage was cut over tensor and pipeline ranks when it was built. log: takes
-    what was chosen, a line each.
+    """Prepare a stage for training and return the engine built around it, which gives it memory.
 
-    Raises ConfigError where blocks are to be compiled and there is no compiler, and for FP8 and asynchronous
-    tensor parallelism that the device does not have.
+    The stage was sharded over tensor and pipeline ranks when it was built. The steps, in order: freeze,
+    quantise the weights below adapters, use FP8, overlap tensor-parallel communication, recompute, compile,
+    and use a package's norms. With `precision_fp8: auto` a trial decides on FP8; the engine's `args` have its
+    choice. log: takes one line for each choice.
+
+    Raises ConfigError if blocks are to be compiled and there is no compiler, or if the device lacks FP8 or
+    asynchronous tensor parallelism that a key requires.
     """
     freeze(stage_parameters(stage), args)
     say = log or (lambda line: None)

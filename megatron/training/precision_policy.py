@@ -1,5 +1,5 @@
-"""By which recipe a run multiplies in FP8, if it does: what each kind of GPU is asked to do, as data. Whether
-it is faster than bf16 there, a trial says (`precision_trial.py`)."""
+"""Chooses the FP8 recipe of a run, from a table of GPUs. A trial decides whether it is faster than bf16
+(`precision_trial.py`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ CompileMode = Literal["block", "block-max"]
 
 @dataclass(frozen=True)
 class GPUPolicy:
-    """What `auto` chooses on GPUs from this CUDA compute capability on, as far as `not_run_on` lets it.
+    """The choices of `auto` for GPUs of at least this CUDA compute capability, unless `not_run_on` excludes
+    them.
 
-    fp8: the recipe that `precision_fp8: auto` tries; None where the GPU has none. compile: how blocks are
+    fp8: the recipe that `precision_fp8: auto` tries; None if the GPU has none. compile: how blocks are
     compiled in bf16.
     """
 
@@ -37,51 +38,55 @@ POLICY = (
     GPUPolicy("Ampere", (8, 0), None, "block"),
     GPUPolicy("older GPUs", (0, 0), None, "block"),
 )
-_LEAST: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
+_MIN_CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
 
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """recipe: of FP8, None for bf16 alone (or what `precision` says); reason: a line for the log, None where
-    nothing was asked for."""
+    """The FP8 recipe of a run, and the reason as a line for the log.
+
+    recipe: None for bf16 only (or the type that `precision` sets); reason: None with `precision_fp8: off`.
+    """
 
     recipe: Recipe | None
     reason: str | None
 
 
 def gpu_policy(capability: tuple[int, int]) -> GPUPolicy:
-    """The first row of `POLICY` that this CUDA compute capability reaches."""
+    """Returns the first row of `POLICY` that this CUDA compute capability reaches."""
     return next(row for row in POLICY if capability >= row.capability)
 
 
 def choose_precision(args: NeoXArgs, device: torch.device) -> PrecisionChoice:
-    """What `precision_fp8` means on this device; of `auto`, the recipe that is to be tried.
+    """Returns the FP8 recipe of `precision_fp8` on this device; for `auto`, the recipe to try.
 
-    Raises ConfigError for a recipe that the GPU does not have. A CPU takes every recipe that is named, to see
-    its numbers.
+    Raises ConfigError for a recipe that the GPU does not have. A CPU takes every recipe that you name, to
+    show its numbers.
     """
-    asked = args.precision_fp8
-    if asked == "off":
+    requested = args.precision_fp8
+    if requested == "off":
         return PrecisionChoice(None, None)
     capability = capability_of(device)
-    if asked == "auto":
+    if requested == "auto":
         return _auto(args, capability)
     key = "precision_fp8" if args.user_values.get("precision_fp8") is not None else "te_fp8_mha"
-    by = f"({args.origin(key)})" if key == "precision_fp8" else f"by te_fp8_mha ({args.origin(key)})"
+    source = f"({args.origin(key)})" if key == "precision_fp8" else f"by te_fp8_mha ({args.origin(key)})"
     if capability is None:
         emulated = "computed on a CPU to see its numbers, slower than bf16"
-        return PrecisionChoice(asked, f"precision_fp8: {asked} {by}, {emulated}")
-    if capability < _LEAST[asked]:
-        wanted = ".".join(map(str, _LEAST[asked]))
-        have = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
-        instead = "tensorwise, or off" if capability >= _LEAST["tensorwise"] else "off, or --no-fp8"
-        raise args.error(key, f"{asked} needs compute capability {wanted}, {have}; write precision_fp8: {instead}")
-    return PrecisionChoice(asked, f"precision_fp8: {asked} {by}")
+        return PrecisionChoice(requested, f"precision_fp8: {requested} {source}, {emulated}")
+    if capability < _MIN_CAPABILITY[requested]:
+        required = ".".join(map(str, _MIN_CAPABILITY[requested]))
+        actual = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+        alternatives = "tensorwise, or off" if capability >= _MIN_CAPABILITY["tensorwise"] else "off, or --no-fp8"
+        raise args.error(
+            key, f"{requested} needs compute capability {required}, {actual}; write precision_fp8: {alternatives}"
+        )
+    return PrecisionChoice(requested, f"precision_fp8: {requested} {source}")
 
 
 def _auto(args: NeoXArgs, capability: tuple[int, int] | None) -> PrecisionChoice:
-    def off(why: str) -> PrecisionChoice:
-        return PrecisionChoice(None, f"precision_fp8: auto chose off: {why}")
+    def off(reason: str) -> PrecisionChoice:
+        return PrecisionChoice(None, f"precision_fp8: auto chose off: {reason}")
 
     if capability is None:
         return off("on CPUs")
@@ -103,8 +108,10 @@ def _auto(args: NeoXArgs, capability: tuple[int, int] | None) -> PrecisionChoice
 
 
 def recorded_precision(args: NeoXArgs, recorded: str | None, log: Callable[[str], None]) -> NeoXArgs:
-    """The configuration of a run that goes on: `auto` is the recipe, or off, that the run had. recorded:
-    `precision_fp8` of its checkpoint; None where there is none, or where it says nothing."""
+    """Returns the configuration of a resumed run, where `auto` becomes the recipe, or off, that the run had.
+
+    recorded: `precision_fp8` of its checkpoint; None where the checkpoint has no such key.
+    """
     if args.precision_fp8 != "auto" or recorded in (None, "auto"):
         return args
     log(f"precision_fp8: auto keeps {recorded}, that of the run it goes on from; name a recipe, or off, for another")

@@ -1,5 +1,7 @@
-"""`precision_fp8: auto` before the first step: a model's linears are timed in bf16 and in the recipe of its
-GPU, and the recipe is taken where it is faster."""
+"""Times a model's linears in bf16 and in FP8 before the first step, for `precision_fp8: auto`.
+
+The table of GPUs chooses the FP8 recipe; the run uses it if it is faster than bf16.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,15 +30,18 @@ Clock = Callable[[Callable[[], object], float], float]
 
 @dataclass(frozen=True)
 class TrialTimes:
-    """Seconds that a micro-batch spends in the linears which FP8 is for, forwards and backwards; 0 where
-    there are none."""
+    """Seconds that a micro-batch spends in the linears that FP8 can take, forwards and backwards; 0 without
+    such linears."""
 
     bf16: float
     fp8: float
 
 
 def gpu_clock(work: Callable[[], object], budget: float) -> float:
-    """A `Clock` of the current GPU; three calls before compile and warm up."""
+    """Returns the mean seconds of one call of `work` on the current GPU (a `Clock`).
+
+    Three calls before the timed ones compile and warm up.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed(calls: int) -> float:
@@ -59,16 +64,18 @@ def settle_precision(
     log: Callable[[str], None],
     clock: Clock = gpu_clock,
 ) -> NeoXArgs:
-    """The configuration with `precision_fp8: auto` replaced by what it chose, which is printed with the times
-    of the trial; any other is returned as it is, and nothing is timed. choice: of `choose_precision`, the
-    recipe to try. All ranks choose alike: off where the GPU of one has nothing to try, else by the slowest
-    rank in either precision, for which the others wait.
+    """Returns the configuration with `precision_fp8: auto` replaced by the faster precision.
+
+    The choice is logged with the times of the trial. For other values nothing is timed or changed. choice:
+    from `choose_precision`, the recipe to try.
+    All ranks choose alike. FP8 is off if some rank's GPU has no recipe to try. Otherwise the slowest rank's
+    time in each precision decides, because other ranks wait for it.
     """
     if args.precision_fp8 != "auto":
         return args
-    without = [each for each in run_on_all_ranks(groups, lambda: choice) if each.recipe is None]
-    if without:
-        log(without[0].reason or "")
+    disabled = [rank_choice for rank_choice in run_on_all_ranks(groups, lambda: choice) if rank_choice.recipe is None]
+    if disabled:
+        log(disabled[0].reason or "")
         return args.settle("precision_fp8", "off")
     recipe = choice.recipe
     assert recipe is not None
@@ -77,47 +84,53 @@ def settle_precision(
     if bf16 == 0.0:
         log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
         return args.settle("precision_fp8", "off")
-    found = f"the linears of a micro-batch take {1000 * fp8:.2f} ms in {recipe}, {1000 * bf16:.2f} ms in bf16"
+    timings = f"the linears of a micro-batch take {1000 * fp8:.2f} ms in {recipe}, {1000 * bf16:.2f} ms in bf16"
     if fp8 >= bf16:
-        log(f"precision_fp8: auto chose off: {found}; set precision_fp8: {recipe} to use it")
+        log(f"precision_fp8: auto chose off: {timings}; set precision_fp8: {recipe} to use it")
         return args.settle("precision_fp8", "off")
-    log(f"{choice.reason}: {found}")
+    log(f"{choice.reason}: {timings}")
     return args.settle("precision_fp8", recipe)
 
 
 def try_linears(
     stage: Stage, args: NeoXArgs, groups: ParallelGroups, recipe: Recipe, clock: Clock = gpu_clock
 ) -> TrialTimes:
-    """Time each shape of this rank's linears once in both precisions, in turns, and count it as often as it
-    occurs. Products are compiled where blocks are, but as `block`. No random numbers of the run are drawn."""
+    """Time each shape of this rank's linears in both precisions, in turns, and count it as often as it
+    occurs.
+
+    Products are compiled where blocks are, but as `block`. No random numbers of the run are drawn.
+    """
     linears, _ = fitting_linears(stage, args, recipe)
     weights = [weight_of(linear) for _, linear in linears]
     shapes = Counter((weight.shape, weight.requires_grad) for weight in weights)
-    by_engine, _ = choose_te_backend(args, recipe, groups.device)
-    fp8 = product_maker(recipe, stage, args, groups, TransformerEngine() if by_engine else None)("trial")
+    use_te, _ = choose_te_backend(args, recipe, groups.device)
+    fp8 = product_maker(recipe, stage, args, groups, TransformerEngine() if use_te else None)("trial")
     steps = [_step(product, args.compile not in (False, "auto")) for product in (PlainProduct(), fp8)]
     totals = [0.0, 0.0]
     torch._dynamo.reset_code(_output.__code__)  # graphs of a trial before in this process
     with torch._dynamo.config.patch(recompile_limit=len(steps) * len(shapes)):  # a graph for each, of one function
         for ((out, features), trained), number in shapes.items():
-            given = _operands(args, out, features, trained, groups.device)
-            works = [partial(step, *given) for step in steps]
+            operands = _operands(args, out, features, trained, groups.device)
+            works = [partial(step, *operands) for step in steps]
             budget = _SECONDS / _TURNS / len(works) / len(shapes)
             turns = [[clock(work, budget) for work in works] for _ in range(_TURNS)]
-            totals = [total + number * min(each) for total, each in zip(totals, zip(*turns, strict=True), strict=True)]
-            del given, works
+            totals = [
+                total + number * min(seconds) for total, seconds in zip(totals, zip(*turns, strict=True), strict=True)
+            ]
+            del operands, works
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()
     return TrialTimes(*totals)
 
 
 def _step(product: Product, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """Output and gradients of a linear, from input, weight and the output's gradient."""
+    """Returns a function that computes output and gradients of a linear, from input, weight and the output's
+    gradient."""
     output = torch.compile(_output, fullgraph=True, dynamic=False) if compiled else _output
 
     def step(x: Tensor, weight: Tensor, grad: Tensor) -> object:
-        wanted = [each for each in (x, weight) if each.requires_grad]
-        return torch.autograd.grad(output(x, weight, product), wanted, grad)
+        inputs = [tensor for tensor in (x, weight) if tensor.requires_grad]
+        return torch.autograd.grad(output(x, weight, product), inputs, grad)
 
     return step
 
@@ -129,11 +142,16 @@ def _output(x: Tensor, weight: Tensor, product: Product) -> Tensor:
 def _operands(
     args: NeoXArgs, out: int, features: int, trained: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and output's gradient of a micro-batch, in bf16; zeros would be multiplied faster."""
+    """Returns random input, weight and output's gradient of a micro-batch, in bf16. Zeros would be multiplied
+    faster."""
     tokens = min(_MOST_TOKENS, args.seq_length * (args.train_micro_batch_size_per_gpu or 1))
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(rows: int, columns: int) -> Tensor:
+    def random_matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
 
-    return drawn(tokens, features).requires_grad_(), drawn(out, features).requires_grad_(trained), drawn(tokens, out)
+    return (
+        random_matrix(tokens, features).requires_grad_(),
+        random_matrix(out, features).requires_grad_(trained),
+        random_matrix(tokens, out),
+    )

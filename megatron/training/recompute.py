@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass: which blocks give theirs up, and what they keep."""
+"""Recomputation of activations in the backward pass: which blocks recompute theirs, and what they keep."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,42 +19,45 @@ from megatron.mpu import Linear, PartialSum
 from megatron.neox_arguments import NeoXArgs
 
 Run = Callable[[Tensor, int, int], Ran]
-# What recompute_granularity: selective keeps besides attention, as torchtitan does: products, and the largest
-# values by which FP8 is scaled. Batched products are none of these: they are the scores of attention without
-# a kernel, which are large and cheap (arXiv 2205.05198).
-_KEPT = {
+# recompute_granularity: selective keeps these and attention, as torchtitan does: products, and the largest
+# values by which FP8 is scaled. Batched products are not kept: they are the scores of attention without a
+# kernel, which are large and cheap (arXiv 2205.05198).
+_SAVED_OPERATORS = {
     f"aten::{name}"
     for name in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "linear", "amax")
 }
-_KEPT |= {"megatron::grouped_mm"}
-_KEPT |= {f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor")}
+_SAVED_OPERATORS |= {"megatron::grouped_mm"}
+_SAVED_OPERATORS |= {f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor")}
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A way of running blocks for `Stage.run_blocks`: groups of `together` blocks keep their inputs alone and
-    are run again in the backward pass.
+    """Runs blocks for `Stage.run_blocks` in groups, which keep only their inputs and run again in the
+    backward pass.
 
-    every: only every so many-th group. on_cpu: inputs are kept in host memory (pinned on a GPU).
+    group_size: blocks in a group.
+    group_interval: n recomputes every n-th group; the others keep all activations.
+    on_cpu: inputs are kept in host memory.
+    pinned: that memory is pinned.
     """
 
-    together: int
-    every: int
+    group_size: int
+    group_interval: int
     on_cpu: bool
     pinned: bool
 
-    def __call__(self, run: Run, x: Tensor, first: int, last: int) -> Ran:
-        """Run blocks first..last - 1 of the stage on `x`."""
+    def __call__(self, run: Run, x: Tensor, first_block: int, last_block: int) -> Ran:
+        """Run blocks first_block..last_block - 1 of the stage on `x`."""
         routed: tuple[RoutingSums, ...] = ()
-        for group, start in enumerate(range(first, last, self.together)):
-            end = min(start + self.together, last)
-            if group % self.every:
-                x, of_group = run(x, start, end)
+        for group, start in enumerate(range(first_block, last_block, self.group_size)):
+            end = min(start + self.group_size, last_block)
+            if group % self.group_interval:
+                x, group_routed = run(x, start, end)
             else:
                 with save_on_cpu(pin_memory=self.pinned) if self.on_cpu else nullcontext():
                     # Masks of dropout are functions of their seeds, so no generator state need be kept.
-                    x, of_group = checkpoint(run, x, start, end, use_reentrant=False, preserve_rng_state=False)
-            routed += of_group
+                    x, group_routed = checkpoint(run, x, start, end, use_reentrant=False, preserve_rng_state=False)
+            routed += group_routed
         return x, routed
 
 
@@ -81,30 +84,35 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
 
 
 def selective_checkpoint(function: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """`function(x)`, of which the backward pass has the results of `_keeps` and computes the others again. In
-    compiled code the compiler reads the same rule."""
+    """Returns `function(x)`, keeping the results of operators in `_is_saved` only; the backward pass
+    recomputes the others.
+
+    In compiled code the compiler applies the same rule.
+    """
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _keeps(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operator: Any, *operands: Any, **keywords: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keeps(operator: Any) -> bool:
-    """Whether the result of an operator is kept: products, and attention by whatever kernel."""
+def _is_saved(operator: Any) -> bool:
+    """Returns whether the result of an operator is kept: products, and attention by any kernel."""
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
     name = name.split(".")[0]
-    return name in _KEPT or "attention" in name or "attn" in name
+    return name in _SAVED_OPERATORS or "attention" in name or "attn" in name
 
 
-def products_run_again(args: NeoXArgs) -> float:
-    """The share of the blocks' matrix products that a backward pass computes a second time. What
-    `activation_memory_budget` leaves out is the compiler's choice and not in it."""
+def recomputed_product_share(args: NeoXArgs) -> float:
+    """Returns the share of the blocks' matrix products that a backward pass computes a second time.
+
+    It does not count recomputation by `activation_memory_budget`, which the compiler chooses.
+    """
     if not args.checkpoint_activations or args.recompute_granularity == "selective":
         return 0.0
     groups = -(-args.num_layers // args.checkpoint_num_layers)
-    again = range(0, groups, args.recompute_every)
+    recomputed = range(0, groups, args.recompute_every)
     last_is_short = groups * args.checkpoint_num_layers - args.num_layers
-    blocks = len(again) * args.checkpoint_num_layers - (last_is_short if again[-1] == groups - 1 else 0)
+    blocks = len(recomputed) * args.checkpoint_num_layers - (last_is_short if recomputed[-1] == groups - 1 else 0)
     return blocks / args.num_layers

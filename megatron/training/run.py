@@ -18,9 +18,11 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import stop_signal
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
+from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.engine import Engine
 from megatron.training.loop_state import LoopState
+from megatron.training.method import Method
 from megatron.training.schedules import Schedule
 
 
@@ -29,12 +31,13 @@ class Training:
     """Everything a training run is made of."""
 
     args: NeoXArgs
+    method: Method
     groups: ParallelGroups
     tokenizer: Tokenizer
     datasets: Datasets
     engine: Engine
     schedule: Schedule
-    checkpointer: Checkpointer
+    checkpointer: CheckpointWriter
     progress: TrainingProgress
     logger: logging.Logger
     watchdog: Watchdog
@@ -45,6 +48,11 @@ class Training:
     def iteration(self) -> int:
         """Optimizer steps done."""
         return self.progress.iteration
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run in its logs and checkpoints."""
+        return self.checkpointer.run_id
 
     @property
     def consumed_samples(self) -> int:
@@ -63,8 +71,10 @@ class Training:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Settle the step that has ended; then, for what is done within, stop the clock and clear the
-        progress bar."""
+        """Excludes the work in a `with` block from the step's time, and clears the progress bar for it.
+
+        On entry it waits for the step that has ended and writes its log line.
+        """
         self.loop.settle()
         with self.loop.stopwatch.pause():
             self.loop.bar.clear()
@@ -85,9 +95,9 @@ class Training:
 
     @contextmanager
     def inference(self) -> Iterator[Model]:
-        """The model as it is now, to generate and to score with; training goes on as if it had not been.
+        """Gives a `with` block the current model, to generate and score with. All ranks enter it together.
 
-        All ranks enter it together. Random generators are what they were afterwards.
+        Training then continues as if the block had not run: random generators are restored.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
         rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
@@ -102,7 +112,7 @@ class Training:
             restore_rng(random, self.groups.device, "before inference")
 
     def save_hf_model(self, folder: Path) -> None:
-        """Write the model as it is now as a HuggingFace folder."""
+        """Write the current model as a HuggingFace folder."""
         self.checkpointer.save_hf_model(folder, self.progress, {})
 
     def close(self) -> None:

@@ -11,12 +11,12 @@ from megatron.neox_arguments import NeoXArgs
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then a decay that ends at `end` and stays there.
+    """Warm-up, then a decay that ends at step `end`; the learning rate then stays constant.
 
     Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a
-    learning rate of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
-    warmup: steps, may be fractional. decay, decay_style: steps and shape of the final decay of `wsd`
-    (Megatron-LM's).
+    learning rate of 0 would waste it). Upstream's cosine rises again after `end`.
+    warmup: steps, may be fractional.
+    decay, decay_style: steps and shape of the final decay of `wsd` (Megatron-LM's).
     """
 
     start_lr: float
@@ -28,7 +28,7 @@ class Schedule:
     decay_style: str = "linear"
 
     def __call__(self, step: int) -> float:
-        """Learning rate after `step` updates."""
+        """Returns the learning rate after `step` updates."""
         if self.warmup > 0 and step <= self.warmup:
             return self.start_lr * max(1, step) / self.warmup  # below min_lr too, as upstream
         step = min(step, self.end)
@@ -55,15 +55,15 @@ class Schedule:
         return self.start_lr  # constant
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         decay = "then constant"
         if self.style != "constant":
             decay = f"{self.style} until step {self.end}, not below {self.min_lr:g}"
         return f"learning rate {self.start_lr:g} after {self.warmup:g} steps of warm-up, {decay}"
 
     def state_dict(self, num_iters: int) -> dict[str, float | int | str]:
-        """NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX has not, what that needs
-        besides."""
+        """Returns NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX lacks, two more
+        keys."""
         state: dict[str, float | int | str] = {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup,
@@ -78,7 +78,7 @@ class Schedule:
 
 
 def build_schedule(args: NeoXArgs) -> Schedule:
-    """The schedule of `lr_decay_style`; its length is `lr_decay_iters`, else a fraction of `train_iters`.
+    """Returns the schedule of `lr_decay_style` over `lr_decay_iters`, else over a fraction of `train_iters`.
 
     `lr_scaling` multiplies both learning rates by the data-parallel size or by its root (arXiv 1706.02677,
     1404.5997).
@@ -111,40 +111,45 @@ _WRITTEN_AS = {
 
 
 def resumed_schedule(
-    schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, where: str, given: Mapping[str, Any]
+    schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, path: str, user_config: Mapping[str, Any]
 ) -> Schedule:
-    """The schedule to go on with: the configuration's, which is `schedule`, or that of the checkpoint at
-    `where`.
+    """Returns the schedule of a resumed run: the configured `schedule`, or the checkpoint's.
 
-    saved: the checkpoint's `lr_scheduler`, NeoX's or ours; given: the keys that its user gave, {} where it
-    does not say. Raises CheckpointError when the two differ and neither override_lr_scheduler nor
-    use_checkpoint_lr_scheduler says which of them counts.
+    saved: the checkpoint's `lr_scheduler`, NeoX's or ours.
+    path: the checkpoint, for messages.
+    user_config: the keys that the checkpoint's user set; {} if it does not record them.
+
+    Raises CheckpointError if the two schedules differ and neither override_lr_scheduler nor
+    use_checkpoint_lr_scheduler chooses between them.
     """
     if args.override_lr_scheduler:
         return schedule
     if not saved:
         if args.use_checkpoint_lr_scheduler:
-            raise CheckpointError(f"{where}: holds no learning-rate schedule; remove use_checkpoint_lr_scheduler")
+            raise CheckpointError(f"{path}: holds no learning-rate schedule; remove use_checkpoint_lr_scheduler")
         return schedule
     stored = Schedule(**{name: saved[label] for name, (label, _) in _WRITTEN_AS.items() if label in saved})
     if args.use_checkpoint_lr_scheduler:
         return stored
     changed = []
     for name, (label, keys) in _WRITTEN_AS.items():
-        before, here = getattr(stored, name), getattr(schedule, name)
+        stored_value, value = getattr(stored, name), getattr(schedule, name)
         if stored.style == schedule.style == "constant" and name in ("min_lr", "end"):
             continue  # it has none
         if stored.style == schedule.style != "wsd" and name in ("decay", "decay_style"):
             continue
-        if before == here or (name not in ("style", "decay_style") and math.isclose(before, here, rel_tol=1e-9)):
+        if stored_value == value or (
+            name not in ("style", "decay_style") and math.isclose(stored_value, value, rel_tol=1e-9)
+        ):
             continue
-        key = responsible_key(keys, args, given)
+        key = responsible_key(keys, args, user_config)
         if key == "train_iters" and "train_epochs" in args.origins:  # they were made from these
             key = "train_epochs"
-        changed.append(ConfigChange(key, f"{label} {here}", str(before)))
+        changed.append(ConfigChange(key, f"{label} {value}", str(stored_value)))
     if changed:
         raise CheckpointError(
-            f"{describe_changes(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "
-            "override_lr_scheduler: true to go on with this one, or use_checkpoint_lr_scheduler: true with that one"
+            f"{describe_changes(changed, args, f'the run of {path}')}; the learning-rate schedule differs: set "
+            "override_lr_scheduler: true to use the configured one, or use_checkpoint_lr_scheduler: true to use the "
+            "checkpoint's"
         )
     return schedule

@@ -1,5 +1,4 @@
-"""Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there
-is one."""
+"""Builds a run, in order and once: groups, tokenizer, datasets, model, engine, then loads a checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -8,16 +7,16 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import seed_generators
+from megatron.checkpointing import Manifest, seed_generators
 from megatron.data import (
     DataError,
+    DataState,
     build_datasets,
     check_curriculum,
     data_fingerprint,
     data_log_lines,
     epoch_iterations,
     order_keys,
-    with_sequences,
 )
 from megatron.distributed import (
     Process,
@@ -40,32 +39,31 @@ from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
-from megatron.neox_arguments.values.unlearning import optimizer_steps
-from megatron.objectives import build_objective
-from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids, with_vocabulary
-from megatron.training.callbacks.best_model import check_best
-from megatron.training.callbacks.from_file import load_callbacks
-from megatron.training.callbacks.profiling import record_memory_history
-from megatron.training.checkpoint.resume import Checkpointer
+from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids
+from megatron.training.builtin_callbacks.best_model import check_best
+from megatron.training.builtin_callbacks.from_file import load_callbacks
+from megatron.training.builtin_callbacks.profiling import record_memory_history
+from megatron.training.checkpoint.resume import CheckpointLoader
+from megatron.training.checkpoint.run_parts import RunParts
 from megatron.training.checkpoint.same_run import begun_of, continued
 from megatron.training.checkpoint.source import (
+    CheckpointSource,
     adopt_vocabulary,
     choose_source,
     fetch_remote_source,
-    mask_padding,
     real_rows,
 )
+from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.compile_blocks import resolve_compile
 from megatron.training.determinism import make_deterministic
-from megatron.training.distillation.description import describe_teacher, with_common_rows
-from megatron.training.distillation.start import with_teacher
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
+from megatron.training.method import Method, build_objective, find_method
 from megatron.training.native.update_keys import resolve_update_keys
 from megatron.training.out_of_memory import explained
 from megatron.training.parallelize import parallelize
 from megatron.training.precision_policy import recorded_precision
-from megatron.training.preference.reference import resume_with_reference
+from megatron.training.reference.model import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
 
@@ -85,8 +83,11 @@ def build_engine(
     logger: logging.Logger | None = None,
     engine: type[Engine] | None = None,
 ) -> Engine:
-    """A freshly initialised model under its engine; `args` knows its world and vocabulary. engine: None: as
-    `choose_engine` says."""
+    """Returns an engine with a freshly initialised model.
+
+    args: with the world size and the vocabulary resolved. engine: None: the engine that `choose_engine`
+    chooses.
+    """
     if engine is None:
         engine = choose_engine(args, groups.device.type == "cuda").load()
     say = logger.info if logger is not None else None
@@ -101,41 +102,41 @@ def build_engine(
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
-    """A function that does work on rank 0 (without `use_shared_fs`: on the first rank of every machine) while
-    all others wait, and gives all of them rank 0's result; index maps are written by it.
+    """Returns a function that does work on rank 0 while other ranks wait, and gives all ranks its result.
+
+    Without `use_shared_fs` the first rank of every machine does the work. Index maps are written this way.
 
     Raises DataError when machines that share no files hold different data.
     """
     if args.use_shared_fs:
         return lambda work: on_rank_zero(groups, work)
-    first = process.local_rank == 0
-    fingerprints = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
+    is_writer = process.local_rank == 0
+    fingerprints = run_on_all_ranks(groups, lambda: data_fingerprint(args) if is_writer else None)
     for rank, data in enumerate(fingerprints):
         if data is not None and data != fingerprints[0]:
             raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
 
     def write(work: Callable[[], Any]) -> Any:
-        made: list[Any] = []
-        run_on_all_ranks(groups, lambda: made.append(work()) if first else None)
-        return on_rank_zero(groups, lambda: made[0])
+        results: list[Any] = []
+        run_on_all_ranks(groups, lambda: results.append(work()) if is_writer else None)
+        return on_rank_zero(groups, lambda: results[0])
 
     return write
 
 
 def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
-    """The configuration of a run of so many iterations, which follow from `key`: the schedule and its checks
-    follow."""
+    """Returns the configuration with `train_iters` set to `steps`, and its schedule checked again. key: the
+    key that determines `steps`, for messages."""
     place = args.origin(key)
-    more: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if key == "train_epochs" and args.lr_decay_iters is None and (args.warmup_iters or 0) > steps:
-        more["lr_decay_iters"] = args.warmup_iters  # the run ends while it warms up, as in other stacks
-    args = args.replace(train_epochs=None, train_iters=steps, **more)
+        overrides["lr_decay_iters"] = args.warmup_iters  # the run ends while it warms up, as in other stacks
+    args = args.replace(train_epochs=None, train_iters=steps, **overrides)
     return replace(args, origins=FrozenDict({**args.origins, key: place, "train_iters": place}))
 
 
 def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Logger) -> None:
-    """Where the run saves, the resolved configuration, the vocabulary and the notes on single keys, a line
-    each.
+    """Log where the run saves, the resolved configuration, the vocabulary and notes on single keys.
 
     People take a run's name from the first path in its log, up to a quote, as GPT-NeoX's dump begins with the
     text of the files. It must not be the path of `load`.
@@ -153,94 +154,120 @@ def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Log
         logger.info(note)
 
 
-def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] | None = None) -> Training:
-    """Build a run up to its first step, on every rank. engine: None: as `choose_engine` says."""
-    logger = configure_logging(process.rank)
-    args = configuration.frozen().check_training().for_world(process.world_size)
-    if engine is None and args.engine != "auto":  # else it may be a checkpoint's
-        engine = choose_engine(args, torch.cuda.is_available()).load()
-    if engine is not None:
-        engine.check(args)
-    check_curriculum(args)
-    make_deterministic(args, logger.info)
-    watchdog = Watchdog(args, process.world_size, logger)
-    store = rendezvous_and_check(args, process, logger, shared=None if is_remote(args.save) else args.save)
-    fetch_remote_source(args)
-    groups = init_model_parallel(args, process, logger, store)
-    check_transport(args, groups, process, logger)
-    user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(args))
-    if args.params_dtype == "fp16" and groups.device.type == "cpu":
-        logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
-    tokenizer = build_tokenizer(args)
-    source = on_rank_zero(groups, lambda: choose_source(args))
-    manifest = on_rank_zero(groups, lambda: continued(args, source))
-    if engine is None:
-        recorded = manifest.engine if manifest is not None else None
-        choice = choose_engine(args, groups.device.type == "cuda", recorded)
-        engine = choice.load()
-        engine.check(args)
-        logger.info(f"engine: {choice.name} ({choice.reason})")
-    args = resolve_compile(args, groups.device, engine.name, logger.info)
+def _with_kernels_and_vocabulary(
+    user_args: NeoXArgs,
+    method: Method,
+    tokenizer: Tokenizer,
+    source: CheckpointSource,
+    manifest: Manifest | None,
+    groups: ParallelGroups,
+    engine_name: str,
+    say: Callable[[str], None],
+) -> NeoXArgs:
+    """Returns the configuration with what the device, the tokenizer and the checkpoint decide."""
+    args = resolve_compile(user_args, groups.device, engine_name, say)
     if manifest is not None:  # behind `compile`, so that the run goes on with kernels chosen as at its first start
-        args = recorded_precision(args, manifest.config.get("precision_fp8"), logger.info)
-    args = with_masked_ids(args, tokenizer)
-    args = adopt_vocabulary(args, source, tokenizer.vocab_size)
+        args = recorded_precision(args, manifest.config.get("precision_fp8"), say)
+    args = adopt_vocabulary(with_masked_ids(args, tokenizer), source, tokenizer.vocab_size)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
-    teacher = None
-    if args.distillation is None:
-        args = mask_padding(with_vocabulary(args, tokenizer), real, tokenizer.vocab_size)
-    else:
-        teacher = run_on_each_rank(groups, lambda: describe_teacher(args, tokenizer))
-        args = with_vocabulary(adopt_vocabulary(args, teacher.source, tokenizer.vocab_size), tokenizer)
-        args = with_common_rows(args, teacher, real, tokenizer)
+    args = method.with_vocabulary(args, tokenizer, groups, real)
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
-    watchdog.now("reading the data")
-    on_one_rank = _on_writers(args, groups, process)
-    resumed_data_state = begun_of(manifest)
-    epochs = args.train_epochs
+    return args
+
+
+def _with_length(
+    model_args: NeoXArgs, method: Method, groups: ParallelGroups, data_state: DataState, say: Callable[[str], None]
+) -> NeoXArgs:
+    """Returns the configuration with `train_iters` as the number of optimizer steps."""
+    args, epochs = model_args, model_args.train_epochs
     if epochs is not None:
-        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, resumed_data_state))
+        steps = on_rank_zero(groups, lambda: epoch_iterations(model_args, model_args.train_batch_size, data_state))
         args = _with_iterations(args, steps, "train_epochs")
-        logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
+        say(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
         if args.warmup_iters is not None and args.warmup_iters > args.train_iters:
-            logger.info(
+            say(
                 f"warmup_iters: {args.cite('warmup_iters')} is more than these iterations: the learning rate rises to "
                 f"the end, to {args.train_iters / args.warmup_iters:.2g} of lr; set fewer"
             )
-    steps = optimizer_steps(args, args.train_iters)
-    if steps != args.train_iters:
-        bursts = f"{args.train_iters} iterations with bursts of {args.ga_iters}"
-        logger.info(f"ga_mode: interval: {bursts} are {steps} optimizer steps")
-        args = _with_iterations(args, steps, "train_iters")
-    _log_configuration(args, tokenizer, logger)
-    for line in on_rank_zero(groups, lambda: data_log_lines(args)):
+    steps = method.num_steps(args, args.train_iters, say)
+    return args if steps == args.train_iters else _with_iterations(args, steps, "train_iters")
+
+
+def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] | None = None) -> Training:
+    """Build a run up to its first step, on every rank. engine: None: the engine that `choose_engine`
+    chooses.
+
+    The configuration is `user_args` as the user wrote it, for this number of ranks; `model_args` with kernels
+    and vocabulary; `run_args` with the number of steps; `args` with the FP8 recipe, as the engine runs it.
+    """
+    logger = configure_logging(process.rank)
+    user_args = configuration.frozen().check_training().for_world(process.world_size)
+    if engine is None and user_args.engine != "auto":  # else it may be a checkpoint's
+        engine = choose_engine(user_args, torch.cuda.is_available()).load()
+    if engine is not None:
+        engine.check(user_args)
+    check_curriculum(user_args)
+    make_deterministic(user_args, logger.info)
+    watchdog = Watchdog(user_args, process.world_size, logger)
+    shared_folder = None if is_remote(user_args.save) else user_args.save
+    store = rendezvous_and_check(user_args, process, logger, shared=shared_folder)
+    fetch_remote_source(user_args)
+    groups = init_model_parallel(user_args, process, logger, store)
+    check_transport(user_args, groups, process, logger)
+    user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(user_args))
+    if user_args.params_dtype == "fp16" and groups.device.type == "cpu":
+        logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
+    tokenizer, method = build_tokenizer(user_args), find_method(user_args)
+    source = on_rank_zero(groups, lambda: choose_source(user_args))
+    manifest = on_rank_zero(groups, lambda: continued(user_args, source))
+    if engine is None:
+        recorded = manifest.engine if manifest is not None else None
+        choice = choose_engine(user_args, groups.device.type == "cuda", recorded)
+        engine = choice.load()
+        engine.check(user_args)
+        logger.info(f"engine: {choice.name} ({choice.reason})")
+    model_args = _with_kernels_and_vocabulary(
+        user_args, method, tokenizer, source, manifest, groups, engine.name, logger.info
+    )
+    watchdog.now("reading the data")
+    data_state, epochs = begun_of(manifest, method), model_args.train_epochs
+    on_writers = _on_writers(model_args, groups, process)
+    run_args = _with_length(model_args, method, groups, data_state, logger.info)
+    _log_configuration(run_args, tokenizer, logger)
+    for line in on_rank_zero(groups, lambda: data_log_lines(run_args)):
         logger.info(line)
     datasets = build_datasets(
-        args, train_batch_size=args.train_batch_size, once=on_one_rank, epochs=epochs, data_state=resumed_data_state
+        run_args,
+        train_batch_size=run_args.train_batch_size,
+        on_one_rank=on_writers,
+        epochs=epochs,
+        data_state=data_state,
     )
-    datasets = with_sequences(args, datasets, tokenizer.eod)
+    datasets = method.wrap_datasets(run_args, datasets, tokenizer.eod)
     for line in datasets.log_lines:
         logger.info(line)
-    record_memory_history(args, groups)
+    record_memory_history(run_args, groups)
     watchdog.now("building the model")
     try:
-        built = build_engine(args, groups, logger, engine)
+        built = build_engine(run_args, groups, logger, engine)
     except RuntimeError as problem:
-        raise explained(problem, args, groups.world_rank, groups.device, watchdog.doing) from problem
-    args = built.args  # with the recipe that `precision_fp8: auto` chose
+        raise explained(problem, run_args, groups.world_rank, groups.device, watchdog.activity) from problem
+    args = built.args
     check_best(args, built.objective, datasets.valid)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
-    order = order_keys(args, epochs)
-    checkpointer = Checkpointer(args, groups, built, schedule, tokenizer, datasets, order, source, logger)
+    files, order = on_rank_zero(groups, lambda: data_fingerprint(args)), order_keys(args, epochs)
+    parts = RunParts(args, method, groups, built, schedule, tokenizer, datasets, files, order, source, logger)
+    writer = CheckpointWriter(parts)
+    writer.lock()
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
-    datasets, progress = resume_with_reference(checkpointer, watchdog)
-    if teacher is not None:
-        watchdog.now("loading the teacher")
-        datasets = with_teacher(args, groups, teacher, built, datasets, tokenizer, logger, watchdog)
-    schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
+    loader = CheckpointLoader(parts)
+    datasets, progress = resume_with_reference(loader, method, watchdog)
+    writer.go_on_from(loader.origin)
+    datasets = method.finish_datasets(parts, datasets, watchdog)
     return Training(
-        args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog, user_callbacks
-    )
+        args, method, groups, tokenizer, datasets, built, loader.origin.schedule, writer, progress, logger, watchdog,
+        user_callbacks,
+    )  # fmt: skip

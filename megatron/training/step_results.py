@@ -1,5 +1,4 @@
-"""What became of the steps: known when the next one has been started, or before something else waits for the
-device."""
+"""Reads the results of steps, once the next step has begun or before something else waits for the device."""
 
 from dataclasses import replace
 
@@ -7,8 +6,7 @@ import torch
 
 from megatron.checkpointing import NonFiniteStateError
 from megatron.distributed import on_rank_zero
-from megatron.neox_arguments.values.losses import writes_pairs
-from megatron.training.callbacks.status import note_failure
+from megatron.training.builtin_callbacks.status import note_failure
 from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.engine import StepResult
 from megatron.training.metrics.host_copy import HostCopy
@@ -17,49 +15,55 @@ from megatron.training.run import Training
 
 
 class StepResults:
-    """Steps that were left out are counted and said, and too many in a row end the run. All ranks call every
-    method together."""
+    """Counts and logs skipped steps, and ends the run after too many in a row. All ranks call every method
+    together."""
 
     def __init__(self, training: Training) -> None:
         self.training, self.in_a_row, self.untrained = training, 0, 0
         self._pending: tuple[TrainingProgress, StepResult, HostCopy] | None = None
 
     def begin(self, result: StepResult) -> None:
-        """Take the result of a step, before `training.progress` takes it in."""
+        """Take the result of a step, before `training.progress` counts the step."""
         progress, device = self.training.progress, result.loss.device
         flags = [on_device(flag, device) for flag in (result.spike, result.untrained, result.skipped)]
-        before = replace(progress, row_tokens=dict(progress.row_tokens))
-        self._pending = (before, result, HostCopy(torch.stack(flags)))
+        previous = replace(progress, row_tokens=dict(progress.row_tokens))
+        self._pending = (previous, result, HostCopy(torch.stack(flags)))
 
     def settle(self) -> None:
-        """Read what is outstanding. Raises NonFiniteError, with `training.progress` as it was before the
-        step, when the run ends on it; weights are still those."""
+        """Read the outstanding result, if there is one.
+
+        Raises NonFiniteError when the run ends on it, with `training.progress` and weights as they were
+        before the step.
+        """
         if self._pending is None:
             return
-        (before, result, reading), self._pending = self._pending, None
+        (previous, result, reading), self._pending = self._pending, None
         spike, untrained, skipped = (value > 0 for value in reading.read())
-        step, say = before.iteration + 1, self.training.logger.info
+        step, say = previous.iteration + 1, self.training.logger.info
         self.training.progress.skipped += skipped
         if spike:
             say(f"step {step}: loss far above the recent ones, left out (skip_step_above_sigma)")
         if untrained:
             self.untrained += 1
             if self.untrained & (self.untrained - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of this start
-                pairs = writes_pairs(self.training.args)
-                why = "no prompt gave a pair, see rollouts.jsonl" if pairs else "labels mask all of them"
+                reason = self.training.method.untrained_reason()
                 say(
-                    f"step {step}: none of its tokens is trained ({why}), left out; {self.untrained} such "
+                    f"step {step}: none of its tokens is trained ({reason}), left out; {self.untrained} such "
                     f"step{'s' * (self.untrained > 1)} so far"
                 )
         elif skipped:
             self.in_a_row += 1
-            self._check(before, result)
+            self._check(previous, result)
         else:
             self.in_a_row = 0
 
-    def _check(self, before: TrainingProgress, result: StepResult) -> None:
-        """Decide on a step that was left out because it was not finite."""
-        args, step, bearable = self.training.args, before.iteration + 1, self.in_a_row <= most_skips(self.training.args)
+    def _check(self, previous: TrainingProgress, result: StepResult) -> None:
+        """Decide on a step that was skipped because it was not finite."""
+        args, step, bearable = (
+            self.training.args,
+            previous.iteration + 1,
+            self.in_a_row <= most_skips(self.training.args),
+        )
         if args.params_dtype == "fp16":
             if bearable:
                 return
@@ -70,11 +74,11 @@ class StepResults:
                 limit = f"{self.in_a_row} of at most {args.nonfinite_limit} in a row"
                 self.training.logger.info(f"{text}; left out (on_nonfinite: skip, {limit})")
                 return
-        vars(self.training.progress).update(vars(before))
+        vars(self.training.progress).update(vars(previous))
         self._end(text)
 
     def _end(self, text: str) -> None:
-        """Save what was before the step, if it can be, and raise."""
+        """Save the state before the step, if it can be saved, and raise."""
         training = self.training
         outcome = f"weights are those of step {training.progress.iteration}"
         if training.args.save is not None:

@@ -16,12 +16,11 @@ _RECIPES = ("te", "tensorwise", "mxfp8")
 
 
 def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.device) -> tuple[bool, str]:
-    """(whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`. recipe: of
-    FP8; None: there is none.
+    """Returns (whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`.
 
-    `auto` takes it for delayed scaling (`te`), where it has run on such a GPU, is installed and works, and
-    blocks are not compiled: torch cannot look into its calls.
-    Raises ConfigError where it is asked for and cannot be had.
+    recipe: of FP8; None: without FP8. `auto` uses it only for delayed scaling (`te`), if it is installed,
+    works, has run on such a GPU, and blocks are not compiled: torch cannot compile its calls.
+    Raises ConfigError if `te_backend` names it and it is not available.
     """
     if args.te_backend == "native" or (args.te_backend == "auto" and recipe != "te"):
         return False, ""
@@ -47,8 +46,11 @@ def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.devic
 def use_transformer_engine_norms(
     stage: Stage, args: NeoXArgs, recipe: Recipe | None, log: Callable[[str], None] | None = None
 ) -> None:
-    """Let the norms of a stage compute with Transformer-Engine's kernels where `te_backend` names it. recipe:
-    of FP8, None without. Raises ConfigError where they do not work, or are apex's."""
+    """Let a stage's norms compute with Transformer-Engine's kernels if `te_backend` names it.
+
+    recipe: of FP8; None: without FP8. Raises ConfigError if the kernels do not work, or `apex: true` also
+    claims the norms.
+    """
     if args.te_backend != "transformer_engine":
         return
     if args.apex is True:

@@ -14,7 +14,7 @@ FACTS_FOUND = (
     " 'product_flops': {'bf16': 764e12}, 'copy_bytes_per_second': 4.2e12}"
 )
 STEP = (
-    "{'ceiling_flops': 764e12, 'rows': [{'name': 'x', 'seconds': SECONDS, 'tokens': 1.0, 'model_flops': 4e14,"
+    "{'ceiling_flops': 764e12, 'rows': [{'name': 'x', 'seconds': SECONDS, 'tokens': 1 / SECONDS, 'model_flops': 4e14,"
     " 'neox_flops': 5e14, 'of_ceiling': 0.52, 'beside_bare': None, 'peak_bytes': 31 * 10**9}]}"
 )
 # The second takes its process down, as an error of CUDA can; the third must run all the same.
@@ -38,13 +38,13 @@ SECOND_TEST = (
 )
 
 
-def writes(found: str) -> tuple[str, ...]:
-    return "-c", f"import json; open('{{folder}}/{RESULT}', 'w').write(json.dumps({found}))"
+def writes(rows: str) -> tuple[str, ...]:
+    return "-c", f"import json; open('{{folder}}/{RESULT}', 'w').write(json.dumps({rows}))"
 
 
-def code(text: str, **more: object) -> Part:
-    name = str(more.pop("name"))
-    return Part(name, "a stub", ("-c", text), **{"typical_s": 0.0, "limit_s": 20.0, **more})  # type: ignore[arg-type]
+def code(text: str, **options: object) -> Part:
+    name = str(options.pop("name"))
+    return Part(name, "a stub", ("-c", text), **{"typical_s": 0.0, "limit_s": 20.0, **options})  # type: ignore[arg-type]
 
 
 def parts(folder: Path) -> list[Part]:
@@ -60,12 +60,12 @@ def parts(folder: Path) -> list[Part]:
         code("raise MemoryError('17 GB asked')", name="memory"),
         code("pass", name="empty"),
         Part("slow", "a stub", slow, 0, float(os.environ.get("SLOW_LIMIT_S", "3"))),
-        code("pass", name="rival", needs=("a_package_that_is_not",)),
+        code("pass", name="rival", packages=("a_package_that_is_not",)),
         code("pass", name="long", typical_s=9999.0),
         code(SECOND_TEST, name="left", tests=True, limit_s=60.0),
         code(SECOND_TEST, name="right", tests=True, limit_s=60.0),
         Part("bare", "a step", writes(STEP.replace("SECONDS", "0.5")), 0, 20),
-        Part("engine", "a step", writes(STEP.replace("SECONDS", "0.4")), 0, 20, beside="bare"),
+        Part("engine", "a step", writes(STEP.replace("SECONDS", "0.4")), 0, 20, baseline="bare"),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace of an H200 by kind, work that overlaps, mistakes in a step of a CPU."""
+"""The anatomy of a step's time: a trace of an H200 by kind, overlapping work, mistakes in a CPU step."""
 
 import gzip
 import json
@@ -25,8 +25,8 @@ from benchmarks.step_work import (
     Piece,
     Rates,
     WorkRow,
-    by_kind,
     shares,
+    totals_by_kind,
     work_rows,
 )
 
@@ -51,12 +51,12 @@ def test_kinds_of_a_gpus_step_add_up(h200: tuple[list[dict[str, Any]], list[Work
     assert sum(row.seconds for row in rows) == pytest.approx(span * 1e-6, rel=1e-6)
     idle = sum(row.seconds for row in rows if row.kind == IDLE)
     assert span * 1e-6 - idle == pytest.approx(sum(e["dur"] for e in kernels) * 1e-6, rel=1e-6)
-    assert sum(row.seconds for row in by_kind(rows)) == pytest.approx(span * 1e-6, rel=1e-6)
+    assert sum(row.seconds for row in totals_by_kind(rows)) == pytest.approx(span * 1e-6, rel=1e-6)
 
 
 def test_products_of_a_gpus_step_are_the_models(h200: tuple[list[dict[str, Any]], list[WorkRow]]) -> None:
     """Six times the tokens times the weights of the linears; the head's three by themselves."""
-    flops = {row.kind: row.flops for row in by_kind(h200[1])}
+    flops = {row.kind: row.flops for row in totals_by_kind(h200[1])}
     assert flops[PRODUCTS] == 6 * TOKENS * LAYERS * 12 * HIDDEN**2
     assert flops[HEAD] == 6 * TOKENS * HIDDEN * VOCABULARY
     assert flops[ATTENTION] == pytest.approx(MODEL.attention_flops)
@@ -71,9 +71,9 @@ def test_products_of_a_gpus_step_are_the_models(h200: tuple[list[dict[str, Any]]
     ],
 )  # fmt: skip
 def test_a_kernel_is_of_one_kind(h200: tuple[list[dict[str, Any]], list[WorkRow]], kernel: str, kind: str) -> None:
-    """What kernels of this name take is no more than their kind has."""
-    own = sum(e["dur"] for e in h200[0] if kernel in e["name"]) * 1e-6
-    assert 0 < own <= sum(row.seconds for row in h200[1] if row.kind == kind) * (1 + 1e-9)
+    """Kernels of this name take no more time than their kind has."""
+    kernel_seconds = sum(e["dur"] for e in h200[0] if kernel in e["name"]) * 1e-6
+    assert 0 < kernel_seconds <= sum(row.seconds for row in h200[1] if row.kind == kind) * (1 + 1e-9)
 
 
 def test_floors_are_below_the_times(h200: tuple[list[dict[str, Any]], list[WorkRow]]) -> None:
@@ -83,8 +83,8 @@ def test_floors_are_below_the_times(h200: tuple[list[dict[str, Any]], list[WorkR
 
 
 def test_an_instant_is_shared_out() -> None:
-    one = Operation("aten::mm")
-    pieces = [Piece(one, "", begin, end) for begin, end in ((1.0, 4.0), (2.0, 3.0), (6.0, 12.0))]
+    operation = Operation("aten::mm")
+    pieces = [Piece(operation, "", begin, end) for begin, end in ((1.0, 4.0), (2.0, 3.0), (6.0, 12.0))]
     seconds, idle = shares(pieces, 0.0, 10.0)
     assert (seconds, idle) == (pytest.approx([2.5, 0.5, 4.0]), pytest.approx(3.0))
 
@@ -99,12 +99,12 @@ def step_of(change: Change | None = None) -> Profile:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 777))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    update, given = optimizer.step, torch.randn(128, 64)
+    update, inputs = optimizer.step, torch.randn(128, 64)
     if change is not None:
         change(model, optimizer)
 
     def step() -> None:
-        model(given).square().mean().backward()
+        model(inputs).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,13 +125,13 @@ def norm_three_times(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> 
 
 
 def update_twice(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    once = optimizer.step
+    original_step = optimizer.step
 
-    def twice() -> None:
-        once()
-        once()
+    def step_twice() -> None:
+        original_step()
+        original_step()
 
-    optimizer.step = twice  # type: ignore[method-assign,assignment]
+    optimizer.step = step_twice  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ def update_twice(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None
 def test_a_mistake_shows_in_its_row(change: Change, row: tuple[str, str], times: int) -> None:
     right, wrong = calls(step_of()), calls(step_of(change))
     assert wrong[row] == times * right[row] > 0
-    others = {key for key in right if right[key] != wrong.get(key)}
-    related = {key for key in others if key[0] == row[0] or key[0] == COPIES}
-    assert others == related, "other kinds have as much work as before"
+    changed_rows = {key for key in right if right[key] != wrong.get(key)}
+    related = {key for key in changed_rows if key[0] == row[0] or key[0] == COPIES}
+    assert changed_rows == related, "other kinds have as much work as before"

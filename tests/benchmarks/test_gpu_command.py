@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.gpu_run import results, run
 from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, ablations, parts, rehearsed
-from benchmarks.gpu_run.process import Outcome
+from benchmarks.gpu_run.process import Outcome, _tail
 from benchmarks.train_throughput import ThroughputRow, parse, settings
 from megatron.neox_arguments import arguments_dump
 from tests.benchmarks import stub_parts
 from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
-from tests.launch.runs import BOTH, ROOT, wait_until
-from tools.docs.gpu_results import BEGIN, END, NONE, main, section
+from tests.launch.runs import PIPED_OUTPUT, ROOT, wait_for
+from tools.docs.gpu_results import BEGIN, END, NO_RESULTS, main, section
 
 PARTS = ("tests", "crash", "memory", "empty", "slow", "rival", "long", "bare", "engine")
 Ran = tuple[int, str, dict[str, dict[str, Any]]]
@@ -26,7 +26,7 @@ Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.benchmarks.stub_parts", str(folder), *argv]
-    return subprocess.Popen(command, cwd=ROOT, **BOTH)
+    return subprocess.Popen(command, cwd=ROOT, **PIPED_OUTPUT)
 
 
 def table(folder: Path) -> dict[str, dict[str, Any]]:
@@ -42,17 +42,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_every_part_is_told_by_itself(ran: Ran) -> None:
-    status, said, found = ran
-    assert status == 1, said
-    assert {name: part["state"] for name, part in found.items()} == {
+    status, output, rows = ran
+    assert status == 1, output
+    assert {name: part["state"] for name, part in rows.items()} == {
         "facts": "passed", "tests": "failed", "crash": "failed", "memory": "failed", "empty": "failed",
         "slow": "cut", "rival": "left out", "long": "left out", "bare": "passed", "engine": "passed",
     }  # fmt: skip
     reasons = {"crash": "SIGABRT", "memory": "MemoryError: 17 GB asked", "empty": "wrote no", "long": "no time",
                "rival": "for want of a_package_that_is_not"}  # fmt: skip
-    assert all(reason in found[name]["reason"] for name, reason in reasons.items())
-    assert "for want of a_package_that_is_not will be left out: rival" in said.split("begins", 1)[0], "at first"
-    assert all(fact in said for fact in ("goes on with: long", "1.250 of the speed of: bare", "52.0%", "31.0 GB"))
+    assert all(reason in rows[name]["reason"] for name, reason in reasons.items())
+    assert "for want of a_package_that_is_not will be left out: rival" in output.split("begins", 1)[0], "at first"
+    assert all(fact in output for fact in ("goes on with: long", "1.250 of the speed of: bare", "52.0%", "31.0 GB"))
 
 
 def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
@@ -68,19 +68,21 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
 
 @pytest.mark.ends_processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_a_table(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLOW_LIMIT_S", "300")
     process = start(tmp_path, "--only", "bare", "slow")
-    wait_until(lambda: (tmp_path / "table.json").exists() and "slow" in table(tmp_path), 200)
-    wait_until(lambda: list(tmp_path.glob(f"work/**/slow/{RESULT}")), 200)
+    wait_for(lambda: (tmp_path / "table.json").exists() and "slow" in table(tmp_path), 200)
+    wait_for(lambda: list(tmp_path.glob(f"work/**/slow/{RESULT}")), 200)
     os.kill(process.pid, number)
     process.communicate(timeout=200)
-    found = table(tmp_path)
+    rows = table(tmp_path)
     assert process.returncode == (1 if number == signal.SIGTERM else -number)
-    assert found["facts"]["state"] == "passed"
-    assert found["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
+    assert rows["facts"]["state"] == "passed"
+    assert rows["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
     if number == signal.SIGTERM:
-        assert [row["seconds"] for row in found["slow"]["result"]["rows"]] == [0.3], "what it had measured"
+        assert [row["seconds"] for row in rows["slow"]["result"]["rows"]] == [0.3], "what it had measured"
     assert results.earlier(tmp_path / "table.json")["slow"].state == "cut"
 
 
@@ -94,14 +96,14 @@ def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
         rows = table(tmp_path) if (tmp_path / "table.json").exists() else {}
         return all(name in rows and rows[name]["state"] == "running" and rows[name]["tests"] for name in sides)
 
-    wait_until(both_run, 200)
+    wait_for(both_run, 200)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=200)
-    found = table(tmp_path)
+    parts_by_name = table(tmp_path)
     assert process.returncode == 1
     for name in sides:
-        assert found[name]["state"] == "cut" and "SIGTERM" in found[name]["reason"]
-        assert [row["name"] for row in found[name]["tests"]] == ["a"], "what had ended"
+        assert parts_by_name[name]["state"] == "cut" and "SIGTERM" in parts_by_name[name]["reason"]
+        assert [row["name"] for row in parts_by_name[name]["tests"]] == ["a"], "what had ended"
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "work" / name / "pid").read_text()), 0)
 
@@ -109,26 +111,31 @@ def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
 def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
     assert start(tmp_path, "--only", "bare").wait(200) == 0
     assert start(tmp_path, "--only", "engine").wait(200) == 0
-    wanted = [("facts", "passed"), ("bare", "passed"), ("engine", "passed")]
-    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == wanted
+    expected = [("facts", "passed"), ("bare", "passed"), ("engine", "passed")]
+    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == expected
     unknown = start(tmp_path, "--only", "nothing")
     assert "no part nothing" in unknown.communicate(timeout=200)[0] and unknown.returncode == 2
 
 
-def test_no_gpu_is_said() -> None:
-    how: Any = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True, "timeout": 200}
-    done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, **how)
+def test_a_missing_gpu_is_reported() -> None:
+    options: Any = {
+        "env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        "capture_output": True,
+        "text": True,
+        "timeout": 200,
+    }
+    done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, **options)
     assert done.returncode == 1
     assert "finds no GPU" in done.stderr and "make gpu-rehearsal" in done.stderr
 
 
 def test_what_training_needs_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without DeepSpeed is no success; without a rival it may be one."""
+    """A run without DeepSpeed is not a success; without a rival it may be one."""
     for missing, required in (("deepspeed", True), ("transformers", False)):
         monkeypatch.setattr(run, "find_spec", lambda name, missing=missing: None if name == missing else object())
-        without = run.lacking(parts(), None)
-        assert without.keys() == {missing} and FACTS not in without[missing]
-        assert bool(REQUIRED & without.keys()) == required
+        missing_modules = run.lacking(parts(), None)
+        assert missing_modules.keys() == {missing} and FACTS not in missing_modules[missing]
+        assert bool(REQUIRED & missing_modules.keys()) == required
 
 
 def test_ablations_change_real_keys() -> None:
@@ -152,9 +159,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1190)
     assert done.returncode == 0, done.stdout
-    found = table(tmp_path)
-    assert list(found) == names
-    assert {part["state"] for part in found.values()} == {"passed"}, done.stdout
+    rows = table(tmp_path)
+    assert list(rows) == names
+    assert {part["state"] for part in rows.values()} == {"passed"}, done.stdout
 
 
 def test_stub_rows_are_what_the_step_writes() -> None:
@@ -177,15 +184,21 @@ def write(folder: Path, kind: str = "gpu") -> Path:
         "engine": Outcome("engine", "passed", 41.0, result=eval(STEP.replace("SECONDS", "0.4"))),
     }  # fmt: skip
     path = folder / "2030-01-02-stub.json"
-    about = {"kind": kind, "date": "2030-01-02", "commit": "abc", "device": "NVIDIA Stub"}
-    results.write(path, about, stub_parts.parts(folder), measured_rows)
+    run_facts = {"kind": kind, "date": "2030-01-02", "commit": "abc", "device": "NVIDIA Stub"}
+    results.write(path, run_facts, stub_parts.parts(folder), measured_rows)
     return path
 
 
+def test_a_table_has_no_path_of_the_machine(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f'File "{ROOT}/benchmarks/gpu.py"\nFile "{sys.prefix}/lib/torch.py"\n')
+    assert _tail(log) == 'File "benchmarks/gpu.py"\nFile "lib/torch.py"\n'
+
+
 def test_what_is_no_result(tmp_path: Path) -> None:
-    assert section(Path("/nonexistent")) == NONE
+    assert section(Path("/nonexistent")) == NO_RESULTS
     write(tmp_path, kind="rehearsal")
-    with pytest.raises(ValueError, match="say nothing of a GPU"):
+    with pytest.raises(ValueError, match="not of a GPU; delete the file"):
         section(tmp_path)
     (tmp_path / "other.json").write_text(json.dumps({"parts": []}))
     with pytest.raises(ValueError, match="format"):
@@ -202,7 +215,7 @@ def test_the_page_is_made_from_the_table(tmp_path: Path) -> None:
     assert text.startswith("# Speed\n") and text.endswith("the rest\n") and "old" not in text
     assert "### NVIDIA Stub, 2030-01-02" in text
     assert "| tests of a stub | failed | 1 passed, 1 failed | 9 |" in text
-    assert "| engine | 1 | 277777.78 | 400.0 | 400.0 | 500.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
+    assert "| engine | 2 | 111111.11 | 400.0 | 400.0 | 500.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
     assert "| a block of experts | | ms | speed beside ours |\n|---|---|---:|---:|\n| 30b | ours | 7.4 | 1.00 |" in text
     assert "| loss in chunks | 16.6 | 1.30 | 0.83 |" in text
     assert "- tests: failed, 1 of 2 tests failed: `test_stub.py::test_b`" in text

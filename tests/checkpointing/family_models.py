@@ -171,19 +171,19 @@ SCALED = [*("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "sm
           *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")]  # fmt: skip
 
 
-def odd_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def odd_model(case: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """`random_model` of a family in the sizes of `ODD`."""
-    return random_model(case, dtype, **{**_ODD, **ODD[case], **more})
+    return random_model(case, dtype, **{**_ODD, **ODD[case], **overrides})
 
 
-def config_of(case: str, **more: Any) -> Any:
+def config_of(case: str, **overrides: Any) -> Any:
     kind, changes = CASES[case]
-    return getattr(transformers, kind)(**{**_SIZES, **changes, **more})
+    return getattr(transformers, kind)(**{**_SIZES, **changes, **overrides})
 
 
-def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def random_model(case: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
-        config_of(case, **more), attn_implementation="eager", experts_implementation="eager"
+        config_of(case, **overrides), attn_implementation="eager", experts_implementation="eager"
     )
     return randomise(model, case).to(dtype).eval()
 
@@ -213,8 +213,8 @@ def on_disk(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def ours_of(model: Any) -> tuple[dict[str, Any], Weights]:
     """A model of transformers as keys of ours and whole weights, the vocabulary padded to `PADDED`."""
     config, tensors = on_disk(model)
-    keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
-    return keys, collected(ours)
+    keys, weights = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    return keys, collected(weights)
 
 
 def collected(tensors: Any) -> Weights:

@@ -35,7 +35,7 @@ def raw_layer(run: str, layer: int, rank: int = 0) -> dict[str, Tensor]:
     return read(checkpoint(run), layer, rank)
 
 
-def whole(path: Path, args: NeoXArgs) -> Weights:
+def full_weights(path: Path, args: NeoXArgs) -> Weights:
     return load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1)
 
 
@@ -66,12 +66,12 @@ def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
     return torch.load(path / layer_file(layer, rank), weights_only=True)
 
 
-def fails(facts: str, call: Callable[..., Any], *given: Any, **how: Any) -> str:
-    """What a call says that ends in a CheckpointError with these facts."""
+def fails(facts: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Returns the message of the CheckpointError that a call raises; `facts` must match it."""
     with pytest.raises(CheckpointError, match=facts) as caught:
-        call(*given, **how)
+        call(*args, **kwargs)
     return str(caught.value)
 
 
-def assert_same(one: Weights, other: Weights) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+def assert_same(actual: Weights, expected: Weights) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

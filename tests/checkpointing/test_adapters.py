@@ -19,7 +19,7 @@ from megatron.checkpointing.adapters.exporting import compare_with_peft
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
 from megatron.checkpointing.families import TEXT_TOWERS
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
-from megatron.checkpointing.huggingface.logit_check import our_logits
+from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.model.weight_map import adapter_params
 from tests.checkpointing.family_models import VOCAB, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout
@@ -59,8 +59,10 @@ CASES: dict[str, Case] = {
     "gpt oss attention": Case("gpt oss", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": True}),
 }  # fmt: skip
-FIRST: tuple[str, ...] = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
-MORE: tuple[str, ...] = (
+CPU_CASES: tuple[str, ...] = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
+MORE_CASES: tuple[str, ...] = (
+    "gpt_neox dora sizes",
+    "gpt 2 places",
     "llama attention",
     "llama copies",
     "qwen 2 moe attention",
@@ -68,24 +70,60 @@ MORE: tuple[str, ...] = (
     "gpt 2 lora",
     "phi 3 dora",
 )
-OTHERS = [
+OTHER_FAMILIES = [
     *("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3", "gpt 2", "qwen 2", "olmo 1", "gemma 2", "phi 3"),
     *("phi 3 short", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
 ]
 # Of a multimodal model the vision tower has modules of the same names.
-INSIDE = {"target_modules": r".*language_model\..*\.(q_proj|k_proj|o_proj|gate_proj|down_proj)"}
+LANGUAGE_MODEL_TARGETS = {"target_modules": r".*language_model\..*\.(q_proj|k_proj|o_proj|gate_proj|down_proj)"}
 CASES |= {
     "gemma 3 inside copies": Case(
-        "gemma3", {**INSIDE, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, steps=2
+        "gemma3", {**LANGUAGE_MODEL_TARGETS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, steps=2
     ),
-    "ministral 3 inside dora": Case("mistral3", {**INSIDE, "use_dora": True}, steps=2),
-    "mistral inside": Case("mistral3 with mistral", INSIDE, steps=2),
+    "ministral 3 inside dora": Case("mistral3", {**LANGUAGE_MODEL_TARGETS, "use_dora": True}, steps=2),
+    "mistral inside": Case("mistral3 with mistral", LANGUAGE_MODEL_TARGETS, steps=2),
     "nemotron h": Case("nemotron h", {"target_modules": [*ATTENTION["target_modules"], "mixer.up_proj"]}, steps=2),
     "nemotron h dora": Case("nemotron h latent", {**ATTENTION, "use_dora": True}, steps=2),
 }  # fmt: skip
-FIRST += ("gemma 3 inside copies", "nemotron h")
-MORE += ("ministral 3 inside dora", "mistral inside", "nemotron h dora")
-for _family in OTHERS:
+CPU_CASES += ("gemma 3 inside copies", "nemotron h")
+MORE_CASES += ("ministral 3 inside dora", "mistral inside", "nemotron h dora")
+# Where they stand and how large they are: peft's patterns, layers, and a name in one block alone.
+SIZES: dict[str, Any] = {
+    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "v_proj": 6},
+    "alpha_pattern": {r".*\.1\..*k_proj": 3},
+}
+LAYER_1 = {"layers_to_transform": [1], "layers_pattern": "h"}
+CASES |= {
+    "llama sizes": Case("llama 3", {**ALL, **SIZES}, steps=2),
+    "gpt_neox dora sizes": Case("gpt_neox", {
+        **NEOX_LINEARS, "use_dora": True, "use_rslora": True, "rank_pattern": {"attention.dense": 3},
+        "alpha_pattern": {"query_key_value": 2},
+    }, steps=2),
+    "gpt 2 places": Case("gpt 2", {"target_modules": ["c_attn", "mlp.c_proj"], **LAYER_1}, steps=2),
+    "llama places": Case("llama 3", {
+        "target_modules": r".*\.(0\.self_attn\.[qk]_proj|1\.mlp\.down_proj)", "rank_pattern": {"k_proj": 2},
+    }, steps=2),
+    "gemma 3 inside places": Case("gemma3", {
+        "target_modules": r".*language_model\..*\.0\..*(q_proj|down_proj)", "rank_pattern": {"down_proj": 2},
+    }, steps=2),
+}  # fmt: skip
+COPIED_HEAD = {"modules_to_save": ["wte", "lm_head"], "ensure_weight_tying": True}
+CASES |= {
+    "gpt 2 copies": Case("gpt 2", {"target_modules": ["c_attn"], **COPIED_HEAD}, steps=2),
+    "nemotron h copies": Case("nemotron h", {**ATTENTION, "modules_to_save": ["embeddings", "lm_head"]}, steps=2),
+}
+# Mamba's projections and shared experts, whose modules have names of others in the same family.
+SHARED = {"target_modules": ["in_proj", "q_proj", "shared_experts.up_proj", "shared_experts.down_proj"]}
+CASES |= {
+    "qwen 2 moe shared": Case("qwen 2 moe", {"target_modules": ["q_proj", "up_proj", "down_proj"]}, steps=2),
+    "nemotron h shared": Case("nemotron h", SHARED, steps=2),
+    "mamba 2": Case("mamba 2", {"target_modules": ["in_proj"], "use_dora": True}, steps=2),
+    "falcon mamba": Case("falcon mamba", {"target_modules": ["in_proj", "x_proj"]}, steps=2),
+}
+CPU_CASES += ("gpt 2 copies", "nemotron h copies", "qwen 2 moe shared", "nemotron h shared", "falcon mamba")
+MORE_CASES += ("mamba 2",)
+CPU_CASES += ("llama sizes", "llama places", "gemma 3 inside places")
+for _family in OTHER_FAMILIES:
     CASES |= {f"{_family} lora": Case(_family, ALL), f"{_family} dora": Case(_family, {**ALL, "use_dora": True})}
 
 
@@ -96,7 +134,7 @@ def trained(folder: Path, case: Case) -> Tensor:
         multimodal_folder(folder / "model", case.family, torch.float32)
     else:
         random_model(case.family, **case.changes).save_pretrained(folder / "model")
-    model = alone(folder / "model")
+    model = load_base_model(folder / "model")
     if case.tokens:
         model.resize_token_embeddings(VOCAB + case.tokens)
     torch.manual_seed(2)
@@ -122,65 +160,65 @@ def take_steps(tuned: Any, count: int) -> None:
         optimizer.zero_grad()
 
 
-def alone(path: Path) -> Any:
+def load_base_model(path: Path) -> Any:
     """A model of transformers, without an adapter."""
-    is_whole = json.loads((path / "config.json").read_text())["model_type"] in TEXT_TOWERS
-    auto = transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
+    is_multimodal = json.loads((path / "config.json").read_text())["model_type"] in TEXT_TOWERS
+    auto = transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
     return auto.from_pretrained(path, attn_implementation="eager")
 
 
 def merged_logits(merged: Path) -> Tensor:
     args, _ = load_checkpoint_args(merged)
     assert args.lora is None
-    return our_logits(args, lambda n: load_weights(merged, args, layers=[n], tensor_rank=0, tensor_size=1)[n], TOKENS)
+    return neox_logits(args, lambda n: load_weights(merged, args, layers=[n], tensor_rank=0, tensor_size=1)[n], TOKENS)
 
 
 @torch.no_grad()
-def by_peft(model: Path, adapter: Path, tokens: int = 0) -> Tensor:
+def logits_with_peft(model: Path, adapter: Path, tokens: int = 0) -> Tensor:
     """The logits of a folder in peft's format, as peft opens it."""
-    base = alone(model)
+    base = load_base_model(model)
     if tokens:
         base.resize_token_embeddings(VOCAB + tokens)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         tuned = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
-    assert not [one for one in warned if "missing" in str(one.message).lower()], warned
+    assert not [warning for warning in warned if "missing" in str(warning.message).lower()], warned
     return tuned(TOKENS).logits
 
 
-def furthest(ours: Tensor, theirs: Tensor) -> float:
-    assert theirs.std() > 0.3
-    return (ours[..., : theirs.shape[-1]] - theirs).abs().max().item()
+def furthest(actual: Tensor, expected: Tensor) -> float:
+    assert expected.std() > 0.3
+    return (actual[..., : expected.shape[-1]] - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {*FIRST, *MORE}))
+@pytest.mark.parametrize("name", with_more(CASES, *MORE_CASES, product=CASES.keys() - {*CPU_CASES, *MORE_CASES}))
 def test_peft_both_ways(tmp_path: Path, name: str) -> None:
     case = CASES[name]
-    theirs = trained(tmp_path, case)
-    before = alone(tmp_path / "model")(TOKENS).logits
-    assert (before - theirs[..., : before.shape[-1]]).abs().max() > 0.1, "it does nothing"
+    peft_logits = trained(tmp_path, case)
+    base_logits = load_base_model(tmp_path / "model")(TOKENS).logits
+    assert (base_logits - peft_logits[..., : base_logits.shape[-1]]).abs().max() > 0.1, "it does nothing"
     base, (source,) = open_with_base([tmp_path / "peft"])
-    assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+    assert furthest(unmerged_logits(base, source, TOKENS), peft_logits) < BOUND
     compare_merged(base, source)
     compare_with_peft(base, source)
 
-    made = write_adapters(base, source, tmp_path / "ours")
-    base, (again,) = open_with_base([made])
-    assert furthest(unmerged_logits(base, again, TOKENS), theirs) < BOUND
-    export_peft(again, tmp_path / "out")
+    adapters = write_adapters(base, source, tmp_path / "ours")
+    base, (reopened,) = open_with_base([adapters])
+    assert furthest(unmerged_logits(base, reopened, TOKENS), peft_logits) < BOUND
+    export_peft(reopened, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "model")
     assert config["fan_in_fan_out"] == (case.family == "gpt 2")
-    assert furthest(by_peft(tmp_path / "model", tmp_path / "out", case.tokens), theirs) < BOUND
-    written, given = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "peft"))
-    assert {key for key in given if ".lora_" in key} == {key for key in written if ".lora_" in key}
-    assert all(value.equal(given[key]) for key, value in written.items() if key in given)
+    assert furthest(logits_with_peft(tmp_path / "model", tmp_path / "out", case.tokens), peft_logits) < BOUND
+    written, published = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "peft"))
+    assert {key for key in published if ".lora_" in key} == {key for key in written if ".lora_" in key}
+    assert all(value.equal(published[key]) for key, value in written.items() if key in published)
 
-    merged, _ = write_merged(base, [(again, 1.0)], tmp_path / "merged")
-    assert furthest(merged_logits(merged), theirs) < BOUND
+    merged, _ = write_merged(base, [(reopened, 1.0)], tmp_path / "merged")
+    assert furthest(merged_logits(merged), peft_logits) < BOUND
     export_hf(merged, load_checkpoint_args(merged)[0], tmp_path / "hf", tokenizer=False)
     with torch.no_grad():
-        assert furthest(alone(tmp_path / "hf")(TOKENS).logits, theirs) < BOUND
+        assert furthest(load_base_model(tmp_path / "hf")(TOKENS).logits, peft_logits) < BOUND
 
 
 @pytest.mark.more
@@ -195,28 +233,32 @@ def test_every_layout(tmp_path: Path) -> None:
         weights = {n: {**base.read(n), **source.read(n)} for n in range(source.args.num_layers + 5)}
         models.append((source.args.user_values, {n: tensors for n, tensors in weights.items() if tensors}))
     for layout, logits in logits_by_layout(models, [(2, 1), (1, 2), (2, 2)]).items():
-        for name, ours, theirs in zip(names, logits, expected, strict=True):
-            assert furthest(ours, theirs) < BOUND, (name, layout)
+        for name, neox_logits_of_layout, peft_logits in zip(names, logits, expected, strict=True):
+            assert furthest(neox_logits_of_layout, peft_logits) < BOUND, (name, layout)
 
 
 def refusal(folder: Path, **fields: Any) -> str:
-    """What is said of `folder/peft` with other fields in its adapter_config.json."""
+    """Returns the message that refuses `folder/peft` with other fields in its adapter_config.json."""
     file = folder / "peft" / "adapter_config.json"
-    before = file.read_text()
-    file.write_text(json.dumps({**json.loads(before), **fields}))
-    said = fails(".", open_with_base, [folder / "peft"])
-    file.write_text(before)
-    return said
+    original = file.read_text()
+    file.write_text(json.dumps({**json.loads(original), **fields}))
+    message = fails(".", open_with_base, [folder / "peft"])
+    file.write_text(original)
+    return message
 
 
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     trained(tmp_path, CASES["llama added tokens"]._replace(tokens=0))
     for field, value in {
-        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0], "bias": "all",
+        "bias": "all",
         "peft_type": "LOHA", "init_lora_weights": "pissa", "trainable_token_indices": [1],
         "lora_bias": True, "task_type": "TOKEN_CLS", "never_heard_of": 1,
     }.items():  # fmt: skip
         assert f"{field}: " in refusal(tmp_path, **{field: value}), field
+    assert "layers.0.self_attn.q_proj.lora_A.weight: shape (4, 32), not (2, 32)" in refusal(
+        tmp_path, rank_pattern={"q_proj": 2}
+    )
+    assert "unknown base_model.model.model.layers.1." in refusal(tmp_path, layers_to_transform=[0])
     assert "base_model_name_or_path" not in refusal(tmp_path, base_model_name_or_path=str(tmp_path / "gone"))
 
     file = tmp_path / "peft" / "adapter_model.safetensors"
@@ -231,14 +273,25 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     assert "k_projector: " in refusal(tmp_path)
 
 
+def test_a_folder_of_an_older_peft(tmp_path: Path) -> None:
+    """Older versions wrote the tensors with `torch.save`."""
+    peft_logits, file = trained(tmp_path, CASES["llama places"]), tmp_path / "peft" / "adapter_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    base, (source,) = open_with_base([tmp_path / "peft"])
+    assert furthest(unmerged_logits(base, source, TOKENS), peft_logits) < BOUND
+    file.with_suffix(".bin").unlink()
+    fails("holds no adapter_model.safetensors", open_with_base, [tmp_path / "peft"])
+
+
 def test_adapters_of_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
     """peft keeps the weights below these beside them, which says nothing to who reads of a `base_layer`."""
-    for family, named in (("llama linear", "tie_word_embeddings"), ("llama 3", "lm_head")):
-        (tmp_path / named).mkdir()
-        trained(tmp_path / named, Case(family, {"target_modules": ["q_proj", "lm_head"]}))
+    for family, field in (("llama linear", "tie_word_embeddings"), ("llama 3", "lm_head")):
+        (tmp_path / field).mkdir()
+        trained(tmp_path / field, Case(family, {"target_modules": ["q_proj", "lm_head"]}))
         with pytest.raises(CheckpointError, match="adapters of lm_head are not supported.*modules_to_save") as caught:
-            open_with_base([tmp_path / named / "peft"])
-        assert named in str(caught.value) and "base_layer" not in str(caught.value)
+            open_with_base([tmp_path / field / "peft"])
+        assert field in str(caught.value) and "base_layer" not in str(caught.value)
 
 
 def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
@@ -256,21 +309,21 @@ def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
             fails("q_proj: gpt_neox .*query_key_value", export_peft, source, tmp_path / "no")
             continue
         export_peft(source, tmp_path / "out", base=str(tmp_path / model))
-        ours = unmerged_logits(base, source, TOKENS)
-        assert furthest(ours, by_peft(tmp_path / model, tmp_path / "out")) < BOUND * ours.abs().max()
+        unmerged = unmerged_logits(base, source, TOKENS)
+        assert furthest(unmerged, logits_with_peft(tmp_path / model, tmp_path / "out")) < BOUND * unmerged.abs().max()
 
 
 def test_sums_of_several(tmp_path: Path) -> None:
     """As peft's `add_weighted_adapter` by concatenation, and of DoRA what each changes alone."""
-    for name, more in {"one": {}, "two": {"use_rslora": True}}.items():
+    for name, overrides in {"one": {}, "two": {"use_rslora": True}}.items():
         (tmp_path / name).mkdir()
         torch.manual_seed(len(name))
-        trained(tmp_path / name, Case("llama 2", {"target_modules": "all-linear", **more}))
+        trained(tmp_path / name, Case("llama 2", {"target_modules": "all-linear", **overrides}))
     weights = {"one": 0.7, "two": -0.4}
     base, sources = open_with_base([tmp_path / name / "peft" for name in weights], tmp_path / "one" / "model")
     merged, compared = write_merged(base, list(zip(sources, weights.values(), strict=True)), tmp_path / "sum")
     assert len(compared) == 2
-    model = alone(tmp_path / "one" / "model")
+    model = load_base_model(tmp_path / "one" / "model")
     tuned = peft.PeftModel.from_pretrained(model, str(tmp_path / "one" / "peft"), adapter_name="one")
     tuned.load_adapter(str(tmp_path / "two" / "peft"), adapter_name="two")
     tuned.add_weighted_adapter(list(weights), list(weights.values()), "sum", combination_type="cat")
@@ -281,9 +334,9 @@ def test_sums_of_several(tmp_path: Path) -> None:
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     trained(tmp_path, CASES["llama dora"])
-    folder, made = HFFolder(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "base"
-    import_hf(folder, made)
-    base, (source,) = open_with_base([tmp_path / "peft"], made)
+    folder, base_folder = HFFolder(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "base"
+    import_hf(folder, base_folder)
+    base, (source,) = open_with_base([tmp_path / "peft"], base_folder)
     adapters = write_adapters(base, source, tmp_path / "ours")
     path, (comparison,) = write_merged(base, [(source, 1.0)], tmp_path / "merged")
     assert comparison.stored is not None and comparison.difference < BOUND * 10 < comparison.stored < 0.3
@@ -294,24 +347,24 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     import_hf(HFFolder(tmp_path / "model"), tmp_path / "other")
     fails("trained on other weights than .*other", open_with_base, [adapters], tmp_path / "other")
     fails("adapters alone, .*base/global_step0", load_checkpoint_args, adapters)
-    assert read_manifest(adapters).base["path"] == str(find_checkpoint(made).resolve())  # type: ignore
+    assert read_manifest(adapters).base["path"] == str(find_checkpoint(base_folder).resolve())  # type: ignore
     assert open_adapter(adapters).iteration == 0
 
 
 def test_names_of_a_multimodal_model_in_either_way(tmp_path: Path) -> None:
     """As files are published, which older transformers had in memory; what text leaves untrained."""
-    theirs = trained(tmp_path, CASES["mistral inside"])
+    peft_logits = trained(tmp_path, CASES["mistral inside"])
     file = tmp_path / "peft" / "adapter_model.safetensors"
     tensors = load_file(file)
-    inside, published = "base_model.model.model.language_model.", "base_model.model.language_model.model."
+    in_memory, published = "base_model.model.model.language_model.", "base_model.model.language_model.model."
     tower = "base_model.model.model.vision_tower.transformer.layers.0.attention.q_proj"
-    renamed = {name.replace(inside, published): value for name, value in tensors.items()}
+    renamed = {name.replace(in_memory, published): value for name, value in tensors.items()}
     assert renamed.keys().isdisjoint(tensors)
     unseen = {f"{tower}.lora_A.weight": torch.ones(4, 16), f"{tower}.lora_B.weight": torch.zeros(16, 4)}
     for stored in (renamed, {**tensors, **unseen}):
         save_file(stored, file)
         base, (source,) = open_with_base([tmp_path / "peft"])
-        assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+        assert furthest(unmerged_logits(base, source, TOKENS), peft_logits) < BOUND
     save_file({**tensors, **unseen, f"{tower}.lora_B.weight": torch.ones(16, 4)}, file)
     fails(re.escape(tower), open_with_base, [tmp_path / "peft"])
     save_file(tensors, file)
@@ -320,20 +373,20 @@ def test_names_of_a_multimodal_model_in_either_way(tmp_path: Path) -> None:
     base, (source,) = open_with_base([tmp_path / "peft"])
     export_peft(source, tmp_path / "text", base=str(tmp_path / "model"), family="mistral")
     written = load_file(tmp_path / "text" / "adapter_model.safetensors")
-    assert written.keys() == {name.replace(inside, "base_model.model.model.") for name in tensors}
+    assert written.keys() == {name.replace(in_memory, "base_model.model.model.") for name in tensors}
     base, (text,) = open_with_base([tmp_path / "text"])
     compare_with_peft(base, text)
 
 
 def test_names_of_a_hybrid_as_its_files_have_them(tmp_path: Path) -> None:
     """Adapters that were trained on the code of a published folder."""
-    theirs = trained(tmp_path, CASES["nemotron h"])
+    peft_logits = trained(tmp_path, CASES["nemotron h"])
     file = tmp_path / "peft" / "adapter_model.safetensors"
     tensors = load_file(file)
     renamed = {name.replace(".model.model.", ".model.backbone."): value for name, value in tensors.items()}
     assert renamed.keys().isdisjoint(tensors)
     save_file(renamed, file)
     base, (source,) = open_with_base([tmp_path / "peft"])
-    assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+    assert furthest(unmerged_logits(base, source, TOKENS), peft_logits) < BOUND
     export_peft(source, tmp_path / "out", base=str(tmp_path / "model"))
     assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == tensors.keys()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_weights
-from megatron.checkpointing.huggingface import HFFolder, by_transformers, export_hf, import_hf
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, transformers_model
 from megatron.checkpointing.huggingface.importing import import_plan
 from megatron.checkpointing.huggingface.logit_check import compare_logits
 from tests.checkpointing.family_models import VOCAB
@@ -36,11 +36,11 @@ def with_head(path: Path, factor: float, case: str = "smollm 3") -> Path:
 def test_a_head_that_differs_from_the_embedding_is_its_own(tmp_path: Path) -> None:
     """As in transformers, whatever config.json says; and so it comes out again."""
     folder = with_head(tmp_path / "hf", 1.5)
-    said = HFFolder(folder).untied
-    assert said is not None and HEAD in said
-    made, args = imported(folder, tmp_path / "ours")
+    reason = HFFolder(folder).untied
+    assert reason is not None and HEAD in reason
+    checkpoint, args = imported(folder, tmp_path / "ours")
     assert args.no_weight_tying
-    export_hf(made, args, tmp_path / "back")
+    export_hf(checkpoint, args, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
     assert same_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
     assert torch.equal(loaded(tmp_path / "back")(TOKENS).logits, loaded(folder)(TOKENS).logits)
@@ -74,21 +74,21 @@ def test_every_row_is_compared_on_both_sides(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=f"not the same model: {EMBEDDING}"):
         compare_logits(folder, args, weights, 1024)
 
-    load = by_transformers._loaded
+    load = transformers_model._loaded
 
-    def otherwise(*given: Any) -> Mapping[str, Tensor]:
-        tensors = {name: value.clone() for name, value in load(*given).items()}
+    def load_changed(*arguments: Any) -> Mapping[str, Tensor]:
+        tensors = {name: value.clone() for name, value in load(*arguments).items()}
         tensors[EMBEDDING][row, 0] += 1
         return tensors
 
-    monkeypatch.setattr(by_transformers, "_loaded", otherwise)
+    monkeypatch.setattr(transformers_model, "_loaded", load_changed)
     with pytest.raises(CheckpointError, match=f"loads another {EMBEDDING}"):
         import_hf(folder, tmp_path / "again")
 
 
 def test_where_memory_is_short_modules_read_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers puts experts together in memory; mapped files need none."""
-    monkeypatch.setattr(by_transformers, "free_host_memory", lambda unknown: 0)
+    monkeypatch.setattr(transformers_model, "free_host_memory", lambda unknown: 0)
     for case, short in (("mixtral", True), ("llama 3", False)):
         _, parity = import_hf(HFFolder(model_folder(tmp_path / case, case)), tmp_path / "ours" / case)
         assert (parity.not_loaded is not None) == short and ("from_pretrained" in str(parity)) == short
@@ -96,7 +96,7 @@ def test_where_memory_is_short_modules_read_the_files(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("hidden", [128, 160])
 def test_quantised_folders_are_loaded_where_transformers_reads_them_right(hidden: int, tmp_path: Path) -> None:
-    """Of FP8 in blocks of 128 not where 160 is left with a block of 32."""
+    """transformers misreads FP8 in blocks of 128 where a size of 160 leaves a block of 32."""
     in_fp8(tmp_path / "hf", "llama 3", hidden_size=hidden, intermediate_size=2 * hidden)
     _, parity = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "ours")
     assert (parity.not_loaded is None) == (hidden == 128)
@@ -105,17 +105,19 @@ def test_quantised_folders_are_loaded_where_transformers_reads_them_right(hidden
 def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "hf", "llama 3", vocab_size=1024)
     vocabulary = {f"w{i}": i for i in range(1024)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     import_plan(HFFolder(folder))
-    made.add_tokens(["<new>", "<newer>"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     for convert in (import_plan, lambda opened: import_hf(opened, tmp_path / "ours")):
-        with pytest.raises(CheckpointError, match="tokenizer.json has 1026 tokens, the embedding 1024 rows.*<new>"):
+        with pytest.raises(
+            CheckpointError, match="tokenizer.json has 1026 token ids, but the embedding has 1024 rows.*<new>"
+        ):
             convert(HFFolder(folder))
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "added_tokens.json").write_text(json.dumps({"<new>": 1024}))
-    with pytest.raises(CheckpointError, match="vocab.json has 1025 tokens, the embedding 1024 rows"):
+    with pytest.raises(CheckpointError, match="vocab.json has 1025 token ids, but the embedding has 1024 rows"):
         import_plan(HFFolder(folder))
     assert not (tmp_path / "ours").exists()

@@ -23,11 +23,11 @@ def test_missing_experts_are_told_in_a_line() -> None:
         for layer in range(4):
             shapes |= {f"model.layers.{layer}.block_sparse_moe.experts.{8 + e}.w3.weight": (48, 32) for e in range(12)}
 
-    _, *told = broken("mixtral", change).splitlines()
+    _, *messages = broken("mixtral", change).splitlines()
     expected = (r"missing model.layers.N.block_sparse_moe.experts.E.w1.weight .* 2; .* 0, 7\)",
                 r"extra model.layers.N.block_sparse_moe.experts.E.w3.weight .* 0, 1, 2, 3; .* 8, 9, .* 4 more\)",
                 r"model.layers.1.block_sparse_moe.experts.3.w2.weight: .*\(32, 47\).*\(32, 48\)")  # fmt: skip
-    assert all(re.search(one, line) for one, line in zip(expected, told, strict=True)), told
+    assert all(re.search(pattern, line) for pattern, line in zip(expected, messages, strict=True)), messages
 
 
 def test_experts_of_several_dtypes_are_refused() -> None:
@@ -50,14 +50,14 @@ def test_experts_of_config_json_are_those_of_transformers() -> None:
     assert args("mixtral").norm_topk_prob and not args("olmoe").norm_topk_prob
     assert (args("mixtral").expert_ffn_size, args("qwen 2 moe").expert_ffn_size) == (48, 20)
     windows = {**config_of("qwen 2 moe windows").to_dict(), "layer_types": None}
-    theirs = transformers.AutoConfig.for_model(**windows)
-    assert list(args_of(windows).layer_types or ()) == theirs.layer_types and len(set(theirs.layer_types)) == 2
+    hf_windows = transformers.AutoConfig.for_model(**windows)
+    assert list(args_of(windows).layer_types or ()) == hf_windows.layer_types and len(set(hf_windows.layer_types)) == 2
     balanced = args("olmoe", output_router_logits=True, router_aux_loss_coef=0.02)
     assert (balanced.moe_aux_loss_coeff, balanced.moe_aux_loss_scope) == (0.02, "transformers")
     written = hf_config(balanced)
     assert written["output_router_logits"] and written["router_aux_loss_coef"] == 0.02
-    other = hf_config(balanced.replace(moe_aux_loss_scope="micro_batch"))
-    assert not other["output_router_logits"] and "router_aux_loss_coef" not in other
+    unscaled = hf_config(balanced.replace(moe_aux_loss_scope="micro_batch"))
+    assert not unscaled["output_router_logits"] and "router_aux_loss_coef" not in unscaled
     for case, changes, message in (
         ("mixtral", {"num_local_experts": 1}, "num_experts: 1"),
         ("qwen 2 moe", {"num_experts": 0}, "num_experts: 0"),
@@ -78,11 +78,11 @@ def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
     left_out = {"router_aux_loss_coef", "vocab_size", "rope_scaling"}  # transformers writes into the last one
     assert {n: written[n] for n in config.keys() - left_out} == {n: config[n] for n in config.keys() - left_out}
     assert len(written["rope_scaling"]) == 6 and written["rope_scaling"].items() <= config["rope_scaling"].items()
-    other = args_of({**config, "num_experts_per_tok": None, "experts_per_token": 2})
-    assert other.moe_top_k == 2 and hf_config(other)["experts_per_token"] == 2
+    two_experts = args_of({**config, "num_experts_per_tok": None, "experts_per_token": 2})
+    assert two_experts.moe_top_k == 2 and hf_config(two_experts)["experts_per_token"] == 2
     assert hf_config(args.replace(moe_intermediate_size=1440))["intermediate_size"] == 1440
-    plain = args_of({**config, "rope_scaling": {"rope_type": "default"}, "initial_context_length": None})
-    assert plain.rope_scaling is None and "initial_context_length" not in hf_config(plain)
+    unscaled = args_of({**config, "rope_scaling": {"rope_type": "default"}, "initial_context_length": None})
+    assert unscaled.rope_scaling is None and "initial_context_length" not in hf_config(unscaled)
     for changes, message in (
         ({"experts_per_token": 2}, "experts_per_token: 2"),
         ({"swiglu_limit": 8.0}, "swiglu_limit: 8.0"),
@@ -116,13 +116,13 @@ def test_which_family_has_which_experts() -> None:
     trained = {"moe_router_type": "sinkhorn", "moe_expert_capacity_factor": 2.0}
     assert hf_config(small(**{**mixture, **trained}))["model_type"] == "mixtral"
     assert hf_config(small(**mixture, **shared, moe_layer_freq=[0, 1]))["mlp_only_layers"] == [0]
-    for changes, told in (
+    for changes, message in (
         ({"norm_topk_prob": False}, r"mixtral: .*\(norm_topk_prob\)"),
         ({"moe_layer_freq": [0, 1]}, r"mixtral: .*\(moe_layer_freq\): 1 .*\[0, 1\]"),
         ({"moe_router_bias_update_rate": 0.001}, "mixtral: biases of experts"),
         ({"moe_router_bias": True}, r"mixtral: .*\(moe_router_bias\)"),
         ({**shared, "moe_shared_expert_gate": False}, r"qwen2_moe: .*\(moe_shared_expert_gate\)"),
     ):
-        fails(told, hf_config, small(**{**mixture, **changes}))
+        fails(message, hf_config, small(**{**mixture, **changes}))
     dense = fails(".", hf_config, small(norm="scalenorm"))  # no family with experts is near to it
     assert "experts" not in dense and "mixtral" not in dense

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import FAMILIES, canonical_config, family_of
-from megatron.checkpointing.families.convert import check_hf_tensors, family_kept, from_hf, hf_config, hf_shapes, to_hf
+from megatron.checkpointing.families.convert import (
+    check_hf_tensors,
+    from_hf,
+    hf_config,
+    hf_shapes,
+    to_hf,
+    unchanged_family,
+)
 from megatron.model import build_stage, freeze, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
@@ -25,12 +32,12 @@ SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "lla
 SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2"}
 
 
-def nothing(name: str) -> Tensor:
+def refuse_read(name: str) -> Tensor:
     raise AssertionError(f"{name} was read")
 
 
-def args_of(config: dict[str, Any], **more: Any) -> NeoXArgs:
-    return NeoXArgs.from_dict({**from_hf(config, nothing)[0], **more})
+def args_of(config: dict[str, Any], **overrides: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict({**from_hf(config, refuse_read)[0], **overrides})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,11 +45,11 @@ def test_there_and_back_changes_no_bit(case: str) -> None:
     dtype = (torch.float32, torch.bfloat16)[[*CASES].index(case) % 2]
     config, hf_tensors = on_disk(random_model(case, dtype))
     keys, tensors = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
-    ours = collected(tensors)
+    weights = collected(tensors)
     args = NeoXArgs.from_dict(keys)
-    wanted = {n: {s.name for s in specs} for n, specs in layer_params(args).items() if specs}
-    assert wanted == {n: {*t} for n, t in ours.items()}
-    back = dict(to_hf(args, ours.items(), family=config["model_type"], vocab_size=VOCAB))
+    expected_names = {n: {s.name for s in specs} for n, specs in layer_params(args).items() if specs}
+    assert expected_names == {n: {*t} for n, t in weights.items()}
+    back = dict(to_hf(args, weights.items(), family=config["model_type"], vocab_size=VOCAB))
     assert back.keys() == hf_tensors.keys()
     for name, tensor in hf_tensors.items():
         assert back[name].dtype == dtype and torch.equal(back[name], tensor), name
@@ -56,19 +63,19 @@ def test_configuration_there_and_back(case: str) -> None:
     written = hf_config(args)
     assert written["model_type"] == SIMPLER.get(case, config["model_type"])
     assert canonical_config(args_of(written)) == canonical_config(args)
-    again = transformers.AutoConfig.for_model(**hf_config(args, family=config["model_type"])).to_dict()
-    assert canonical_config(args_of(again)) == canonical_config(args)
+    hf_fields = transformers.AutoConfig.for_model(**hf_config(args, family=config["model_type"])).to_dict()
+    assert canonical_config(args_of(hf_fields)) == canonical_config(args)
     for name in ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "num_key_value_heads"):
-        for rope in (again[name], config[name]) if name == "rope_parameters" and name in again else ():
+        for rope in (hf_fields[name], config[name]) if name == "rope_parameters" and name in hf_fields else ():
             rope.pop("type", None)  # transformers' older name for rope_type, which it keeps beside it
-        assert again.get(name) == config.get(name), name
+        assert hf_fields.get(name) == config.get(name), name
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in CASES.values()}))
 def test_what_config_json_leaves_out_is_the_default_of_transformers(kind: str) -> None:
-    whole = getattr(transformers, kind)().to_dict()
-    least = {"model_type": whole["model_type"], "vocab_size": whole["vocab_size"]}
-    assert canonical_config(args_of(least)) == canonical_config(args_of(whole))
+    full_config = getattr(transformers, kind)().to_dict()
+    minimal_config = {"model_type": full_config["model_type"], "vocab_size": full_config["vocab_size"]}
+    assert canonical_config(args_of(minimal_config)) == canonical_config(args_of(full_config))
 
 
 # config.json as published (sizes, and what changes the maths): its folder under https://huggingface.co, and
@@ -83,11 +90,11 @@ _MINISTRAL = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "fac
 
 
 def sizes(
-    kind: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, length: int, **more: Any
+    kind: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, length: int, **overrides: Any
 ) -> dict[str, Any]:
     return {"model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn,
-            "max_position_embeddings": length, **more}  # fmt: skip
+            "max_position_embeddings": length, **overrides}  # fmt: skip
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -226,7 +233,7 @@ def test_published_shapes_on_the_meta_device(name: str) -> None:
     kind = config["model_type"]
     written = sum(torch.Size(shape).numel() for shape in hf_shapes(args, family=kind).values())
     assert written == parameters + args.num_layers * len(FAMILIES[kind].constants)
-    assert family_kept(args, config) == kind
+    assert unchanged_family(args, config) == kind
 
 
 def test_two_last_layers_and_the_tied_head_of_smollm3() -> None:
@@ -240,27 +247,27 @@ def test_two_last_layers_and_the_tied_head_of_smollm3() -> None:
 
 def test_tensors_are_read_one_by_one() -> None:
     config, hf_tensors = on_disk(random_model("llama 3"))
-    asked: list[str] = []
+    requested: list[str] = []
 
     def get(name: str) -> Tensor:
-        asked.append(name)
+        requested.append(name)
         return hf_tensors[name]
 
     _, tensors = from_hf(config, get)
-    assert asked == []
-    assert next(tensors)[:2] == (0, "word_embeddings.weight") and len(asked) == 1
+    assert requested == []
+    assert next(tensors)[:2] == (0, "word_embeddings.weight") and len(requested) == 1
     names = [(layer, name) for layer, name, _ in tensors]
-    assert names[-2:] == [(7, "norm.scale"), (8, "final_linear.weight")] and len(asked) == len(hf_tensors)
-    args = NeoXArgs.from_dict(from_hf(config, nothing)[0])
-    taken: list[int] = []
+    assert names[-2:] == [(7, "norm.scale"), (8, "final_linear.weight")] and len(requested) == len(hf_tensors)
+    args = NeoXArgs.from_dict(from_hf(config, refuse_read)[0])
+    layers_read: list[int] = []
 
     def layers() -> Any:
         for layer, weights in random_weights(args).items():
-            taken.append(layer)
+            layers_read.append(layer)
             yield layer, weights
 
     written = to_hf(args, layers())
-    assert next(written)[0] == "model.embed_tokens.weight" and taken == [0]
+    assert next(written)[0] == "model.embed_tokens.weight" and layers_read == [0]
 
 
 def test_added_rows_are_the_mean_of_the_others() -> None:
@@ -273,10 +280,10 @@ def test_added_rows_are_the_mean_of_the_others() -> None:
 
 
 def broken(case: str, change: Any) -> str:
-    """What `check_hf_tensors` says of a damaged folder."""
+    """Returns the message of `check_hf_tensors` for a damaged folder."""
     config, hf_tensors = on_disk(random_model(case))
     shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()}
-    check = partial(check_hf_tensors, config, from_hf(config, nothing)[0], shapes, "folder")
+    check = partial(check_hf_tensors, config, from_hf(config, refuse_read)[0], shapes, "folder")
     check()
     change(shapes)
     return fails(".", check)
@@ -290,26 +297,26 @@ def test_missing_and_extra_tensors_are_told_by_kind() -> None:
         shapes["model.norm.weight"] = (31,)
         shapes["model.rotary_emb.inv_freq"] = (2,)  # a buffer
 
-    missing, extra, other = broken("llama 3", change).splitlines()[1:]
+    missing, extra, reshaped = broken("llama 3", change).splitlines()[1:]
     assert re.search(r"missing model.layers.N.mlp.up_proj.weight .* 1, 3\)", missing)
     assert re.search(r"extra model.layers.N.self_attn.sinks .* 0\)", extra)
-    assert re.search(r"model.norm.weight: .*\(31,\).*\(32,\)", other)
+    assert re.search(r"model.norm.weight: .*\(31,\).*\(32,\)", reshaped)
 
 
 def test_a_head_that_is_not_there_is_tied_and_other_tensors_are_skipped() -> None:
     """Buffers of old Pythia files, and the head of a tied model, as transformers skips them."""
     assert "tie_word_embeddings" in broken("qwen 3 windows", lambda shapes: shapes.pop("lm_head.weight"))
     buffers = {f"gpt_neox.layers.0.attention.{name}": (1,) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}
-    for case, more in (("gpt_neox", buffers), ("qwen 3", {"lm_head.weight": (VOCAB, 32)})):
+    for case, extra_shapes in (("gpt_neox", buffers), ("qwen 3", {"lm_head.weight": (VOCAB, 32)})):
         config, hf_tensors = on_disk(random_model(case))
-        shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()} | more
-        check_hf_tensors(config, from_hf(config, nothing)[0], shapes, "folder")
+        shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()} | extra_shapes
+        check_hf_tensors(config, from_hf(config, refuse_read)[0], shapes, "folder")
 
 
 def test_what_cannot_be_read_is_refused() -> None:
     def refused(message: str, case: str, **changes: Any) -> None:
         with pytest.raises((CheckpointError, ConfigError), match=re.escape(message)):
-            from_hf({**config_of(case).to_dict(), **changes}, nothing)
+            from_hf({**config_of(case).to_dict(), **changes}, refuse_read)
 
     assert family_of({"model_type": "olmo3"}) == "olmo3" and set(FAMILIES) > {"llama", "gemma3_text"}
     refused("hidden_act: xielu", "llama 2", hidden_act="xielu")
@@ -318,13 +325,13 @@ def test_what_cannot_be_read_is_refused() -> None:
     refused("long_factor is missing", "phi 3 long", rope_parameters={"rope_type": "longrope", "short_factor": [1.0]})
     refused("partial_rotary_factor: 0.5", "llama 2", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
     refused("vocab_size is missing", "llama 2", vocab_size=None)
-    fails("padded_vocab_size 64 .* 90 ", from_hf, config_of("llama 2").to_dict(), nothing, padded_vocab_size=64)
+    fails("padded_vocab_size 64.* 90", from_hf, config_of("llama 2").to_dict(), refuse_read, padded_vocab_size=64)
 
 
 def test_what_no_family_computes_is_refused() -> None:
-    _, whole, *near = fails(".", hf_config, small(pos_emb="alibi")).splitlines()
-    assert "alibi" in whole and "pos_emb" in whole
-    assert re.search("gpt_neox: .*rotary .*alibi", near[0]) and re.search("gpt2: .*learned .*alibi", near[1])
+    _, summary, *nearest = fails(".", hf_config, small(pos_emb="alibi")).splitlines()
+    assert "alibi" in summary and "pos_emb" in summary
+    assert re.search("gpt_neox: .*rotary .*alibi", nearest[0]) and re.search("gpt2: .*learned .*alibi", nearest[1])
     fails(r"heads of keys \(num_kv_heads\): 4 there, 2 here", hf_config, small(num_kv_heads=2), family="gpt_neox")
     fails("no family gpt3; one of gpt_neox, gpt2, llama", hf_config, small(), family="gpt3")
     with pytest.raises(CheckpointError, match="llama: .*layer_types"):
@@ -339,40 +346,40 @@ def test_what_no_family_computes_is_refused() -> None:
 
 
 def test_models_of_other_families_are_told_the_nearest() -> None:
-    def told(name: str) -> str:
-        said = fails(".", family_of, getattr(transformers, name)().to_dict())
-        assert "\n" not in said
-        return said.partition("nearest to ")[2]
+    def nearest_family(name: str) -> str:
+        message = fails(".", family_of, getattr(transformers, name)().to_dict())
+        assert "\n" not in message
+        return message.partition("nearest to ")[2]
 
-    assert re.match("config.json is gpt_neox .*one norm for attention", told("GPTJConfig"))
-    assert re.match("config.json is mixtral .*one expert a token", told("Llama4TextConfig"))
+    assert re.match("config.json is gpt_neox .*one norm for attention", nearest_family("GPTJConfig"))
+    assert re.match("config.json is mixtral .*one expert a token", nearest_family("Llama4TextConfig"))
     for name, nearest in (("DeepseekV2Config", "qwen2_moe"), ("DeepseekV3Config", "qwen2_moe"),
                           ("Glm4MoeConfig", "qwen3_moe"), ("Ernie4_5_MoeConfig", "qwen2_moe"),
                           ("Qwen3NextConfig", "qwen3_moe"), ("PhimoeConfig", "mixtral"),
                           ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
-        assert told(name).startswith(f"config.json is {nearest} ("), name
-    assert told("JetMoeConfig").startswith("config.json is ")
+        assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
+    assert nearest_family("JetMoeConfig").startswith("config.json is ")
     for name, differs in (("CwmConfig", "window"), ("VaultGemmaConfig", "norms"), ("HunYuanDenseV1Config", "norms"),
                           ("Emu3Config", "vq_config"), ("InternLM3Config", "biases")):  # fmt: skip
-        assert differs in told(name).partition("): ")[2], name
+        assert differs in nearest_family(name).partition("): ")[2], name
     unknown = {**config_of("llama 2").to_dict(), "model_type": "mine"}
     fails("no field differs.*model_type: llama", family_of, unknown)
-    assert told("Qwen2VLConfig").startswith("config.json: text_config is qwen2 ")
+    assert nearest_family("Qwen2VLConfig").startswith("config.json: text_config is qwen2 ")
     fails("model_type: resnet .*gpt_neox, gpt2, llama", family_of, {"model_type": "resnet"})
 
 
 def test_fields_are_read_as_transformers_reads_them() -> None:
     def keys_of(case: str, **changes: Any) -> dict[str, Any]:
-        return from_hf({**config_of(case).to_dict(), **changes}, nothing)[0]
+        return from_hf({**config_of(case).to_dict(), **changes}, refuse_read)[0]
 
     assert keys_of("qwen 2", num_key_value_heads=None)["num_kv_heads"] == 8
     assert "head_dim" not in keys_of("seed oss", head_dim=None)
     assert keys_of("llama 2", rope_parameters={"rope_theta": None, "rope_type": "default"})["rotary_emb_base"] == 10000
     stretched = keys_of("phi 3 long", original_max_position_embeddings=16)["rope_scaling"]
     assert stretched["original_max_position_embeddings"] == 16  # the outer one wins
-    other = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
-    fails("llama_4_scaling_beta", keys_of, "ministral 3", rope_parameters=other)
-    fails("llama_4_scaling_beta", keys_of, "mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0, **other})
-    plain = {**config_of("apertus").to_dict(), "rope_parameters": None, "rope_theta": 5000.0}
-    theirs = transformers.AutoConfig.for_model(**plain).rope_parameters
-    assert from_hf(plain, nothing)[0]["rotary_emb_base"] == theirs["rope_theta"] == 12000000.0
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    fails("llama_4_scaling_beta", keys_of, "ministral 3", rope_parameters=rope)
+    fails("llama_4_scaling_beta", keys_of, "mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0, **rope})
+    config = {**config_of("apertus").to_dict(), "rope_parameters": None, "rope_theta": 5000.0}
+    hf_rope = transformers.AutoConfig.for_model(**config).rope_parameters
+    assert from_hf(config, refuse_read)[0]["rotary_emb_base"] == hf_rope["rope_theta"] == 12000000.0

@@ -26,10 +26,10 @@ def imported(case: str, **changes: Any) -> tuple[Model, Tensor]:
     """A transformers model as ours, and its logits."""
     model = random_model(case, **changes)
     config, tensors = on_disk(model)
-    keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    keys, weights = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
     check_hf_tensors(config, keys, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, case)
     with torch.no_grad():
-        return (keys, collected(ours)), model(TOKENS).logits
+        return (keys, collected(weights)), model(TOKENS).logits
 
 
 def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
@@ -51,16 +51,16 @@ def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
 
 
 def assert_within_bound(
-    title: str, found: list[tuple[Model, Tensor]], layouts: Layouts, cases: Iterable[str] = ()
+    title: str, pairs: list[tuple[Model, Tensor]], layouts: Layouts, cases: Iterable[str] = ()
 ) -> None:
     """cases: what was found is of; all by default."""
     differences: dict[tuple[str, tuple[int, int]], float] = {}
-    for layout, logits in logits_by_layout([model for model, _ in found], layouts).items():
-        for case, actual, (_, expected) in zip(cases or CASES, logits, found, strict=True):
+    for layout, logits in logits_by_layout([model for model, _ in pairs], layouts).items():
+        for case, actual, (_, expected) in zip(cases or CASES, logits, pairs, strict=True):
             assert actual.shape[-1] == PADDED and expected.shape[-1] == VOCAB and expected.std() > 0.3
             differences[case, layout] = (actual[..., :VOCAB] - expected).abs().max().item()
             print(f"{title:12}{case:22}tp{layout[0]} pp{layout[1]}{differences[case, layout]:10.1e}")
-    worst = max(differences, key=lambda at: differences[at])
+    worst = max(differences, key=lambda case_and_layout: differences[case_and_layout])
     assert differences[worst] <= BOUND, (worst, differences[worst])
 
 
@@ -85,10 +85,10 @@ def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
     for i, case in enumerate(SCALED):
         tied = (i + [*SCALINGS].index(scaling)) % 2 == 0  # each family and each scaling both ways
         rope = {**SCALINGS[scaling], "rope_theta": 3000.0}
-        more = {"max_position_embeddings": 8 if scaling == "dynamic" else 32, "tie_word_embeddings": tied}
-        (keys, weights), theirs = imported(case, rope_parameters=rope, **more)
+        overrides = {"max_position_embeddings": 8 if scaling == "dynamic" else 32, "tie_word_embeddings": tied}
+        (keys, weights), expected = imported(case, rope_parameters=rope, **overrides)
         logits = logits_of({**keys, "max_position_embeddings": 32}, weights, ParallelGroups.single())
-        difference = (logits[..., :VOCAB] - theirs).abs().max()
+        difference = (logits[..., :VOCAB] - expected).abs().max()
         assert difference <= BOUND and keys["no_weight_tying"] != tied, (case, tied, difference)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, load_tensors, save_tensors, write_bytes
-from megatron.checkpointing.tensor_files import OneBehind, SyncBeside
+from megatron.checkpointing.tensor_files import BackgroundCalls, BackgroundSync
 from tests.checkpointing.golden import fails
 from tests.stand_ins import modules
 
@@ -66,9 +66,9 @@ def test_rng_state_of_numpy_1(tmp_path: Path) -> None:
     """NeoX pins numpy below 2, whose module has another name in the pickle."""
     state: Any = np.random.RandomState(7).get_state()
     torch.save({"np_rng_state": state}, tmp_path / "two.pt")
-    with zipfile.ZipFile(tmp_path / "two.pt") as two, zipfile.ZipFile(tmp_path / "one.pt", "w") as one:
-        for name in two.namelist():
-            one.writestr(name, two.read(name).replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    with zipfile.ZipFile(tmp_path / "two.pt") as numpy_2, zipfile.ZipFile(tmp_path / "one.pt", "w") as numpy_1:
+        for name in numpy_2.namelist():
+            numpy_1.writestr(name, numpy_2.read(name).replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
     assert b"numpy._core" not in (tmp_path / "one.pt").read_bytes()
     for name in ("two.pt", "one.pt"):
         loaded = load_tensors(tmp_path / name)["np_rng_state"]
@@ -93,19 +93,19 @@ def test_deepspeed_classes_without_deepspeed(tmp_path: Path) -> None:
 
 def test_files_are_synced_and_functions_called_beside_and_their_problems_told(tmp_path: Path) -> None:
     done: list[int] = []
-    with OneBehind() as behind:
+    with BackgroundCalls() as background:
         for i in range(20):
-            behind(partial(done.append, i))
+            background(partial(done.append, i))
     assert done == list(range(20))
-    for after in ([], [partial(done.append, 99)]):
-        with pytest.raises(ZeroDivisionError), OneBehind() as behind:
-            for work in (lambda: done.append(1 // 0), *after):
-                behind(work)
+    for later_calls in ([], [partial(done.append, 99)]):
+        with pytest.raises(ZeroDivisionError), BackgroundCalls() as background:
+            for work in (lambda: done.append(1 // 0), *later_calls):
+                background(work)
     assert 99 not in done
-    with SyncBeside() as to_disk:
+    with BackgroundSync() as to_disk:
         save_tensors({"a": torch.ones(3)}, tmp_path / "x.pt", to_disk=to_disk)
-    with pytest.raises(CheckpointError, match="gone.pt: cannot be written"), SyncBeside() as to_disk:
+    with pytest.raises(CheckpointError, match="gone.pt: cannot be written"), BackgroundSync() as to_disk:
         to_disk(tmp_path / "gone.pt")
-    with pytest.raises(KeyboardInterrupt), SyncBeside() as to_disk:
+    with pytest.raises(KeyboardInterrupt), BackgroundSync() as to_disk:
         to_disk(tmp_path / "gone.pt")
         raise KeyboardInterrupt

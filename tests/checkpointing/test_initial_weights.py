@@ -11,7 +11,7 @@ import yaml
 from megatron.checkpointing import CheckpointError, read_manifest
 from megatron.checkpointing.initial_weights import write_initial_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.checkpointing.golden import assert_same, whole
+from tests.checkpointing.golden import assert_same, full_weights
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, begin, config
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def saved(rank: int, world_size: int, values: dict) -> None:
     """For the pool: a run's weights before its first step, in its `save`."""
     training = begin(values)
-    training.checkpointer.save(training.progress, beside=False)
+    training.checkpointer.save(training.progress, in_background=False)
     training.close()
 
 
@@ -35,8 +35,8 @@ def test_the_same_as_a_run_begins_with(tmp_path, family, layout):
     path = write_initial_weights(args, None)
     run = {**values, "padded_vocab_size": args.padded_vocab_size, "save": str(tmp_path / "run"), "train_iters": 2}
     run_ranks(saved, 2 if layout else 1, {**run, "checkpoint_factor": 1})
-    alone = args.replace(model_parallel_size=1)
-    assert_same(whole(path, alone), whole(tmp_path / "run/global_step0", alone))
+    one_rank = args.replace(model_parallel_size=1)
+    assert_same(full_weights(path, one_rank), full_weights(tmp_path / "run/global_step0", one_rank))
     manifest = read_manifest(path)
     assert manifest is not None and manifest.iteration == 0 and not manifest.optimizer and manifest.files
 
@@ -45,8 +45,8 @@ def test_it_is_written_once_and_over_nothing_else(tmp_path):
     values = config(LLAMA, ADAMW, save=str(tmp_path / "init"), padded_vocab_size=128, init_only=True)
     args = NeoXArgs.from_dict(values)
     path = write_initial_weights(args, None)
-    before = (path / "manifest.json").stat().st_mtime_ns
-    assert write_initial_weights(args, None) == path and (path / "manifest.json").stat().st_mtime_ns == before
+    written_at = (path / "manifest.json").stat().st_mtime_ns
+    assert write_initial_weights(args, None) == path and (path / "manifest.json").stat().st_mtime_ns == written_at
     lora = {"lora": {"r": 2, "alpha": 4, "target": "all-linear"}, "save": str(tmp_path / "other")}
     for keys, facts in (({"seed": 5}, "init.* other weights"), ({"save": None}, "save"), (lora, "lora|adapters")):
         with pytest.raises((CheckpointError, ConfigError), match=facts):

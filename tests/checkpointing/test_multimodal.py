@@ -61,19 +61,19 @@ def folder(path: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 @pytest.mark.parametrize("kind", MODELS)
 def test_there_and_back(kind: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", kind)
-    made, args = imported(path, tmp_path / "run")
-    export_hf(made, args, tmp_path / "back")
-    before = tensors_of(path)
-    assert same_bits(tensors_of(tmp_path / "back"), before)
-    assert any(name.startswith("vision_tower.") for name in before)
+    checkpoint, args = imported(path, tmp_path / "run")
+    export_hf(checkpoint, args, tmp_path / "back")
+    original = tensors_of(path)
+    assert same_bits(tensors_of(tmp_path / "back"), original)
+    assert any(name.startswith("vision_tower.") for name in original)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
-    text = export_hf(made, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
+    text = export_hf(checkpoint, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
-    both = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    multimodal = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     tokens = torch.arange(5, 25).view(2, 10)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, both(input_ids=tokens).logits, rtol=0, atol=2e-5)
+        torch.testing.assert_close(loaded(tokens).logits, multimodal(input_ids=tokens).logits, rtol=0, atol=2e-5)
 
 
 def test_names_as_in_memory_and_other_dtypes(tmp_path: Path) -> None:
@@ -93,19 +93,19 @@ def test_names_as_in_memory_and_other_dtypes(tmp_path: Path) -> None:
 def test_ends_of_texts_are_those_of_the_whole(tmp_path: Path) -> None:
     """As in transformers, where those of the part count where the whole has none."""
     path = folder(tmp_path / "model", "gemma3")
-    for whole, own, expected in (([1, 106], 1, (1, 106)), (None, [1, 3], (1, 3))):
+    for top_level_ids, text_ids, expected in (([1, 106], 1, (1, 106)), (None, [1, 3], (1, 3))):
         raw = json.loads((path / "config.json").read_text())
-        raw["eos_token_id"], raw["text_config"]["eos_token_id"] = whole, own
+        raw["eos_token_id"], raw["text_config"]["eos_token_id"] = top_level_ids, text_ids
         (path / "config.json").write_text(json.dumps(raw))
         (path / "generation_config.json").unlink(missing_ok=True)
         assert declared_eos_ids(read_companion_files(path)) == expected
-        theirs = transformers.GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(path))
-        assert tuple(theirs.eos_token_id) == expected
-        place = tmp_path / f"of_{len(expected)}_{own}"
+        hf_generation = transformers.GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(path))
+        assert tuple(hf_generation.eos_token_id) == expected
+        place = tmp_path / f"of_{len(expected)}_{text_ids}"
         place.mkdir()
         there_and_back(path, place)
         back = json.loads((place / "back" / "config.json").read_text())
-        assert (back["eos_token_id"], back["text_config"]["eos_token_id"]) == (whole, own)
+        assert (back["eos_token_id"], back["text_config"]["eos_token_id"]) == (top_level_ids, text_ids)
 
 
 def test_a_tied_head_that_is_in_the_file_is_none(tmp_path: Path) -> None:
@@ -121,23 +121,23 @@ def test_carried_tensors_are_one_file_and_outlive_their_source(tmp_path: Path) -
     write = carried_writer(path, True)
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).mkdir()
-    first = write(tmp_path / "a" / CARRIED, "x")
+    record = write(tmp_path / "a" / CARRIED, "x")
     shutil.rmtree(path)
-    assert write(tmp_path / "b" / CARRIED, "y") == replace(first, name="y")
+    assert write(tmp_path / "b" / CARRIED, "y") == replace(record, name="y")
     assert (tmp_path / "a" / CARRIED).samefile(tmp_path / "b" / CARRIED)
     content = (tmp_path / "a" / CARRIED).read_bytes()
-    again = carried_writer(tmp_path / "b", False)
+    rewrite = carried_writer(tmp_path / "b", False)
     for name in ("a", "b"):
         shutil.rmtree(tmp_path / name)
     for name in ("c", "d"):  # no name of it is left: copies
-        assert again(tmp_path / name / CARRIED, "x") == first and (tmp_path / name / CARRIED).read_bytes() == content
+        assert rewrite(tmp_path / name / CARRIED, "x") == record and (tmp_path / name / CARRIED).read_bytes() == content
         shutil.rmtree(tmp_path / name)
 
 
-@pytest.mark.parametrize("by_import", [True, False])
-def test_training_carries_the_rest(by_import: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("import_first", [True, False])
+def test_training_carries_the_rest(import_first: bool, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", "gemma3", torch.float32)
-    source = imported(path, tmp_path / "run")[0].parent if by_import else path
+    source = imported(path, tmp_path / "run")[0].parent if import_first else path
     opened = HFFolder(path)
     keys = {key: value for key, value in from_hf(opened.config, opened.get)[0].items() if key != "padded_vocab_size"}
     values = config(keys, {"save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2,
@@ -147,12 +147,12 @@ def test_training_carries_the_rest(by_import: bool, tmp_path: Path) -> None:
     last = tmp_path / "trained" / "global_step2"
     manifest = read_manifest(last)
     assert manifest is not None and "huggingface/carried.safetensors" in manifest.files
-    before = load_file(path / "model.safetensors")
+    original = load_file(path / "model.safetensors")
     exported = tmp_path / "trained" / "huggingface" / "global_step2"
-    after = load_file(exported / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert after[name].equal(value) == (not name.startswith("language_model.")), name
+    trained = load_file(exported / "model.safetensors")
+    assert original.keys() == trained.keys()
+    for name, value in original.items():
+        assert trained[name].equal(value) == (not name.startswith("language_model.")), name
     _, info = transformers.AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
@@ -182,9 +182,9 @@ def test_quantised_as_published(tmp_path: Path) -> None:
     raw = json.loads((path / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     (path / "config.json").write_text(json.dumps(raw))
-    after = there_and_back(path, tmp_path)
-    assert after.keys() == tensors.keys() and all(value.dtype == torch.bfloat16 for value in after.values())
+    exported = there_and_back(path, tmp_path)
+    assert exported.keys() == tensors.keys() and all(value.dtype == torch.bfloat16 for value in exported.values())
     for name, value in tensors.items():
         close = name.startswith("language_model.model.layers.") and value.dim() == 2
-        torch.testing.assert_close(after[name], value, rtol=0.07 if close else 0, atol=1e-3 if close else 0)
+        torch.testing.assert_close(exported[name], value, rtol=0.07 if close else 0, atol=1e-3 if close else 0)
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import layer_file, load_weights, model_file, save_tensors
-from tests.checkpointing.golden import assert_same, checkpoint, fails, golden_args, raw_layer, whole
+from tests.checkpointing.golden import assert_same, checkpoint, fails, full_weights, golden_args, raw_layer
 
 LAYERS = (0, 2, 3, 4, 5, 7, 8)
 State = dict[str, Tensor]
@@ -21,8 +21,8 @@ LEGACY = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to
 
 
 def renamed(state: State, table: dict[str, str]) -> State:
-    for ours, theirs in table.items():
-        state = {name.replace(ours, theirs): tensor for name, tensor in state.items()}
+    for neox_name, foreign_name in table.items():
+        state = {name.replace(neox_name, foreign_name): tensor for name, tensor in state.items()}
     return state
 
 
@@ -60,7 +60,7 @@ def test_layer_files_and_the_nested_layout_of_the_forks_converters(
         module = {f"{prefix}{layer}.{name}": t for layer, state in states.items() for name, t in state.items()}
         outer = {"module": {"module": module}, "optimizer": {}, "ds_version": "0.14.0", "iteration": 0}
         save_tensors(outer, tmp_path / model_file(rank))
-    assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
+    assert_same(full_weights(tmp_path, args), full_weights(checkpoint(run), args))
     local = load_weights(tmp_path, args, layers=[2], tensor_rank=3, tensor_size=4)
     assert_same(local, load_weights(checkpoint(run), args, layers=[2], tensor_rank=3, tensor_size=4))
 
@@ -70,14 +70,14 @@ def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
     state = raw_layer("neox_pp1_mp1", 2)
     state["attention.proj.bias"] = torch.zeros(32)
     save_tensors(state, path / layer_file(2, 0))
-    fails(r"attention\.dense\.bias", whole, path, golden_args("neox_pp1_mp1"))
+    fails(r"attention\.dense\.bias", full_weights, path, golden_args("neox_pp1_mp1"))
 
 
 def test_whole_tensors_in_every_rank_are_explained(tmp_path: Path) -> None:
     """The fork's converter at tp > 1 copies tensors whose Transformer-Engine names it does not know."""
     run = "neox_pp2_mp2"
-    full = whole(checkpoint(run), golden_args(run))
+    full = full_weights(checkpoint(run), golden_args(run))
     for rank in (0, 1):
         module = {f"{n}.{k}": t for n in LAYERS for k, t in te(full[n]).items()}
         save_tensors({"module": {"module": module}}, tmp_path / model_file(rank))
-    fails("convert it again for one rank", whole, tmp_path, golden_args(run))
+    fails("convert it again for one rank", full_weights, tmp_path, golden_args(run))

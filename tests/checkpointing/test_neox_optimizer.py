@@ -38,7 +38,12 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
         files = [checkpoint(run) / model_file(stage * size + rank) for rank in range(size)]
         saved = [load_tensors(file)["optimizer"]["state"] for file in files]
         stage_params = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
-        ordered = [one for decay in (True, False) for one in stage_params if one[1].weight_decay is decay]
+        ordered = [
+            layer_and_spec
+            for decay in (True, False)
+            for layer_and_spec in stage_params
+            if layer_and_spec[1].weight_decay is decay
+        ]
         assert len(ordered) == len(saved[0])
         for number, (layer, spec) in enumerate(ordered):
             state = optimizer.read(layer, spec, 0, 1)
@@ -48,8 +53,8 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
                 assert torch.equal(state[key], unshard(pieces, spec))
                 assert torch.equal(optimizer.read(layer, spec, size - 1, size)[key], pieces[-1])
     assert optimizer.scaler() == {}
-    first = NeoXOptimizer(checkpoint(run, 0), args)
-    assert all(first.read(2, spec, 0, 1) == {} for spec in specs[2])
+    initial = NeoXOptimizer(checkpoint(run, 0), args)
+    assert all(initial.read(2, spec, 0, 1) == {} for spec in specs[2])
 
 
 def zero_states(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +76,10 @@ def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> No
     path = copied(run, tmp_path, lambda rank, state: state.update(optimizer=None))
     for rank, saved in enumerate(run_ranks(zero_states, ranks, values)):
         save_tensors(saved, path / zero_file(rank, 0, False))
-    zero, plain = NeoXOptimizer(path, args), NeoXOptimizer(checkpoint(run), args)
+    zero, baseline = NeoXOptimizer(path, args), NeoXOptimizer(checkpoint(run), args)
     for layer, specs in layer_params(args).items():
         for spec in specs:
-            torch.testing.assert_close(zero.read(layer, spec, 0, 1), plain.read(layer, spec, 0, 1), rtol=0, atol=0)
+            torch.testing.assert_close(zero.read(layer, spec, 0, 1), baseline.read(layer, spec, 0, 1), rtol=0, atol=0)
     (path / zero_file(1, 0, False)).unlink()
     fails("incomplete, .*mp_rank_00", NeoXOptimizer, path, args)
 
@@ -118,10 +123,10 @@ def grouped(path: Path, block: Mapping[str, str]) -> list[list[tuple[str, Tensor
 
 def states_of(groups: list[list[tuple[str, Tensor]]], unused: Collection[str]) -> dict[str, Any]:
     """Without ZeRO: a parameter that got no gradient has no state."""
-    every = [(name, tensor) for group in groups for name, tensor in group]
+    named_tensors = [(name, tensor) for group in groups for name, tensor in group]
     state = {
         number: {"step": 3, "exp_avg": tensor * 2, "exp_avg_sq": tensor**2}
-        for number, (name, tensor) in enumerate(every) if name not in unused
+        for number, (name, tensor) in enumerate(named_tensors) if name not in unused
     }  # fmt: skip
     return {"state": state, "param_groups": [{"params": [0] * len(group)} for group in groups]}
 
@@ -228,8 +233,8 @@ def test_a_run_goes_on_from_transformer_engines_names_as_from_gpt_neox(tmp_path:
     path, values = with_te_names(run, tmp_path / "te"), golden_config("ckpt_neox", run, cache=str(tmp_path))
     golden = {**values, "load": str(checkpoint(run).parent), "iteration": 3, "train_iters": 5}
     renamed = {**golden, "load": str(path.parent), **NATIVE}
-    expected, found = goes_on(golden, 1, 2).losses, goes_on(renamed, 1, 2).losses
-    assert found == pytest.approx(expected, rel=1e-5)
+    expected, renamed_losses = goes_on(golden, 1, 2).losses, goes_on(renamed, 1, 2).losses
+    assert renamed_losses == pytest.approx(expected, rel=1e-5)
     assert abs(goes_on({**renamed, "no_load_optim": True}, 1, 2).losses[1] - expected[1]) > 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Which files a conversion would write, and how large: told from shapes alone, of any size of model."""
+"""A dry run lists the files of a conversion and their sizes from shapes alone, for a model of any size."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpointing.families import hf_shapes
 from megatron.checkpointing.huggingface import HFFolder, export_hf, export_plan, import_plan
-from megatron.checkpointing.huggingface.folder import _index, _plan, planned_sizes, write_weights
+from megatron.checkpointing.huggingface.weight_writer import _index, _plan, planned_sizes, write_weights
 from megatron.checkpointing.layout import layer_file
 from tests.checkpointing.test_families import args_of, sizes
 from tests.checkpointing.test_huggingface import imported, model_folder
@@ -46,7 +46,7 @@ def test_the_plan_is_what_is_written(tmp_path: Path) -> None:
 def test_a_dry_run_tells_what_an_import_of_70b_would_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a folder whose files have headers and holes."""
+    """The folder's files are sparse: they have headers and no data."""
     plan = _plan(hf_shapes(args_of(LLAMA3_70B)), torch.bfloat16, 5 * 10**9)
     for file in plan:
         (tmp_path / file.name).write_bytes(file.header)
@@ -58,23 +58,26 @@ def test_a_dry_run_tells_what_an_import_of_70b_would_write(
         raise AssertionError(f"{name} was read")
 
     monkeypatch.setattr(HFFolder, "get", read)
-    typed = ["--hf-model", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--tp", "8", "--dry-run"]
-    convert_hf_to_neox.main(typed)
+    arguments = ["--hf-model", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--tp", "8", "--dry-run"]
+    convert_hf_to_neox.main(arguments)
     lines = capsys.readouterr().out.splitlines()
-    named = {line.split()[-1].removeprefix(f"{tmp_path}/out/global_step0/"): line for line in lines[1:-1]}
+    line_of_file = {line.split()[-1].removeprefix(f"{tmp_path}/out/global_step0/"): line for line in lines[1:-1]}
     layers = (0, *range(2, 82), 83, 84)
-    assert {layer_file(layer, rank) for layer in layers for rank in range(8)} < named.keys()
-    assert len(named) == 83 * 8 + 8 + 1 and named["layer_02-model_07-model_states.pt"].split()[:2] == ["213.95", "MB"]
+    assert {layer_file(layer, rank) for layer in layers for rank in range(8)} < line_of_file.keys()
+    assert len(line_of_file) == 83 * 8 + 8 + 1 and line_of_file["layer_02-model_07-model_states.pt"].split()[:2] == [
+        "213.95",
+        "MB",
+    ]
     assert lines[-1].split()[0] == "141.13" and "GB" in lines[-1] and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("how", [{"tensor": 2, "pipe": 2, "naming": "te"}, {"pipe": 0, "iteration": 3}])
+@pytest.mark.parametrize("kwargs", [{"tensor": 2, "pipe": 2, "naming": "te"}, {"pipe": 0, "iteration": 3}])
 def test_dry_runs_of_both_ways_tell_the_files_and_their_sizes(
-    how: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kwargs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = HFFolder(model_folder(tmp_path / "hf", "llama 3"))
-    planned = import_plan(folder, **how)
-    path, args = imported(folder, tmp_path / "neox", **how)
+    planned = import_plan(folder, **kwargs)
+    path, args = imported(folder, tmp_path / "neox", **kwargs)
     files = {str(file.relative_to(path.parent)): file for file in path.rglob("*") if file.is_file()}
     assert files.keys() - planned.keys() == {f"{path.name}/manifest.json", f"{path.name}/configs/hf_model.yml"}
     for name, size in planned.items():

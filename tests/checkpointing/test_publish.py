@@ -44,8 +44,8 @@ def test_what_is_published(tmp_path: Path) -> None:
     manifest = verify(path)
     assert manifest is not None and manifest.iteration == 3 and manifest.layout == MANIFEST.layout
     assert sorted(os.listdir(tmp_path)) == ["global_step3", "latest"]
-    listed = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - {"manifest.json"}
-    assert set(manifest.files) == listed
+    files_on_disk = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - {"manifest.json"}
+    assert set(manifest.files) == files_on_disk
     assert Manifest.from_json(manifest.to_json()) == manifest
 
     path = publish(begin_checkpoint(tmp_path, 4), tmp_path, 4, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
@@ -69,10 +69,10 @@ def test_what_else_stays(tmp_path: Path) -> None:
     """Multiples, and the best of those with a validation loss; what stands only until the next goes first."""
     losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
     for step, loss in losses.items():
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), loss=loss)
+        save(tmp_path, step, keep=Retention(2, interval=4, best=1), loss=loss)
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 5, 8, 9, 10]
     for step in (11, 12, 13):
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, loss=0.1)
+        save(tmp_path, step, keep=Retention(2, interval=4, best=1), for_now=step != 13, loss=0.1)
         expected = [4, 5, 8, 9, 10, step] if step != 13 else [4, 8, 10, 13]
         assert [step_of(p) for p in list_checkpoints(tmp_path)] == expected, step
     save(tmp_path, 14, for_now=True)
@@ -131,7 +131,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     count, rmtree = 0, shutil.rmtree
 
     def wrap(function: Any) -> Any:
-        def counted(*a: Any, **k: Any) -> Any:
+        def counting_call(*a: Any, **k: Any) -> Any:
             nonlocal count
             count += 1
             if count == nth:
@@ -140,7 +140,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
                 raise Killed
             return function(*a, **k)
 
-        return counted
+        return counting_call
 
     for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")):
         monkeypatch.setattr(module, name, wrap(getattr(module, name)))
@@ -183,15 +183,15 @@ def test_incomplete_files_are_not_published(tmp_path: Path) -> None:
 
 def test_damage_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
-    name, other = "layer_00-model_00-model_states.pt", "layer_02-model_00-model_states.pt"
+    name, other_name = "layer_00-model_00-model_states.pt", "layer_02-model_00-model_states.pt"
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (path / name).write_bytes(data)
     fails(rf"{name} \(checksum\)", verify, path)
-    assert verify(path, [other]) is not None
+    assert verify(path, [other_name]) is not None
     (path / name).write_bytes(data[:-5])
     fails(rf"{name} \([\d,]+ bytes instead of", verify, path, [name])
-    (path / other).unlink()
+    (path / other_name).unlink()
     fails("missing", verify, path)
     fails("does not list x.pt", verify, path, ["x.pt"])
 
@@ -203,7 +203,7 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
         (path / "manifest.json").write_text(damaged)
         fails("manifest.json: damaged", verify, path)
     (path / "manifest.json").write_text(text.replace('"consumed_samples": 12', '"consumed_samples": 13'))
-    fails("manifest.json: damaged .its own checksum", read_manifest, path)
+    fails("manifest.json: damaged: does not match its own checksum", read_manifest, path)
     (path / "manifest.json").write_text(json.dumps({**json.loads(text), "format_version": 99}))
     fails("format_version 99", read_manifest, path)
 
@@ -215,6 +215,6 @@ def test_another_model_is_refused_with_a_manifest_and_without() -> None:
     check_model(saved, args, "x")
     with pytest.raises(CheckpointError, match=r"^num_attention_heads: 2 \(--set\).* x .* 4"):
         check_model(saved, golden_args("neox_pp1_mp1", num_attention_heads=2), "x")
-    mine = json.loads(json.dumps(model_keys(args)))
-    check_model(mine, args, "x")
-    fails("rotary_pct", check_model, mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")
+    saved_keys = json.loads(json.dumps(model_keys(args)))
+    check_model(saved_keys, args, "x")
+    fails("rotary_pct", check_model, saved_keys, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")

@@ -24,7 +24,7 @@ from tests.checkpointing.test_huggingface import same_bits, tensors_of
 from tools.ckpts import convert_hf_to_neox
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-FP8_WHOLE = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+FP8_PER_TENSOR = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
 MXFP4 = {"quant_method": "mxfp4"}
 SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
@@ -56,15 +56,15 @@ def test_fp8_in_blocks_is_that_of_transformers(shape: tuple[int, ...], kind: tor
     values = (100 * numbers(*shape)).to(torch.float8_e4m3fn)
     scales = (0.01 * numbers(*shape[:-2], shape[-2] // 128, shape[-1] // 128, seed=1)).exp().to(kind)
     folder_of(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": numbers(3)}, FP8)
-    theirs = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
     folder = HFFolder(tmp_path)
     assert folder.shapes == {"a.weight": shape, "b.weight": (3,)}
     assert folder.dtypes == {"a.weight": torch.bfloat16, "b.weight": torch.float32}
     assert folder.quantised == "1 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16"
-    assert torch.equal(folder.get("a.weight").view(torch.int16), theirs.view(torch.int16))
+    assert torch.equal(folder.get("a.weight").view(torch.int16), expected.view(torch.int16))
     wide = HFFolder(tmp_path, dtype=torch.float32)
-    theirs = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
-    assert torch.equal(wide.get("a.weight"), theirs) and set(wide.dtypes.values()) == {torch.float32}
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    assert torch.equal(wide.get("a.weight"), expected) and set(wide.dtypes.values()) == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_blocks_at_the_edges_are_what_is_left(shape: tuple[int, int], block: tup
 def test_fp8_with_one_scale_leaves_those_of_activations_out(scale: Tensor, tmp_path: Path) -> None:
     """As Ministral 3 has it; of experts each has its own."""
     values, experts = numbers(40, 24).to(torch.float8_e4m3fn), numbers(3, 8, 16).to(torch.float8_e4m3fn)
-    own = torch.tensor([1.0, 2.0, 4.0])
+    expert_scales = torch.tensor([1.0, 2.0, 4.0])
     tensors = {"q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
-               "experts.up": experts, "experts.up_scale_inv": own[:, None, None],
+               "experts.up": experts, "experts.up_scale_inv": expert_scales[:, None, None],
                "experts.up_activation_scale": scale}  # fmt: skip
-    folder = HFFolder(folder_of(tmp_path, tensors, FP8_WHOLE, text_config={"dtype": "float16"}))
+    folder = HFFolder(folder_of(tmp_path, tensors, FP8_PER_TENSOR, text_config={"dtype": "float16"}))
     assert folder.shapes.keys() == {"q.weight", "norm.weight", "experts.up"}
     assert torch.equal(folder.get("q.weight"), values.half() * 0.25)
-    assert torch.equal(folder.get("experts.up"), experts.half() * own[:, None, None].half())
+    assert torch.equal(folder.get("experts.up"), experts.half() * expert_scales[:, None, None].half())
     large = {"q.weight": values, "q.weight_scale_inv": torch.tensor(1e6)}
-    folder = HFFolder(folder_of(tmp_path, large, FP8_WHOLE), dtype=torch.float16)
+    folder = HFFolder(folder_of(tmp_path, large, FP8_PER_TENSOR), dtype=torch.float16)
     fails("q.weight: holds numbers that fp16 cannot", folder.get, "q.weight")
 
 
@@ -107,9 +107,9 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     folder = HFFolder(folder_of(tmp_path, tensors, MXFP4, torch_dtype="bfloat16"))
     assert folder.shapes == {"experts.up": (3, 2240, 700), "experts.up_bias": (3, 700), "q.weight": (700, 2240)}
     assert set(folder.dtypes.values()) == {torch.bfloat16} and folder.quantised is not None
-    theirs = convert_moe_packed_tensors(experts, scales)
-    assert torch.equal(folder.get("experts.up").view(torch.int16), theirs.view(torch.int16))
-    assert torch.equal(folder.get("q.weight").view(torch.int16), theirs[1].T.contiguous().view(torch.int16))
+    expected = convert_moe_packed_tensors(experts, scales)
+    assert torch.equal(folder.get("experts.up").view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(folder.get("q.weight").view(torch.int16), expected[1].T.contiguous().view(torch.int16))
     assert folder.get("experts.up").is_contiguous()
 
 
@@ -129,10 +129,10 @@ def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:
     return expected
 
 
-def converted(place: Path, said: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Tensor]:
-    """`place / "hf"` by the command, and exported again. said: of its weights, by the command."""
+def converted(place: Path, message: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Tensor]:
+    """`place / "hf"` by the command, and exported again. message: the command's, of its weights."""
     convert_hf_to_neox.main(["--hf-model", str(place / "hf"), "--output-dir", str(place / "neox"), "--tp", "2"])
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     path = place / "neox" / "global_step0"
     args, facts = load_checkpoint_args(path)
     assert facts.dtypes == {torch.bfloat16}
@@ -162,8 +162,8 @@ def in_mxfp4(path: Path) -> dict[str, Tensor]:
         tensors[f"{name}_scales"] = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
     not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     folder_of(path, tensors, {**MXFP4, "modules_to_not_convert": not_converted}, **config)
-    how = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **how).state_dict()
+    options = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options).state_dict()
 
 
 def test_gpt_oss_is_imported_from_mxfp4(
@@ -174,18 +174,18 @@ def test_gpt_oss_is_imported_from_mxfp4(
     back = converted(tmp_path, "4 weights are quantised (mxfp4) and read as bfloat16", capsys)
     assert same_bits(back, {name: weight.bfloat16() for name, weight in expected.items()})
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "gpt_oss"
-    made: list[tuple[int, ...]] = []
-    of_scheme = dequantize.Mxfp4.rows
+    shapes_read: list[tuple[int, ...]] = []
+    read_rows = dequantize.Mxfp4.rows
 
     def rows(self: Any, values: Tensor, scales: Tensor) -> Any:
-        made.append(tuple(values.shape))
-        return of_scheme(self, values, scales)
+        shapes_read.append(tuple(values.shape))
+        return read_rows(self, values, scales)
 
     monkeypatch.setattr(dequantize.Mxfp4, "rows", rows)
     folder = HFFolder(tmp_path / "hf")
     for _ in from_hf(folder.config, folder.get)[1]:
         pass
-    assert made == 2 * [(8, 192, 5, 16), (8, 160, 3, 16)]
+    assert shapes_read == 2 * [(8, 192, 5, 16), (8, 160, 3, 16)]
 
 
 @pytest.mark.parametrize("case", ["llama 3", "qwen 3"])
@@ -200,9 +200,11 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
     model.load_state_dict(expected, strict=False)
     tokens = torch.arange(24)[None] % 90
     with torch.no_grad():
-        theirs = model(tokens).logits
-        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32, attn_implementation="eager")
-        assert torch.equal(ours(tokens).logits, theirs)
+        expected_logits = model(tokens).logits
+        exported_model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "back", dtype=torch.float32, attn_implementation="eager"
+        )
+        assert torch.equal(exported_model(tokens).logits, expected_logits)
     run = load_checkpoint_args(tmp_path / "neox" / "global_step0")[0].replace(model_parallel_size=1)
     loaded = load_hf_weights(tmp_path / "hf", run, layers=[2], tensor_rank=0, tensor_size=1)
     assert torch.equal(loaded[2]["mlp.linear2.weight"], expected["model.layers.0.mlp.down_proj.weight"])
@@ -217,9 +219,9 @@ def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None
         ({"a": values}, FP8, "a is in FP8, without a_scale_inv"),
         ({"a": values, "a_scale_inv": numbers(2, 1)}, FP8, r"a_scale_inv: shape \(2, 1\), \(2, 2\) by weight_block"),
         ({"a": values, "a_scale_inv": numbers(1)}, FP8, r"a_scale_inv: shape \(1,\), \(2, 2\)"),
-        ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size \[128\] is no pair"),
+        ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size \[128\] is not a pair"),
         ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, without a_scales"),
-        ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks: shape"),
+        ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks .*shape"),
         ({"a": values}, {"quant_method": None, "bits": 4}, "quantised by an unnamed method "),
     ]
     for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors"):
@@ -229,6 +231,6 @@ def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None
             HFFolder(folder_of(tmp_path, tensors, quantization))
     # Without the word in config.json they are no weights
     folder = HFFolder(folder_of(tmp_path, {"a": values}, None))
-    fails("a is no floating-point tensor", folder.get, "a")
+    fails("a is not a floating-point tensor", folder.get, "a")
     with pytest.raises(CheckpointError):
         import_hf(folder, tmp_path / "neox")

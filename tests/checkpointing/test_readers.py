@@ -30,8 +30,8 @@ from megatron.checkpointing.initial_weights import write_initial_weights
 from megatron.checkpointing.manifest import ParallelLayout
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.upcycling import upcycle, upcycled_args
-from megatron.generation.adapters import with_adapters
 from megatron.generation.model import load_model
+from megatron.generation.multi_lora import with_adapters
 from megatron.model.weight_map import adapter_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -65,13 +65,16 @@ def flip(path: Path, name: str) -> None:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints: `model` and `other` in layer files, `one_file` in mp_rank; and adapters over two."""
     place = tmp_path_factory.mktemp("sound")
-    for name, more in {"model": {}, "other": {"seed": 7}, "one_file": {"pipe_parallel_size": 0}}.items():
-        keys = {**KEYS, "save": str(place / name), "padded_vocab_size": 384, **more}
+    for name, overrides in {"model": {}, "other": {"seed": 7}, "one_file": {"pipe_parallel_size": 0}}.items():
+        keys = {**KEYS, "save": str(place / name), "padded_vocab_size": 384, **overrides}
         write_initial_weights(NeoXArgs.from_dict(keys), None)
     for name in ("model", "one_file"):
         base = open_base(place / name)
         args = base.args.replace(lora=LORA)
-        values = {n: {spec.name: torch.full(spec.shape, 0.1) for spec in of} for n, of in adapter_params(args).items()}
+        values = {
+            n: {spec.name: torch.full(spec.shape, 0.1) for spec in layer_specs}
+            for n, layer_specs in adapter_params(args).items()
+        }
         source = AdapterSource(place, args, lambda layer, values=values: values.get(layer, {}))  # type: ignore[misc]
         peft = export_peft(source, place / f"peft_{name}", base=str(place / name))
         base, (source,) = open_with_base([peft])
@@ -86,8 +89,8 @@ def damaged(sound: Path, tmp_path: Path) -> Path:
 
 
 def trains(path: Path, out: Path, **keys: Any) -> None:
-    given = {**KEYS, "load": str(path.parent), "finetune": True, "save": str(out), **keys}
-    run_ranks(run_to_end, 1, given)
+    values = {**KEYS, "load": str(path.parent), "finetune": True, "save": str(out), **keys}
+    run_ranks(run_to_end, 1, values)
 
 
 def model_of(path: Path, **keys: Any) -> Any:
@@ -96,7 +99,7 @@ def model_of(path: Path, **keys: Any) -> Any:
 
 
 def serve(path: Path, out: Path) -> None:
-    with_adapters(replace(model_of(of_other(path)), source=str(path)), {"a": str(lora_of(path))}, LOG)
+    with_adapters(replace(model_of(other_checkpoint(path)), source=str(path)), {"a": str(lora_of(path))}, LOG)
 
 
 def lora_of(path: Path) -> Path:
@@ -118,19 +121,19 @@ def compares(path: Path, out: Path) -> None:
 
 
 def upcycles(path: Path, out: Path) -> None:
-    given = {"moe_num_experts": 2, "moe_top_k": 2, "moe_router_type": "topk", "norm_topk_prob": True}
-    experts = {key: (value, "test") for key, value in given.items()}
+    expert_keys = {"moe_num_experts": 2, "moe_top_k": 2, "moe_router_type": "topk", "norm_topk_prob": True}
+    experts = {key: (value, "test") for key, value in expert_keys.items()}
     dense = args_of(path)
     upcycle(path, out, dense, upcycled_args(dense, experts))
 
 
 def inspect(path: Path, out: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         inspect_checkpoints.main([str(path)])
-    raise CheckpointError(str(ended.value.code))
+    raise CheckpointError(str(exit_info.value.code))
 
 
-def of_other(path: Path) -> Path:
+def other_checkpoint(path: Path) -> Path:
     return path.parents[1] / "other" / path.name
 
 
@@ -138,7 +141,7 @@ READERS: dict[str, Reader] = {
     "convert_neox_to_hf.py": lambda path, out: export_hf(path, args_of(path), out, tokenizer=False),
     "convert_neox_to_mamba_ssm.py": lambda path, out: export_mamba_ssm(path, args_of(path), out),
     "reshard.py": lambda path, out: reshard(path, out, args_of(path), ParallelLayout(1, 1, 2, 0, "fp32", 2)),
-    "average.py": lambda path, out: average([of_other(path), path], out),
+    "average.py": lambda path, out: average([other_checkpoint(path), path], out),
     "upcycle.py": upcycles,
     "adapter.py merge": merge,
     "adapter.py import": imports_adapters,
@@ -152,16 +155,16 @@ READERS: dict[str, Reader] = {
     "run: teacher": lambda path, out: run_ranks(run_to_end, 1, student(str(path.parent))),
     "inspect_checkpoints.py": inspect,
 }
-OF_ADAPTERS: dict[str, Reader] = {
+ADAPTER_READERS: dict[str, Reader] = {
     "adapter.py export": lambda path, out: export_peft(open_adapter(path), out),
-    "adapter.py merge": lambda path, out: write_merged(*_one(path), out),
+    "adapter.py merge": lambda path, out: write_merged(*_opened_adapter(path), out),
     "adapters of a server": lambda path, out: with_adapters(model_of(base_of(path)), {"a": str(path)}, LOG),
     "generate, with adapters": lambda path, out: model_of(path),
     "run: adapters alone": lambda path, out: trains(path, out, lora=LORA),
 }
 
 
-def _one(path: Path) -> tuple[Any, list[tuple[Any, float]]]:
+def _opened_adapter(path: Path) -> tuple[Any, list[tuple[Any, float]]]:
     base, (source,) = open_with_base([path])
     return base, [(source, 1.0)]
 
@@ -185,12 +188,12 @@ def test_a_flipped_bit_is_refused(reader: str, kind: str, damaged: Path, tmp_pat
     assert not list(tmp_path.glob("out/global_step*")), "something was made of it"
 
 
-@pytest.mark.parametrize("reader", OF_ADAPTERS)
+@pytest.mark.parametrize("reader", ADAPTER_READERS)
 def test_a_flipped_bit_of_adapters_is_refused(reader: str, damaged: Path, tmp_path: Path) -> None:
     path = damaged / "lora_model" / "global_step0"
     flip(path, "layer_02-model_00-model_states.pt")
     with pytest.raises((CheckpointError, AssertionError), match=r"damaged: layer_02-\S+ \(checksum"):
-        OF_ADAPTERS[reader](path, tmp_path / "out")
+        ADAPTER_READERS[reader](path, tmp_path / "out")
     assert not list(tmp_path.glob("out/global_step*"))
 
 
@@ -214,15 +217,15 @@ def test_files_beside_the_weights_are_checked_too(damaged: Path, tmp_path: Path)
 
 OPENERS = {"OpenCheckpoint", "open_checkpoint", "open_base", "open_adapter", "open_with_base"}
 RAW = {"load_tensors", "torch.load", "safe_open"}
-HEADERS, OWN = "names, dtypes and shapes alone", "what it has just written itself"
+HEADERS, JUST_WRITTEN = "names, dtypes and shapes alone", "what it has just written itself"
 # Who opens a checkpoint, and one of the readers above that goes through it.
-OPENED_BY = {
+READER_OF_OPENER = {
     "megatron/checkpointing/adapters/base.py open_base": "adapter.py merge",
     "megatron/checkpointing/adapters/sources.py open_adapter": "adapter.py merge",
     "megatron/checkpointing/adapters/sources.py open_with_base": "adapter.py merge",
     "megatron/checkpointing/averaging.py average": "average.py",
     "megatron/checkpointing/huggingface/exporting.py export_hf": "convert_neox_to_hf.py",
-    "megatron/checkpointing/huggingface/importing.py import_hf": OWN,
+    "megatron/checkpointing/huggingface/importing.py import_hf": JUST_WRITTEN,
     "megatron/checkpointing/huggingface/mamba_ssm.py export_mamba_ssm": "convert_neox_to_mamba_ssm.py",
     "megatron/checkpointing/opening.py open_checkpoint": "reshard.py",
     "megatron/checkpointing/opening.py verify": "upload, GPT-NeoX's format",
@@ -232,15 +235,15 @@ OPENED_BY = {
     "megatron/checkpointing/weight_files.py describe_checkpoint": HEADERS,
     "megatron/checkpointing/weight_files.py open_weight_files": "convert_neox_to_hf.py",
     "megatron/checkpointing/weights.py has_score_head": HEADERS,
-    "megatron/generation/adapters.py with_adapters": "adapters of a server",
+    "megatron/generation/multi_lora.py with_adapters": "adapters of a server",
     "megatron/generation/model.py _load_adapted": "generate, with adapters",
     "megatron/generation/model.py load_model": "generate, serve, evaluate",
     "megatron/operations/hub/conversion.py convert": "upload, HuggingFace's",
-    "megatron/training/checkpoint/resume.py Checkpointer": "run: finetune",
+    "megatron/training/checkpoint/resume.py CheckpointLoader": "run: finetune",
     "megatron/training/checkpoint/source.py _with_manifest": "run: finetune",
     "megatron/training/checkpoint/writer.py CheckpointWriter": "adapter.py export",
-    "megatron/training/distillation/teacher.py Teacher": "run: teacher",
-    "tools/ckpts/adapter.py _over": HEADERS,
+    "megatron/methods/distillation/teacher.py Teacher": "run: teacher",
+    "tools/ckpts/adapter.py _base_args": HEADERS,
     "tools/ckpts/adapter.py export": "adapter.py export",
     "tools/ckpts/adapter.py import_": "adapter.py import",
     "tools/ckpts/adapter.py merge": "adapter.py merge",
@@ -265,7 +268,7 @@ RAW_READERS = {
 }
 
 
-def called(names: set[str]) -> Iterator[str]:
+def calls_of(names: set[str]) -> Iterator[str]:
     """`file function` of every call of one of these functions."""
     folders = ("megatron", "tools", "huggingface", "post-training", "slurm")
     for file in sorted([*ROOT.glob("*.py"), *(file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py"))]):
@@ -278,6 +281,6 @@ def called(names: set[str]) -> Iterator[str]:
 
 def test_every_reader_of_checkpoints_is_here() -> None:
     """A new one gets a line in the tables, and stands among the readers that a flipped bit is put under."""
-    assert set(called(OPENERS)) == OPENED_BY.keys()
-    assert set(called(RAW)) == RAW_READERS.keys()
-    assert set(OPENED_BY.values()) - {HEADERS, OWN} <= READERS.keys() | OF_ADAPTERS.keys()
+    assert set(calls_of(OPENERS)) == READER_OF_OPENER.keys()
+    assert set(calls_of(RAW)) == RAW_READERS.keys()
+    assert set(READER_OF_OPENER.values()) - {HEADERS, JUST_WRITTEN} <= READERS.keys() | ADAPTER_READERS.keys()

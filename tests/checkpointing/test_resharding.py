@@ -14,7 +14,7 @@ from megatron.checkpointing.tensor_files import save_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.golden import assert_same, whole
+from tests.checkpointing.golden import assert_same, full_weights
 from tests.live_bytes import LiveBytes
 from tools.ckpts import reshard
 
@@ -42,26 +42,26 @@ def synthetic(save: Path, config: dict[str, Any] = CONFIG) -> Path:
 
 
 def test_peak_memory_is_about_a_layer(tmp_path: Path) -> None:
-    source, made = synthetic(tmp_path / "from"), tmp_path / "to" / "global_step7"
+    source, resharded = synthetic(tmp_path / "from"), tmp_path / "to" / "global_step7"
     size = sum(file.stat().st_size for file in source.iterdir() if file.is_file())
     with LiveBytes() as live:
         reshard.main(["--input_dir", str(source), "--output_dir", str(tmp_path / "to"), "--tp", "2"])
     assert LAYER_BYTES / 2 < live.peak < 4 * LAYER_BYTES < size / 3  # with the storages of the files it reads
-    assert verify(made) is not None
+    assert verify(resharded) is not None
     args = NeoXArgs.from_dict(CONFIG)
-    weights = whole(source, args)
-    assert_same(whole(made, args), weights)
+    weights = full_weights(source, args)
+    assert_same(full_weights(resharded, args), weights)
     for spec in layer_params(args)[5]:
-        assert torch.equal(OptimizerFiles(made).read(5, spec, 0, 1)["exp_avg_sq"], weights[5][spec.name] * 2)
+        assert torch.equal(OptimizerFiles(resharded).read(5, spec, 0, 1)["exp_avg_sq"], weights[5][spec.name] * 2)
 
 
 def test_names_are_those_of_every_block_of_a_hybrid(tmp_path: Path) -> None:
     """The first block, without MLP and attention, has the same names under all."""
     blocks = {"num_layers": 2, "attention_config": ["mamba2", "global"], "mamba_head_dim": 8, "activation": "swiglu"}
-    source, made = synthetic(tmp_path / "from", {**CONFIG, **blocks}), tmp_path / "to" / "global_step7"
+    source, resharded = synthetic(tmp_path / "from", {**CONFIG, **blocks}), tmp_path / "to" / "global_step7"
     command = ["--input_dir", str(source), "--output_dir", str(tmp_path / "to"), "--tp", "2", "--names"]
     reshard.main([*command, "llama"])
-    assert "w1" in describe_checkpoint(made).names
+    assert "w1" in describe_checkpoint(resharded).names
     reshard.main([*command, "llama"])
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(SystemExit, match="already exists"):
         reshard.main([*command, "neox"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.checkpointing import CheckpointError, has_score_head, load_weights
 from megatron.checkpointing.families import from_hf, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
-from megatron.checkpointing.huggingface.logit_check import our_logits
+from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, config_of, randomise
@@ -32,9 +32,9 @@ def reward_folder(folder: Path, case: str, labels: int = 1) -> Path:
     special = ["<unk>", "<spare>", "<eos>"]
     vocabulary = tokenizers.models.WordLevel({**{name: i for i, name in enumerate(special)},
                                               **{f"w{i}": i for i in range(3, 90)}}, unk_token="<unk>")  # fmt: skip
-    made = tokenizers.Tokenizer(vocabulary)
-    made.add_special_tokens(special)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(vocabulary)
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
     names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return folder
@@ -59,27 +59,27 @@ def scores_of_transformers(folder: Path) -> Tensor:
 # transformers has none for them
 WITHOUT_SCORES = ("granite", "cohere", "apertus", "olmoe", "mamba", "falcon mamba", "nemotron")
 SCORED = [case for case in CASES if not case.startswith(WITHOUT_SCORES)]
-IN_TEST, MORE = ("gpt_neox", "llama 3", "gemma 3"), ("gpt 2", "qwen 2", "phi 3 long", "mixtral")
+IN_TEST, MORE_CASES = ("gpt_neox", "llama 3", "gemma 3"), ("gpt 2", "qwen 2", "phi 3 long", "mixtral")
 
 
-@pytest.mark.parametrize("case", with_more(SCORED, *MORE, product=set(SCORED) - {*IN_TEST, *MORE}))
+@pytest.mark.parametrize("case", with_more(SCORED, *MORE_CASES, product=set(SCORED) - {*IN_TEST, *MORE_CASES}))
 def test_scores_are_equal_and_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "hf", case)
     path, args = imported(folder, tmp_path / "neox", tensor=2)
     comparison = export_hf(path, args, tmp_path / "back")
     assert args.score_head and comparison is not None and comparison.difference <= 1e-5
     assert same_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
-    before, config = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "back"))
+    original, config = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "back"))
     # Without windows it is a LLaMA.
-    assert case == "mistral full" or config["architectures"] == before["architectures"]
+    assert case == "mistral full" or config["architectures"] == original["architectures"]
     assert config["num_labels"] == 1 and config["pad_token_id"] == 0 and config["eos_token_id"] == EOS
 
     def weights(layer: int) -> dict[str, Tensor]:
         return load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
 
     with torch.no_grad():
-        alone = torch.stack([our_logits(args, weights, row[None])[0, -1, 0] for row in texts()])
-    torch.testing.assert_close(scores_of_transformers(tmp_path / "back"), alone, rtol=1e-5, atol=1e-5)
+        unpadded_scores = torch.stack([neox_logits(args, weights, row[None])[0, -1, 0] for row in texts()])
+    torch.testing.assert_close(scores_of_transformers(tmp_path / "back"), unpadded_scores, rtol=1e-5, atol=1e-5)
 
 
 def test_what_ends_texts_does_not_pad_them(tmp_path: Path) -> None:
@@ -107,13 +107,17 @@ def test_what_has_no_place_for_a_score_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_gpt_neox_say_themselves_what_they_are(tied: bool, tmp_path: Path) -> None:
-    """Its files have no manifest."""
+    """GPT-NeoX's files have no manifest."""
     models = {"language": small(no_weight_tying=not tied), "reward": small(score_head=True)}
     for name, args in models.items():
         path = written(tmp_path / name, args, random_weights(args))
         assert has_score_head(path, args) == (name == "reward")
-    whole = {"layers": [5, 6], "tensor_rank": 0, "tensor_size": 1}
-    fails("language model.*train_impl: rm .*finetune", load_weights, tmp_path / "language", models["reward"], **whole)
-    begun = load_weights(tmp_path / "language", models["reward"], **{**whole, "layers": [5]}, new_head=True)
-    assert begun.keys() == {5} and len(begun[5]) == 2
-    fails(r"extra.*reward model", load_weights, tmp_path / "reward", models["language"], **whole)
+    selection = {"layers": [5, 6], "tensor_rank": 0, "tensor_size": 1}
+    fails(
+        "language model.*train_impl: rm .*finetune", load_weights, tmp_path / "language", models["reward"], **selection
+    )
+    new_head_weights = load_weights(
+        tmp_path / "language", models["reward"], **{**selection, "layers": [5]}, new_head=True
+    )
+    assert new_head_weights.keys() == {5} and len(new_head_weights[5]) == 2
+    fails(r"extra.*reward model", load_weights, tmp_path / "reward", models["language"], **selection)

@@ -19,14 +19,14 @@ def draw() -> list[float]:
 def test_draws_repeat_after_a_file(tmp_path: Path) -> None:
     random.gauss(0, 1), np.random.randn()  # leaves half a pair behind, which is part of the state
     save_tensors(rng_state(CPU), tmp_path / "rng.pt")
-    first = draw()
-    assert draw() != first
+    expected = draw()
+    assert draw() != expected
     restore_rng(load_tensors(tmp_path / "rng.pt"), CPU, "f")
-    assert draw() == first
+    assert draw() == expected
 
 
 def test_golden_state_is_accepted_and_kept() -> None:
-    before = rng_state(CPU)
+    original_state = rng_state(CPU)
     file = checkpoint("neox_pp1_mp1") / "mp_rank_00_model_states.pt"
     saved = load_tensors(file)
     try:
@@ -37,7 +37,7 @@ def test_golden_state_is_accepted_and_kept() -> None:
         assert now["random_rng_state"] == saved["random_rng_state"]
         assert np.array_equal(now["np_rng_state"][1], saved["np_rng_state"][1])
     finally:
-        restore_rng(before, CPU, "before")
+        restore_rng(original_state, CPU, "before")
 
 
 def test_missing_or_foreign_state_is_refused() -> None:

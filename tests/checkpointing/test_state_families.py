@@ -50,20 +50,22 @@ def test_older_spellings_of_config_json() -> None:
     assert now["layers_block_type"] == [LINEAR, "moe", FULL, "mlp", LINEAR, "moe"]
     expected = canonical_config(args_of(now))
     old_names = ["mamba", "moe", "attention", "mlp", "mamba", "moe"]
-    before = {name: value for name, value in now.items() if name not in ("layers_block_type", "head_dim", "n_groups")}
-    before |= {"head_dim": 6, "mamba_n_groups": 4, "rms_norm_eps": 0.5, "rope_theta": 10000, "num_hidden_layers": 6}
+    old_config = {
+        name: value for name, value in now.items() if name not in ("layers_block_type", "head_dim", "n_groups")
+    }
+    old_config |= {"head_dim": 6, "mamba_n_groups": 4, "rms_norm_eps": 0.5, "rope_theta": 10000, "num_hidden_layers": 6}
     for spelt in (
         {"layers_block_type": old_names}, {"layer_types": old_names}, {"hybrid_override_pattern": "ME*-ME"},
         {"layers_block_type": now["layers_block_type"], "hybrid_override_pattern": "MMMM"},  # the former counts
     ):  # fmt: skip
-        assert canonical_config(args_of({**before, **spelt})) == expected, spelt
-        theirs = transformers.AutoConfig.for_model(**{**before, **spelt})
-        assert theirs.layers_block_type == now["layers_block_type"]
-        assert (theirs.n_groups, theirs.layer_norm_epsilon) == (4, args_of(now).rms_norm_epsilon)
-    other = args_of({**before, "hybrid_override_pattern": "ME*-EM"})
-    assert canonical_config(other) != expected and canonical_config(args_of({**now, "n_groups": 2})) != expected
-    assert other.attention_config == ("mamba2", "moe", "attention", "mlp", "moe", "mamba2")
-    written = hf_config(other)
+        assert canonical_config(args_of({**old_config, **spelt})) == expected, spelt
+        hf_args = transformers.AutoConfig.for_model(**{**old_config, **spelt})
+        assert hf_args.layers_block_type == now["layers_block_type"]
+        assert (hf_args.n_groups, hf_args.layer_norm_epsilon) == (4, args_of(now).rms_norm_epsilon)
+    reordered = args_of({**old_config, "hybrid_override_pattern": "ME*-EM"})
+    assert canonical_config(reordered) != expected and canonical_config(args_of({**now, "n_groups": 2})) != expected
+    assert reordered.attention_config == ("mamba2", "moe", "attention", "mlp", "moe", "mamba2")
+    written = hf_config(reordered)
     assert written["hybrid_override_pattern"] == "ME*-EM" and written["num_hidden_layers"] == 6
     finite = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     assert args_of(config("mamba 2", **finite)).mamba_time_step_limit is None
@@ -96,37 +98,37 @@ def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, A
 
 
 def test_which_family_has_which_blocks() -> None:
-    def refused(args: NeoXArgs, **how: Any) -> list[str]:
-        return fails(".", hf_config, args, **how).splitlines()[1:]
+    def refused(args: NeoXArgs, **kwargs: Any) -> list[str]:
+        return fails(".", hf_config, args, **kwargs).splitlines()[1:]
 
-    plain: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
-    one = small(**plain, attention_config=["mamba", "mamba"])
-    assert hf_config(one)["model_type"] == "mamba" and hf_config(one)["time_step_rank"] == 2
+    common: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
+    mamba_1 = small(**common, attention_config=["mamba", "mamba"])
+    assert hf_config(mamba_1)["model_type"] == "mamba" and hf_config(mamba_1)["time_step_rank"] == 2
     # What is attention's alone says nothing here.
-    assert hf_config(one.replace(pos_emb="rotary", num_attention_heads=8))["model_type"] == "mamba"
-    normed = one.replace(mamba_bcdt_norm_epsilon=1e-5)
+    assert hf_config(mamba_1.replace(pos_emb="rotary", num_attention_heads=8))["model_type"] == "mamba"
+    normed = mamba_1.replace(mamba_bcdt_norm_epsilon=1e-5)
     assert hf_config(normed)["model_type"] == "falcon_mamba" and hf_config(normed)["mixer_rms_eps"] == 1e-5
     heads = {"mamba_head_dim": 8, "mamba_num_groups": 2}
-    two = small(**plain, **heads, attention_config=["mamba2", "mamba2"])
-    assert hf_config(two)["model_type"] == "mamba2" and "time_step_limit" not in hf_config(two)
-    assert hf_config(two.replace(mamba_time_step_limit=[0.0, 0.5]))["time_step_limit"] == [0.0, 0.5]
-    assert hf_config(two.replace(mamba_num_heads=6, no_weight_tying=True))["mamba_num_heads"] == 6
-    told = refused(one.replace(mamba_use_bias_in_linears=True))
-    assert "mamba: " in told[0] and "use_bias: true" in told[0]
-    told = refused(one.replace(norm="layernorm"))
-    assert re.search(r"mamba: .*\(norm\): rmsnorm .*layernorm", told[0])
-    mixed = small(**plain, **heads, attention_config=["mamba2", "global"])
-    (told,) = refused(mixed, family="nemotron_h")
-    assert re.search(r"nemotron_h: .*\(attention_config\): .*global", told)
-    hybrid = small(**plain, **heads, attention_config=["mamba2", "attention"], no_weight_tying=True)
+    mamba_2 = small(**common, **heads, attention_config=["mamba2", "mamba2"])
+    assert hf_config(mamba_2)["model_type"] == "mamba2" and "time_step_limit" not in hf_config(mamba_2)
+    assert hf_config(mamba_2.replace(mamba_time_step_limit=[0.0, 0.5]))["time_step_limit"] == [0.0, 0.5]
+    assert hf_config(mamba_2.replace(mamba_num_heads=6, no_weight_tying=True))["mamba_num_heads"] == 6
+    messages = refused(mamba_1.replace(mamba_use_bias_in_linears=True))
+    assert "mamba: " in messages[0] and "use_bias: true" in messages[0]
+    messages = refused(mamba_1.replace(norm="layernorm"))
+    assert re.search(r"mamba: .*\(norm\): rmsnorm .*layernorm", messages[0])
+    mixed = small(**common, **heads, attention_config=["mamba2", "global"])
+    (messages,) = refused(mixed, family="nemotron_h")
+    assert re.search(r"nemotron_h: .*global.*\(attention_config\)", messages)
+    hybrid = small(**common, **heads, attention_config=["mamba2", "attention"], no_weight_tying=True)
     assert re.search(r"nemotron_h: .*\(use_bias_in_attn_linear\).*; ", refused(hybrid)[0])
     assert re.search(r" mamba2 .*\['mamba2', 'attention'\]", refused(hybrid, family="mamba2")[0])
     low_and_high = hybrid.replace(use_bias_in_attn_linear=False, mamba_time_step_limit=[0.1, 0.5])
-    (told,) = refused(low_and_high, family="nemotron_h")
-    assert re.search(r"\(mamba_time_step_limit\): \(0.1, inf\) .*\(0.1, 0.5\)", told)
+    (messages,) = refused(low_and_high, family="nemotron_h")
+    assert re.search(r"\(mamba_time_step_limit\): \(0.1, inf\) .*\(0.1, 0.5\)", messages)
     # A family of attention says what its blocks are, not all that follows.
-    (told,) = refused(one, family="llama")
-    assert re.search(r"llama: .*\(attention_config\): global ", told) and "mamba_" not in told
+    (messages,) = refused(mamba_1, family="llama")
+    assert re.search(r"llama: .*\(attention_config\): global ", messages) and "mamba_" not in messages
 
 
 def nemotron_folder(path: Path) -> dict[str, Tensor]:
@@ -155,8 +157,8 @@ def test_layers_of_further_tokens_are_carried_along(tensor: int, tmp_path: Path)
     assert args.moe_router_bias_update_rate == 0.0 and args.has_experts(1)
     export_hf(path, args, tmp_path / "back")
     assert same_bits(tensors_of(tmp_path / "back"), tensors)
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
-    assert {name: after.get(name) for name in before} == before
+    original, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
+    assert {name: exported.get(name) for name in original} == original
     export_hf(path, args, tmp_path / "named", family="nemotron_h", dtype=torch.float32)
     wide = tensors_of(tmp_path / "named")
     assert wide["lm_head.weight"].dtype == torch.float32
@@ -165,7 +167,7 @@ def test_layers_of_further_tokens_are_carried_along(tensor: int, tmp_path: Path)
 
 
 def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
-    """Of transformers 5: `model.` in the place of `backbone.`, experts in one tensor."""
+    """transformers 5 has `model.` in the place of `backbone.`, and experts in one tensor."""
     for kinds in ([LINEAR, "moe"], [LINEAR, "mlp"]):
         model = random_model("nemotron h", layers_block_type=kinds)
         model.save_pretrained(tmp_path / "files")
@@ -175,11 +177,11 @@ def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
         (tmp_path / "memory").mkdir(exist_ok=True)
         save_file(state, tmp_path / "memory" / "model.safetensors", {"format": "pt"})
         (tmp_path / "memory" / "config.json").write_bytes((tmp_path / "files" / "config.json").read_bytes())
-        found = HFFolder(tmp_path / "memory")
+        opened = HFFolder(tmp_path / "memory")
         expected = tensors_of(tmp_path / "files")
-        assert found.shapes == {name: tuple(value.shape) for name, value in expected.items()}
-        assert all(torch.equal(found.get(name), value) for name, value in expected.items())
-        import_hf(found, tmp_path / "ours")
+        assert opened.shapes == {name: tuple(value.shape) for name, value in expected.items()}
+        assert all(torch.equal(opened.get(name), value) for name, value in expected.items())
+        import_hf(opened, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("case", ["mamba", "falcon mamba", "mamba 2", "nemotron h"])
@@ -196,13 +198,13 @@ def test_bits_of_a_checkpoint_in_16_bits(case: str, tmp_path: Path) -> None:
 def test_one_bias_of_experts_decides_the_choice() -> None:
     """The check of an import sees it: transformers has it as a buffer."""
     keys, weights = ours_of(random_model("nemotron h"))
-    before = logits_of(keys, weights, ParallelGroups.single())
+    logits_before = logits_of(keys, weights, ParallelGroups.single())
     weights[3]["mlp.router.expert_bias"][5] += 3.0
-    assert (logits_of(keys, weights, ParallelGroups.single()) - before).abs().max() > 1e-3
+    assert (logits_of(keys, weights, ParallelGroups.single()) - logits_before).abs().max() > 1e-3
 
 
 def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
-    """What no shape shows; heads of attention are not told where there is none."""
+    """The error names keys that no shape shows; attention heads are left out where there is no attention."""
     random_model("nemotron h").save_pretrained(tmp_path / "hf")
     path, args = imported(tmp_path / "hf", tmp_path / "ours")
     saved = saved_model(path)
@@ -213,6 +215,12 @@ def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
         ({"mamba_time_step_limit": None}, "mamba_time_step_limit"),
     ):
         fails(key, check_model, saved, args.replace(**changes), "it")
-    alone = small(norm="rmsnorm", pos_emb="none", attention_config=["mamba", "mamba"])
-    check_model(model_keys(alone), alone.replace(num_attention_heads=2), "it")
-    fails("mamba_bcdt_norm_epsilon", check_model, model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")
+    mamba_args = small(norm="rmsnorm", pos_emb="none", attention_config=["mamba", "mamba"])
+    check_model(model_keys(mamba_args), mamba_args.replace(num_attention_heads=2), "it")
+    fails(
+        "mamba_bcdt_norm_epsilon",
+        check_model,
+        model_keys(mamba_args),
+        mamba_args.replace(mamba_bcdt_norm_epsilon=1e-5),
+        "it",
+    )

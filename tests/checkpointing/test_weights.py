@@ -9,20 +9,29 @@ import torch
 from megatron.checkpointing import layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
-from tests.checkpointing.golden import RUNS, assert_same, checkpoint, fails, golden_args, raw_layer, whole, write_at
+from tests.checkpointing.golden import (
+    RUNS,
+    assert_same,
+    checkpoint,
+    fails,
+    full_weights,
+    golden_args,
+    raw_layer,
+    write_at,
+)
 
 
 def test_one_file_layout_equals_its_keys() -> None:
     run = "neox_pp0_mp1"
     raw = torch.load(checkpoint(run, 0) / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    weights = whole(checkpoint(run, 0), golden_args(run))
+    weights = full_weights(checkpoint(run, 0), golden_args(run))
     flat = {f"sequential.{n}.{name}": t for n, tensors in weights.items() for name, t in tensors.items()}
     torch.testing.assert_close(flat, raw, rtol=0, atol=0)
 
 
 def test_tensor_rank_gets_its_file() -> None:
     run, args = "neox_pp2_mp2", golden_args("neox_pp2_mp2")
-    full = whole(checkpoint(run), args)
+    full = full_weights(checkpoint(run), args)
     for rank in (0, 1):
         local = load_weights(checkpoint(run), args, layers=[0, 3, 7, 8], tensor_rank=rank, tensor_size=2)
         for layer, tensors in local.items():
@@ -42,12 +51,12 @@ def test_tensor_rank_gets_its_file() -> None:
 def test_there_and_back(run: str, size: int, tmp_path: Path) -> None:
     args = golden_args(run)
     written = write_at(tmp_path / "there", args, checkpoint(run), size)
-    assert_same(whole(written, args), whole(checkpoint(run), args))
+    assert_same(full_weights(written, args), full_weights(checkpoint(run), args))
     back = write_at(tmp_path / "back", args, written, 2)
-    assert_same(whole(back, args), whole(checkpoint(run), args))
+    assert_same(full_weights(back, args), full_weights(checkpoint(run), args))
 
 
-def test_gated_rows_are_cut_block_by_block(tmp_path: Path) -> None:
+def test_gated_rows_are_sharded_block_by_block(tmp_path: Path) -> None:
     run, args = "llama_pp1_mp1", golden_args("llama_pp1_mp1")
     up, gate = raw_layer(run, 2)["mlp.linear1.weight"].chunk(2)
     q, k, v = raw_layer(run, 2)["attention.query_key_value.weight"].split([32, 16, 16])
@@ -79,13 +88,13 @@ def test_bias_shares_sum_to_the_bias_exactly(size: int, dtype: torch.dtype, tmp_
         save_tensors(state, tmp_path / layer_file(2, rank))
         for layer in (0, 4, 5):
             save_tensors({}, tmp_path / layer_file(layer, rank))
-    got = load_weights(tmp_path, args, layers=[2], tensor_rank=0, tensor_size=1)
-    assert_same(got, {2: weights})
+    loaded = load_weights(tmp_path, args, layers=[2], tensor_rank=0, tensor_size=1)
+    assert_same(loaded, {2: weights})
 
 
 def test_layer_state_shares_no_memory() -> None:
     args = golden_args("neox_pp1_mp1")
-    block = whole(checkpoint("neox_pp1_mp1"), args)[2]
+    block = full_weights(checkpoint("neox_pp1_mp1"), args)[2]
     base = torch.zeros(1000)
     block["attention.dense.bias"] = base[:32]
     block["mlp.linear2.weight"] = block["mlp.linear2.weight"].t().contiguous().t()
@@ -97,7 +106,7 @@ def test_layer_state_shares_no_memory() -> None:
 
 
 def mappings(run: str) -> int:
-    """Of the checkpoint's files in this process; 0 where the system does not tell."""
+    """Counts mappings of the checkpoint's files in this process; 0 where the system does not tell."""
     maps = Path("/proc/self/maps")
     return maps.read_text().count(str(checkpoint(run))) if maps.exists() else 0
 
@@ -105,12 +114,12 @@ def mappings(run: str) -> int:
 @pytest.mark.parametrize("run", ["neox_pp1_mp1", "neox_pp0_mp1"])
 def test_loaded_tensors_are_off_the_file(run: str) -> None:
     """Else one tensor would keep a whole file mapped."""
-    args, before = golden_args(run), mappings(run)  # what other tests left is not ours
+    args, mappings_before = golden_args(run), mappings(run)  # what other tests left is not ours
     for size in (1, 2):
         weights = load_weights(checkpoint(run), args, layers=[0, 2], tensor_rank=0, tensor_size=size)
         for tensor in (t for tensors in weights.values() for t in tensors.values()):
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        assert mappings(run) <= before
+        assert mappings(run) <= mappings_before
 
 
 def test_only_the_asked_layers_are_opened(tmp_path: Path) -> None:
@@ -124,14 +133,14 @@ def test_only_the_asked_layers_are_opened(tmp_path: Path) -> None:
 
 
 def load_error(path: Path, run: str, **changes: object) -> str:
-    return fails(".", whole, path, golden_args(run, **changes))
+    return fails(".", full_weights, path, golden_args(run, **changes))
 
 
 def test_every_missing_and_extra_tensor_is_named(tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("neox_pp1_mp1"), tmp_path / "c")
-    for layer, gone, new in ((2, "attention.dense.bias", "lora_a"), (4, "mlp.linear1.weight", "mlp.router.weight")):
+    for layer, old_name, new in ((2, "attention.dense.bias", "lora_a"), (4, "mlp.linear1.weight", "mlp.router.weight")):
         state = raw_layer("neox_pp1_mp1", layer)
-        state[new] = state.pop(gone)
+        state[new] = state.pop(old_name)
         save_tensors(state, path / layer_file(layer, 0))
     message = load_error(path, "neox_pp1_mp1")
     for word in ("attention.dense.bias", "lora_a", "mlp.linear1.weight", "mlp.router.weight", "layer_04-model_00"):
@@ -145,10 +154,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (path / layer_file(4, 0)).unlink()
     message = load_error(path, "neox_pp2_mp2")
     assert "missing layer 4" in message and "attention.query_key_value.weight" in message
-    one = shutil.copytree(checkpoint("neox_pp1_mp1"), tmp_path / "only")
-    for file in one.glob("layer_*"):
+    copy = shutil.copytree(checkpoint("neox_pp1_mp1"), tmp_path / "only")
+    for file in copy.glob("layer_*"):
         file.unlink()
-    assert "holds no weights" in load_error(one, "neox_pp1_mp1")
+    assert "holds no weights" in load_error(copy, "neox_pp1_mp1")
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -172,4 +181,4 @@ def test_tied_checkpoint_into_untied_model(tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("neox_pp1_mp1"), tmp_path / "c")
     (path / layer_file(8, 0)).unlink()
     assert "set no_weight_tying: false" in load_error(path, "neox_pp1_mp1")
-    assert 8 not in whole(path, golden_args("neox_pp1_mp1", no_weight_tying=False))
+    assert 8 not in full_weights(path, golden_args("neox_pp1_mp1", no_weight_tying=False))

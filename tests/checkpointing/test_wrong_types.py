@@ -1,5 +1,6 @@
-"""A HuggingFace folder whose files hold values of other types, or that is of another format: one line that
-names the file and the field, and nothing is left behind."""
+"""A HuggingFace folder with values of other types, or of another format, gives one line and leaves no files.
+
+The line names the file and the field."""
 
 import json
 import random
@@ -50,13 +51,13 @@ def with_field(config: dict[str, Any], path: tuple[str, ...], value: Any) -> str
 
 
 def imported(folder: Path, target: Path) -> str | None:
-    """What the command says as it refuses a folder; None where it takes it. Other exceptions pass."""
+    """Returns the command's message if it refuses a folder, None if it takes it. Other exceptions pass."""
     shutil.rmtree(target, ignore_errors=True)
     try:
         convert_hf_to_neox.main(["--hf-model", str(folder), "--output-dir", str(target)])
-    except SystemExit as ended:
+    except SystemExit as refusal:
         assert not target.exists()
-        return str(ended.code)
+        return str(refusal.code)
     assert target.exists()
     return None
 
@@ -68,11 +69,11 @@ def test_a_field_of_another_type(case: str, tmp_path: Path) -> None:
     """Drawn by a seed: refused in words, or taken; no other exception, and no folder after a refusal."""
     folder = folder_of(case, tmp_path / "model")
     config, draw = json.loads((folder / "config.json").read_text()), random.Random(case)
-    drawn = draw.sample([(path, value) for path in fields(config) for value in WRONG], 16)
-    for path, value in drawn:
+    samples = draw.sample([(path, value) for path in fields(config) for value in WRONG], 16)
+    for path, value in samples:
         (folder / "config.json").write_text(with_field(config, path, value))
-        said = imported(folder, tmp_path / "neox")
-        assert said is None or said.startswith("convert_hf_to_neox.py: error: ")
+        message = imported(folder, tmp_path / "neox")
+        assert message is None or message.startswith("convert_hf_to_neox.py: error: ")
 
 
 @pytest.mark.parametrize(("path", "value"), [
@@ -80,13 +81,14 @@ def test_a_field_of_another_type(case: str, tmp_path: Path) -> None:
     (("model_type",), ["llama"]), (("hidden_act",), ["silu"]), (("tie_word_embeddings",), "false"),
     (("architectures",), 1.5), (("rope_parameters", "factor"), [8]), (("eos_token_id",), "2"),
     (("num_hidden_layers",), None), (("rms_norm_eps",), "1e-5"), (("pretraining_tp",), True), (("head_dim",), 0),
+    (("head_dim",), 2.0**52), (("vocab_size",), 1 << 62),
 ])  # fmt: skip
 def test_the_line_names_the_field(path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
     folder = folder_of("llama 3", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(with_field(config, path, value))
-    said = imported(folder, tmp_path / "neox")
-    assert said is not None and "\n" not in said and path[-1] in said and str(folder) in said
+    message = imported(folder, tmp_path / "neox")
+    assert message is not None and "\n" not in message and path[-1] in message and str(folder) in message
 
 
 @pytest.mark.parametrize(("case", "spelt"), [
@@ -97,13 +99,13 @@ def test_the_line_names_the_field(path: tuple[str, ...], value: Any, tmp_path: P
 ])  # fmt: skip
 def test_unusual_spellings_are_read(case: str, spelt: dict[str, Any], tmp_path: Path) -> None:
     folder = folder_of(case, tmp_path / "model")
-    plain = HFFolder(folder)
+    original = HFFolder(folder)
     config = json.loads((folder / "config.json").read_text()) | spelt
     (folder / "config.json").write_text(json.dumps(config))
     read = HFFolder(folder)
     keys = from_hf(read.config, read.get)[0]
     ropes = ("rope_scaling", "rotary_emb_base")  # which one of the cases has otherwise
-    assert from_hf(plain.config, plain.get)[0] | dict.fromkeys(ropes) == keys | dict.fromkeys(ropes)
+    assert from_hf(original.config, original.get)[0] | dict.fromkeys(ropes) == keys | dict.fromkeys(ropes)
     assert all(type(value) is not float for name, value in keys.items() if name in ("hidden_size", "num_kv_heads"))
 
 
@@ -115,8 +117,8 @@ def test_unusual_spellings_are_read(case: str, spelt: dict[str, Any], tmp_path: 
 def test_another_family_is_named_whatever_its_fields(config: dict[str, Any], tmp_path: Path) -> None:
     folder = folder_of("llama 3", tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 90, **config}))
-    said = imported(folder, tmp_path / "neox")
-    assert said is not None and config["model_type"] in said and "expected" not in said
+    message = imported(folder, tmp_path / "neox")
+    assert message is not None and config["model_type"] in message and "expected" not in message
 
 
 @pytest.mark.product
@@ -148,19 +150,19 @@ def test_companions_of_another_kind(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert imported(folder, tmp_path / "neox") is None
     for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json"):
-        before = (folder / name).read_bytes()
-        for wrong in (*map(json.dumps, KINDS), before[: len(before) // 2].decode()):
+        original = (folder / name).read_bytes()
+        for wrong in (*map(json.dumps, KINDS), original[: len(original) // 2].decode()):
             (folder / name).write_text(wrong)
-            said = imported(folder, tmp_path / "neox")
-            assert said is not None and "\n" not in said and name in said
-        (folder / name).write_bytes(before)
+            message = imported(folder, tmp_path / "neox")
+            assert message is not None and "\n" not in message and name in message
+        (folder / name).write_bytes(original)
     for name, wrong in (("generation_config.json", {"eos_token_id": "2"}), ("model.safetensors.index.json",
                          {"weight_map": ["part.safetensors"]})):  # fmt: skip
-        before = (folder / name).read_bytes()
+        original = (folder / name).read_bytes()
         (folder / name).write_text(json.dumps(wrong))
-        said = imported(folder, tmp_path / "neox")
-        assert said is not None and f"{name}: {next(iter(wrong))}: " in said
-        (folder / name).write_bytes(before)
+        message = imported(folder, tmp_path / "neox")
+        assert message is not None and f"{name}: {next(iter(wrong))}: " in message
+        (folder / name).write_bytes(original)
 
 
 @pytest.mark.parametrize("values", [
@@ -168,8 +170,8 @@ def test_companions_of_another_kind(tmp_path: Path) -> None:
     {"target_modules": {"q": 1}}, {"modules_to_save": "lm_head"},
 ])  # fmt: skip
 def test_adapter_config_of_other_types(values: dict[str, Any], tmp_path: Path) -> None:
-    given = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **values}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **values}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"adapter_config.json: {next(iter(values))}: "):
         PeftFolder(tmp_path)
 

@@ -1,4 +1,4 @@
-"""What several files of this room read."""
+"""Fixtures that several files of this folder use."""
 
 from pathlib import Path
 

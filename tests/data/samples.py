@@ -32,7 +32,7 @@ def write_rows(prefix: Path, rows: Sequence[Any], dtype: type = np.int32) -> str
 
 
 def rows_of(prefix: Path | str) -> list[list[Any]]:
-    """What the documents of a dataset hold."""
+    """Returns the tokens of each document of a dataset."""
     dataset = IndexedDataset(prefix)
     return [dataset[i].tolist() for i in range(len(dataset))]
 
@@ -93,11 +93,11 @@ def golden_maps(case: str) -> IndexMaps:
     return IndexMaps(**{name: np.load(INDEXMAPS / case / f"{name}.npy") for name in IndexMaps.__dataclass_fields__})
 
 
-def assert_equal_maps(found: Any, expected: Any) -> None:
-    assert vars(found).keys() == vars(expected).keys()
+def assert_equal_maps(actual: Any, expected: Any) -> None:
+    assert vars(actual).keys() == vars(expected).keys()
     for name, array in vars(expected).items():
-        assert getattr(found, name).dtype == array.dtype
-        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+        assert getattr(actual, name).dtype == array.dtype
+        np.testing.assert_array_equal(getattr(actual, name), array, err_msg=name)
 
 
 def write_dataset(prefix: Path, lengths: list[int], seed: int = 0, dtype: type = np.uint16) -> IndexedDataset:

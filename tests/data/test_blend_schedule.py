@@ -25,11 +25,11 @@ def test_phases_are_counted_in_steps():
 
 def test_each_phase_is_a_blend_that_goes_on_where_the_sets_stopped():
     maps = build_phases(((320, (7.0, 3.0)), (160, (0.0, 1.0)), (520, (1.0, 1.0)), (0, (1.0, 0.0))))
-    first, last = build_blend([7, 3], 320), build_blend([1, 1], 520)
-    np.testing.assert_array_equal(maps.dataset_index[:320], first.dataset_index)
-    np.testing.assert_array_equal(maps.dataset_sample_index[:320], first.dataset_sample_index)
+    first_phase, last_phase = build_blend([7, 3], 320), build_blend([1, 1], 520)
+    np.testing.assert_array_equal(maps.dataset_index[:320], first_phase.dataset_index)
+    np.testing.assert_array_equal(maps.dataset_sample_index[:320], first_phase.dataset_sample_index)
     assert (maps.dataset_index[320:480] == 1).all()
-    np.testing.assert_array_equal(maps.dataset_index[480:], last.dataset_index)
+    np.testing.assert_array_equal(maps.dataset_index[480:], last_phase.dataset_index)
     for d in (0, 1):
         numbers = maps.dataset_sample_index[maps.dataset_index == d]
         np.testing.assert_array_equal(numbers, np.arange(maps.drawn[d]))
@@ -42,24 +42,24 @@ def test_a_schedule_draws_no_more_than_is_prepared(seed: int):
     sets, rows = int(random.integers(2, 9)), range(random.integers(1, 5))
     weights = [random.random(sets) * (random.random(sets) < 0.7) + np.eye(sets)[random.integers(sets)] for _ in rows]
     phases = tuple((int(random.integers(0, 700)), tuple(row.tolist())) for row in weights)
-    wanted = np.sum([samples_per_member(row, samples) for samples, row in phases], axis=0)
+    prepared = np.sum([samples_per_member(row, samples) for samples, row in phases], axis=0)
     maps = build_phases(phases)
-    assert (maps.drawn <= wanted).all() and maps.drawn.sum() == len(maps.dataset_index)
+    assert (maps.drawn <= prepared).all() and maps.drawn.sum() == len(maps.dataset_index)
 
 
 def test_a_scheduled_set_of_a_run(tmp_path: Path):
     args = make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=SCHEDULE)
     train = build_train_blend(args)
-    which = np.asarray(train.maps.dataset_index)
-    drawn = [np.bincount(part, minlength=2).tolist() for part in np.split(which, (320, 480))]
-    assert len(which) == 1000 and drawn == [[224, 96], [0, 160], [260, 260]]
+    set_numbers = np.asarray(train.maps.dataset_index)
+    phase_counts = [np.bincount(part, minlength=2).tolist() for part in np.split(set_numbers, (320, 480))]
+    assert len(set_numbers) == 1000 and phase_counts == [[224, 96], [0, 160], [260, 260]]
     # The beginning is the beginning of the run without a schedule
-    plain = build_train_blend(make_blend(tmp_path, train_iters=40))
-    np.testing.assert_array_equal(plain.maps.dataset_index, which[:320])
+    unscheduled = build_train_blend(make_blend(tmp_path, train_iters=40))
+    np.testing.assert_array_equal(unscheduled.maps.dataset_index, set_numbers[:320])
     fingerprint = data_fingerprint(args)
     assert fingerprint["train_1"]["weight"] == {"until": [40, 60], "weights": [0.3, 1.0, 0.5]}
-    later = {"train_data_weight_schedule": {**SCHEDULE, "until": (40, 61)}}
-    assert data_fingerprint(make_blend(tmp_path, train_data_weights=None, **later)) != fingerprint
+    later_schedule = {"train_data_weight_schedule": {**SCHEDULE, "until": (40, 61)}}
+    assert data_fingerprint(make_blend(tmp_path, train_data_weights=None, **later_schedule)) != fingerprint
 
 
 @pytest.mark.parametrize(("micro", "size"), [(2, 1), (1, 4), (4, 2)])
@@ -72,10 +72,10 @@ def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: P
     for consumed in (0, 8 * 39, 8 * 41, 8 * 100):
         layout = {"data_size": size, "consumed_samples": consumed}
         loaders = [train_loader(train, loader_args(micro, size), data_rank=rank, **layout) for rank in range(size)]
-        for first in range(consumed, consumed + 24, 8):
+        for start in range(consumed, consumed + 24, 8):
             ranks = [next(loader) for loader in loaders]
             actual = torch.cat([batch.tokens for several in zip(*ranks, strict=True) for batch in several])
-            expected = np.stack([train[i].tokens[:-1] for i in range(first, first + 8)])
+            expected = np.stack([train[i].tokens[:-1] for i in range(start, start + 8)])
             np.testing.assert_array_equal(actual, expected)
 
 
@@ -89,8 +89,8 @@ def test_weights_follow_sizes(unit: str, alpha: float, sizes: tuple[int, int], t
     powers = [size**alpha for size in sizes]
     assert weights == pytest.approx([power / sum(powers) for power in powers], rel=1e-12)
     assert weights == pytest.approx(weights_by_documents(sizes, alpha))
-    drawn = np.bincount(build_train_blend(args).maps.dataset_index)
-    np.testing.assert_allclose(drawn, 1000 * np.array(weights), atol=1)
+    counts = np.bincount(build_train_blend(args).maps.dataset_index)
+    np.testing.assert_allclose(counts, 1000 * np.array(weights), atol=1)
 
 
 def test_bytes_weigh_the_stored_size(tmp_path: Path):
@@ -114,6 +114,6 @@ def test_a_blend_of_seven_hundred_sets(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert train.maps.dataset_index.dtype == np.uint16
-    drawn = np.bincount(train.maps.dataset_index, minlength=700)
-    assert set(drawn) <= {1, 2, 3} and drawn.sum() == 1400
+    counts = np.bincount(train.maps.dataset_index, minlength=700)
+    assert set(counts) <= {1, 2, 3} and counts.sum() == 1400
     assert train[0].tokens.shape == (65,)

@@ -10,22 +10,22 @@ from megatron.data import check_curriculum, step_length
 from megatron.data.curriculum import difficulty
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.test_loader import alone
+from tests.data.test_loader import one_rank_loader
 
 LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
 
 
-def section(kind: str = "fixed_linear", least: int = 8, most: int = 64, **schedule: Any) -> dict[str, Any]:
-    return {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": least, "max_difficulty": most,
+def section(kind: str = "fixed_linear", min_length: int = 8, max_length: int = 64, **schedule: Any) -> dict[str, Any]:
+    return {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": min_length, "max_difficulty": max_length,
             "schedule_type": kind, "schedule_config": schedule}  # fmt: skip
 
 
 @pytest.mark.parametrize("curriculum", [
     section(**LINEAR),
-    section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
-    section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
+    section(min_length=10, max_length=1023, total_curriculum_step=37, difficulty_step=16),
+    section(min_length=8, max_length=256, total_curriculum_step=50, difficulty_step=64),
     section("fixed_root", **LINEAR, root_degree=2),
-    section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
+    section("fixed_root", min_length=1, max_length=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
     section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
 ])  # fmt: skip
 def test_lengths_equal_deepspeed(curriculum: dict[str, Any]):
@@ -60,12 +60,15 @@ def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_the_beginnings_of_the_whole_ones(dataset: PackedDataset, workers: int):
+def test_batches_are_the_beginnings_of_the_full_ones(dataset: PackedDataset, workers: int):
     lengths = {"length": lambda n: (2, 3, 8)[min(n, 2)]}
-    whole, cut = (list(alone(dataset, workers, {"eod_mask_loss": True}, eod=50, **more)) for more in ({}, lengths))
-    assert [[batch.tokens.shape[1] for batch in step] for step in cut[:3]] == [[2] * 4, [3] * 4, [8] * 4]
-    for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
-        length = ours.tokens.shape[1]
+    full, truncated = (
+        list(one_rank_loader(dataset, workers, {"eod_mask_loss": True}, eod=50, **overrides))
+        for overrides in ({}, lengths)
+    )
+    assert [[batch.tokens.shape[1] for batch in step] for step in truncated[:3]] == [[2] * 4, [3] * 4, [8] * 4]
+    for short_batch, full_batch in zip(sum(truncated, []), sum(full, []), strict=True):
+        length = short_batch.tokens.shape[1]
         for name in ("tokens", "labels", "loss_weights"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)[:, :length])
-        assert ours.tokens.is_contiguous() and ours.seed == theirs.seed
+            assert torch.equal(getattr(short_batch, name), getattr(full_batch, name)[:, :length])
+        assert short_batch.tokens.is_contiguous() and short_batch.seed == full_batch.seed

@@ -42,9 +42,9 @@ def test_epochs_of_several_sets_visit_each_sample_once(tmp_path: Path):
     args, train = make(tmp_path, data_path=None, train_data_paths=paths, seq_length=32)
     sizes = [len(member) for member in train.dataset.members]
     assert sizes == [7073 // 32, (3197 // 47 * 47 - 1) // 32, 7073 // 32] and args.train_iters == 3 * sum(sizes) // 8
-    seen = [tuple(train[i].tokens) for i in range(len(train))]
-    each = Counter(tuple(member[i].tokens) for member in train.dataset.members for i in range(len(member)))
-    assert Counter(seen[: sum(sizes)]) == each and seen == seen[: sum(sizes)] * 3
+    samples = [tuple(train[i].tokens) for i in range(len(train))]
+    epoch_counts = Counter(tuple(member[i].tokens) for member in train.dataset.members for i in range(len(member)))
+    assert Counter(samples[: sum(sizes)]) == epoch_counts and samples == samples[: sum(sizes)] * 3
 
 
 def test_sets_are_spread_over_the_epoch():

@@ -24,17 +24,17 @@ def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     dataset, arguments = _case(name)
     golden = golden_maps(name)
     windows = len(golden.shuffle_idx)
-    more = build_packed(dataset.sizes, **arguments | {"num_samples": 3 * windows}, before=(windows,))
-    begins_as(more, golden)
+    longer = build_packed(dataset.sizes, **arguments | {"num_samples": 3 * windows}, earlier_ends=(windows,))
+    begins_as(longer, golden)
     # Behind them every further window once, of whole epochs, in an order of its own
-    further = more.shuffle_idx[windows:].tolist()
-    assert further != sorted(further) == list(range(windows, len(more.shuffle_idx))) and len(further) >= 2 * windows
-    counts = np.bincount(more.doc_idx)[arguments["first"] : arguments["last"]]
+    further = longer.shuffle_idx[windows:].tolist()
+    assert further != sorted(further) == list(range(windows, len(longer.shuffle_idx))) and len(further) >= 2 * windows
+    counts = np.bincount(longer.doc_idx)[arguments["start"] : arguments["stop"]]
     assert (counts == counts[0]).all()
     # And once more: both segments stay
-    before = (windows, len(more.shuffle_idx))
-    again = build_packed(dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=before)
-    begins_as(again, more)
+    segment_ends = (windows, len(longer.shuffle_idx))
+    longest = build_packed(dataset.sizes, **arguments | {"num_samples": 9 * windows}, earlier_ends=segment_ends)
+    begins_as(longest, longer)
 
 
 def test_every_segment_has_an_order_of_its_own():
@@ -47,21 +47,21 @@ def test_whole_documents_of_neox_stay_and_the_rest_follows(name: str):
     """`compat_pack_impl`, whose shuffle depends on the number of samples."""
     case, samples = build_golden(name, compat=True)
     count, sizes = len(samples.maps.shuffle_idx), samples.indexed.sizes
-    wanted = (0, len(sizes), 2 * count, case["seq_length"], case["seed"])
-    more = build_maps(sizes, *wanted, samples.packing, samples.labels if case["label"] else None, (count,))
-    begins_as(more, golden_maps(name))
-    assert sorted(more.shuffle_idx) == list(range(2 * count))
+    size_args = (0, len(sizes), 2 * count, case["seq_length"], case["seed"])
+    longer = build_maps(sizes, *size_args, samples.packing, samples.labels if case["label"] else None, (count,))
+    begins_as(longer, golden_maps(name))
+    assert sorted(longer.shuffle_idx) == list(range(2 * count))
 
 
-TWO = {"data_path": None, "train_data_paths": (A, B)}
-BLEND = TWO | {"train_data_weights": (7.0, 3.0)}
+TWO_SETS = {"data_path": None, "train_data_paths": (A, B)}
+BLEND = TWO_SETS | {"train_data_weights": (7.0, 3.0)}
 PHASES = {"until": (10, 30), "weights": ((1.0, 0.0), (0.5, 0.5), (0.2, 0.8))}
 SETS = {
     "one": {},
     "truncated": {"truncate_documents": 40},
     "listed": {"data_path": None, "train_data_paths": (A,)},
     "blend": BLEND,
-    "schedule": TWO | {"train_data_weight_schedule": PHASES},
+    "schedule": TWO_SETS | {"train_data_weight_schedule": PHASES},
     "best_fit": {"pack_impl": "best_fit"},
     "blocks": {"drop_last": True},
     "compat": {"compat_pack_impl": True, "pack_impl": "unpacked"},
@@ -72,33 +72,35 @@ SETS = {
 @pytest.mark.parametrize("name", SETS)
 def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: Path):
     """DataState for 40 steps of 8, stopped after 35; then 50, 400 and 36 of them."""
-    made = {"index_cache_dir": str(tmp_path), "train_iters": 40, **SETS[name]}
-    first = build(make_args(**made))
-    train, segment_ends = first.train, first.segment_ends
+    keys = {"index_cache_dir": str(tmp_path), "train_iters": 40, **SETS[name]}
+    first_run = build(make_args(**keys))
+    train, segment_ends = first_run.train, first_run.segment_ends
     samples = [list(train.pieces(i)) for i in range(len(train))]
     for steps in (50, 400, 36, 500):
-        longer = build(make_args(**made | {"train_iters": steps}), data_state=DataState(35, 280, segment_ends))
+        longer = build(make_args(**keys | {"train_iters": steps}), data_state=DataState(35, 280, segment_ends))
         assert longer.train is not None and len(longer.train) >= steps * 8
         longer_samples = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
         if name == "compat blend":  # rows that were the last ones now have the token that follows
-            longer_samples = [now[: len(then)] for now, then in zip(longer_samples, samples, strict=False)]
+            longer_samples = [
+                new_pieces[: len(old_pieces)] for new_pieces, old_pieces in zip(longer_samples, samples, strict=False)
+            ]
         assert longer_samples == samples[: len(longer_samples)]
         assert order_sha256(longer.train, 280) == order_sha256(train, 280)
         segment_ends = longer.segment_ends
     for describe in (order_keys, data_fingerprint):
-        assert describe(make_args(**made)) == describe(make_args(**made | {"train_iters": 400}))
+        assert describe(make_args(**keys)) == describe(make_args(**keys | {"train_iters": 400}))
 
 
 def test_without_what_was_begun_the_order_is_another(tmp_path: Path):
-    """What the checks are for."""
-    few, many = (build(make_args(index_cache_dir=str(tmp_path), train_iters=n)).train for n in (10, 400))
-    assert order_sha256(few, 80) != order_sha256(many, 80)
+    """Without the earlier segment ends, runs of different lengths have different orders."""
+    short_run, long_run = (build(make_args(index_cache_dir=str(tmp_path), train_iters=n)).train for n in (10, 400))
+    assert order_sha256(short_run, 80) != order_sha256(long_run, 80)
 
 
 def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
-    """Of a member of a blend too: each window of its joined epochs once."""
-    first = build(make_blend(tmp_path))
-    longer = build(make_blend(tmp_path, train_iters=400), data_state=DataState(125, 1000, first.segment_ends))
+    """Each window of joined epochs comes once, also in a member of a blend."""
+    first_run = build(make_blend(tmp_path))
+    longer = build(make_blend(tmp_path, train_iters=400), data_state=DataState(125, 1000, first_run.segment_ends))
     for member, ends in zip(longer.train.members, longer.segment_ends["train"], strict=True):
         assert len(ends) == 2 and len(member) == ends[-1]
         tokens = sum(count for i in range(len(member)) for _, _, count in member.pieces(i))
@@ -113,32 +115,32 @@ def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
 
 def test_a_run_that_goes_on_finds_its_maps(tmp_path: Path):
     args = make_blend(tmp_path)
-    first = build(args)
-    made = set((tmp_path / "cache").iterdir())
-    again = build(args, data_state=DataState(100, 800, first.segment_ends))
-    assert again.segment_ends == first.segment_ends and set((tmp_path / "cache").iterdir()) == made
+    first_run = build(args)
+    map_files = set((tmp_path / "cache").iterdir())
+    second_run = build(args, data_state=DataState(100, 800, first_run.segment_ends))
+    assert second_run.segment_ends == first_run.segment_ends and set((tmp_path / "cache").iterdir()) == map_files
 
 
 def test_validation_samples_stay(tmp_path: Path):
     """GPT-NeoX takes them from an order that depends on how often is validated."""
-    made = {"index_cache_dir": str(tmp_path), "split": "50,50,0", "seq_length": 32}
-    first = build(make_args(**made))
-    longer = build(make_args(**made, train_iters=2000), data_state=DataState(25, 200, first.segment_ends))
-    assert first.segment_ends["valid"] != longer.segment_ends["valid"]
-    valid = [[list(one.valid.pieces(i)) for i in range(len(first.valid))] for one in (first, longer)]
+    keys = {"index_cache_dir": str(tmp_path), "split": "50,50,0", "seq_length": 32}
+    first_run = build(make_args(**keys))
+    longer = build(make_args(**keys, train_iters=2000), data_state=DataState(25, 200, first_run.segment_ends))
+    assert first_run.segment_ends["valid"] != longer.segment_ends["valid"]
+    valid = [[list(run.valid.pieces(i)) for i in range(len(first_run.valid))] for run in (first_run, longer)]
     assert valid[0] == valid[1]
-    other = build(make_args(**made, train_iters=2000)).valid
-    assert [list(other.pieces(i)) for i in range(len(first.valid))] != valid[0]
+    stateless = build(make_args(**keys, train_iters=2000)).valid
+    assert [list(stateless.pieces(i)) for i in range(len(first_run.valid))] != valid[0]
 
 
 def test_another_batch_size_takes_what_is_left(tmp_path: Path):
     """Samples are counted, not steps: 100 steps of 8, then 25 of 16."""
-    made = {"index_cache_dir": str(tmp_path), "eval_iters": 0}
-    first = build(make_args(**made, train_iters=100))
-    longer = build(make_args(**made, train_iters=125), batch=16, data_state=DataState(100, 800, first.segment_ends))
+    keys = {"index_cache_dir": str(tmp_path), "eval_iters": 0}
+    first_run = build(make_args(**keys, train_iters=100))
+    longer = build(make_args(**keys, train_iters=125), batch=16, data_state=DataState(100, 800, first_run.segment_ends))
     assert len(longer.train) >= 1200
-    assert order_sha256(longer.train, 800) == order_sha256(first.train, 800)
-    passes, samples = make_args(**made, train_epochs=3), 3 * 107
+    assert order_sha256(longer.train, 800) == order_sha256(first_run.train, 800)
+    passes, samples = make_args(**keys, train_epochs=3), 3 * 107
     assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, DataState(10, 80)) == samples // 8
     assert epoch_iterations(passes, 16, DataState(10, 80)) == 10 + (samples - 80) // 16
     assert epoch_iterations(passes, 16, DataState(50, 400)) == 50, "fewer passes than were made: nothing is left"

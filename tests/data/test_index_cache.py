@@ -35,11 +35,11 @@ def _file(folder: Path) -> Path:
 
 
 def test_it_is_written_once_whole_and_mapped(tmp_path: Path):
-    made = []
-    counted = {key: lambda make=make: made.append(1) or make() for key, make in BUILDERS.items()}
+    calls = []
+    counting_builders = {key: lambda make=make: calls.append(1) or make() for key, make in BUILDERS.items()}
     for _ in range(3):
-        ensure_cached(tmp_path / "cache", counted)
-    assert len(made) == 2
+        ensure_cached(tmp_path / "cache", counting_builders)
+    assert len(calls) == 2
     entry = load_cached(tmp_path / "cache", BUILDERS, wait=0)
     maps = entry.maps(KEY, IndexMaps)
     assert not maps.sample_idx.flags.owndata and not maps.sample_idx.flags.writeable
@@ -62,9 +62,9 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path):
 
 def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path):
     def make_while_another_finishes() -> IndexMaps:
-        other = multiprocessing.get_context("fork").Process(target=ensure_cached, args=(tmp_path, {KEY: _maps}))
-        other.start()
-        other.join()
+        process = multiprocessing.get_context("fork").Process(target=ensure_cached, args=(tmp_path, {KEY: _maps}))
+        process.start()
+        process.join()
         mapped.append(load_cached(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps))
         return _maps()
 
@@ -115,26 +115,26 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_said_and_made_again(damage: Callable[[bytes], bytes], tmp_path: Path, caplog):
     ensure_cached(tmp_path, BUILDERS)
-    whole = _file(tmp_path).read_bytes()
-    _file(tmp_path).write_bytes(damage(whole))
-    assert _file(tmp_path).read_bytes() != whole
+    intact = _file(tmp_path).read_bytes()
+    _file(tmp_path).write_bytes(damage(intact))
+    assert _file(tmp_path).read_bytes() != intact
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path, BUILDERS)
     (warning,) = caplog.messages
     assert warning.startswith(f"{_file(tmp_path)}: damaged (") and "\n" not in warning
-    assert _file(tmp_path).read_bytes() == whole
+    assert _file(tmp_path).read_bytes() == intact
 
 
-def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
+def test_the_file_of_other_maps_is_not_used(tmp_path: Path, caplog):
     ensure_cached(tmp_path / "a", BUILDERS)
     ensure_cached(tmp_path / "b", {KEY: _maps})
     file = _file(tmp_path / "a")
     expected = file.read_bytes()
     file.write_bytes(_file(tmp_path / "b").read_bytes())
-    refused(r"damaged.*other maps.*delete", load_cached, tmp_path / "a", BUILDERS, wait=0)
+    refused(r"damaged.*maps of other data.*delete", load_cached, tmp_path / "a", BUILDERS, wait=0)
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path / "a", BUILDERS)
-    assert "other maps" in caplog.text and file.read_bytes() == expected
+    assert "maps of other data" in caplog.text and file.read_bytes() == expected
     file.write_bytes(expected[:-4])
     refused(r"\.maps: damaged.*delete", load_cached, tmp_path / "a", BUILDERS, wait=0)  # by a rank that only maps, too
 
@@ -148,11 +148,11 @@ def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):
 
     paths = tuple(write_dataset(tmp_path / f"s{i}", [40] * 5, seed=i).prefix for i in range(40))
     args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, train_iters=20)
-    first = build(args).train
-    before = mapped()
-    again = build(args).train
-    assert isinstance(first, BlendedDataset) and isinstance(again, BlendedDataset)
-    assert mapped() - before <= 2 * len(paths) + 1
+    first_run = build(args).train
+    num_mapped = mapped()
+    second_run = build(args).train
+    assert isinstance(first_run, BlendedDataset) and isinstance(second_run, BlendedDataset)
+    assert mapped() - num_mapped <= 2 * len(paths) + 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
-    for i in (0, 77, len(first) - 1):
-        np.testing.assert_array_equal(first[i].tokens, again[i].tokens)
+    for i in (0, 77, len(first_run) - 1):
+        np.testing.assert_array_equal(first_run[i].tokens, second_run[i].tokens)

@@ -18,11 +18,11 @@ def _case(name: str) -> tuple[IndexedDataset, dict]:
     """The data of a golden case and build_packed's arguments."""
     summary = golden_json("summary.json")[name]
     dataset, samples = IndexedDataset(DATASET / summary["data"]), summary["num_samples"]
-    first, last = 0, len(dataset)
+    start, stop = 0, len(dataset)
     if "split_index" in summary:
         part = ["train", "valid", "test"].index(name.split("/")[-1])
-        (first, last), samples = summary["split_index"][part : part + 2], samples[part]
-    values = {"first": first, "last": last, "num_samples": samples}
+        (start, stop), samples = summary["split_index"][part : part + 2], samples[part]
+    values = {"start": start, "stop": stop, "num_samples": samples}
     return dataset, values | {key: summary[key] for key in ("seq_length", "seed")}
 
 
@@ -60,19 +60,19 @@ def test_maps_equal_a_plain_walk_on_random_documents(seed: int, tmp_path: Path):
     random = np.random.default_rng(seed)
     sizes = random.integers(0 if seed % 2 else 1, random.integers(2, 60), random.integers(1, 30)).astype(np.int32)
     sizes[random.integers(len(sizes))] += 5
-    first, last = 0, len(sizes)
+    start, stop = 0, len(sizes)
     if seed % 4 == 0:
-        first, last = sorted(random.choice(len(sizes) + 1, 2, replace=False))
-        sizes[first] += 3
+        start, stop = sorted(random.choice(len(sizes) + 1, 2, replace=False))
+        sizes[start] += 3
     seq_length, samples = int(random.integers(1, 40)), int(random.integers(0, 80))
-    maps = build_packed(sizes, int(first), int(last), samples, seq_length, seed)
+    maps = build_packed(sizes, int(start), int(stop), samples, seq_length, seed)
     assert maps.sample_idx.tolist() == _plain_sample_idx(sizes, maps.doc_idx, seq_length)
     assert len(maps.shuffle_idx) == len(maps.sample_idx) - 1 >= samples
     assert sorted(maps.shuffle_idx) == list(range(len(maps.shuffle_idx)))
-    epochs = len(maps.doc_idx) // (last - first)
-    assert sorted(maps.doc_idx.tolist()) == sorted(list(range(first, last)) * epochs)
+    epochs = len(maps.doc_idx) // (stop - start)
+    assert sorted(maps.doc_idx.tolist()) == sorted(list(range(start, stop)) * epochs)
     # One epoch less would not do
-    tokens = int(sizes[first:last].sum())
+    tokens = int(sizes[start:stop].sum())
     assert epochs == 1 or ((epochs - 1) * tokens - 1) // seq_length < samples
 
 
@@ -99,5 +99,5 @@ def test_a_large_corpus_is_laid_out_to_its_last_window():
 ], ids=str)  # fmt: skip
 def test_everything_that_decides_the_maps_is_in_the_cache_key(change: dict):
     values = {"first": 0, "last": 9, "num_samples": 10, "seq_length": 8, "seed": 1, "packing": Packing()}
-    key, again = (IndexKey("0" * 64, **values) for _ in range(2))
-    assert replace(key, **change).digest != key.digest == again.digest
+    key, equal_key = (IndexKey("0" * 64, **values) for _ in range(2))
+    assert replace(key, **change).digest != key.digest == equal_key.digest

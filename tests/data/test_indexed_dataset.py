@@ -39,10 +39,10 @@ def test_floats_are_read_whoever_numbered_their_type(dtype: type, code: int, tmp
 
 def test_parts_of_a_sequence_and_spans(tmp_path: Path):
     dataset = write_dataset(tmp_path / "x", [5, 0, 7, 3])
-    whole = np.concatenate([dataset[i] for i in range(len(dataset))])
-    assert dataset.get(1, 2, 3).tolist() == whole[7:10].tolist()
-    assert dataset.get(1, 2).tolist() == whole[7:12].tolist()
-    assert dataset.span(1, 3).tolist() == whole[5:15].tolist()
+    all_tokens = np.concatenate([dataset[i] for i in range(len(dataset))])
+    assert dataset.get(1, 2, 3).tolist() == all_tokens[7:10].tolist()
+    assert dataset.get(1, 2).tolist() == all_tokens[7:12].tolist()
+    assert dataset.span(1, 3).tolist() == all_tokens[5:15].tolist()
     assert len(dataset.span(2, 2)) == 0
 
 
@@ -51,10 +51,10 @@ def test_dtype_rule_of_neox():
 
 
 def test_many_documents_at_once_equal_one_by_one(tmp_path: Path):
-    one = write_dataset(tmp_path / "one", [3, 0, 4, 1])
+    dataset = write_dataset(tmp_path / "one", [3, 0, 4, 1])
     with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:
-        writer.add_documents(one.tokens[:3], [3, 0])
-        writer.add_documents(one.tokens[3:], [4, 1])
+        writer.add_documents(dataset.tokens[:3], [3, 0])
+        writer.add_documents(dataset.tokens[3:], [4, 1])
     assert pair(tmp_path / "one") == pair(tmp_path / "many")
 
 
@@ -62,11 +62,11 @@ def test_nothing_is_visible_before_the_end_and_a_failed_write_spares_the_old_pai
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([1, 2, 3])
         assert not list(tmp_path.glob("x.*"))
-    before = pair(tmp_path / "x")
+    old_pair = pair(tmp_path / "x")
     with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([4])
         raise RuntimeError
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"] and pair(tmp_path / "x") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"] and pair(tmp_path / "x") == old_pair
 
 
 @pytest.mark.parametrize("tokens", [np.array([70000]), np.array([-1]), np.array([0.5])])
@@ -78,11 +78,11 @@ def test_tokens_that_do_not_fit_are_refused(tokens: np.ndarray, tmp_path: Path):
 # What is done to index and data, and what is said
 DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "missing": (lambda i, b: b.unlink(), r"x\.bin: no such file.*without .bin/.idx"),
-    "empty index": (lambda i, b: _cut(i, 0), r"x\.idx: .* 0 bytes"),
+    "empty index": (lambda i, b: _truncate(i, 0), r"x\.idx: .* 0 bytes"),
     "foreign": (lambda i, b: i.write_bytes(b"{}" * 100), r"x\.idx: not an index"),
-    "short header": (lambda i, b: _cut(i, 20), r"x\.idx: .* 20 bytes"),
-    "cut index": (lambda i, b: _cut(i, -8), r"x\.idx: 74 bytes.* 82"),
-    "cut data": (lambda i, b: _cut(b, -2), r"x\.bin: 20 bytes.* 22.*preprocess_data.py"),
+    "short header": (lambda i, b: _truncate(i, 20), r"x\.idx: .* 20 bytes"),
+    "cut index": (lambda i, b: _truncate(i, -8), r"x\.idx: 74 bytes.* 82"),
+    "cut data": (lambda i, b: _truncate(b, -2), r"x\.bin: 20 bytes.* 22.*preprocess_data.py"),
     "longer data": (lambda i, b: b.write_bytes(bytes(24)), r"x\.bin: 24 bytes"),
     "version": (lambda i, b: poke(i, 9, "<Q", 2), r"x\.idx: .*version 2"),
     "dtype": (lambda i, b: poke(i, 17, "<B", 99), r"x\.idx: .*dtype code 99"),
@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }
 
 
-def _cut(file: Path, size: int) -> None:
+def _truncate(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.data import DataError, IndexedDataset, data_fingerprint, data_log_lines, epoch_iterations, order_keys
 from megatron.data.batch import collate_samples
@@ -18,7 +17,7 @@ from tests.data.test_text_sets import build, make_args
 CHAT, INSTRUCT, KTO = (str(DATASET / name) for name in ("chat_conversation", "instruct", "chat_kto_conversation"))
 CHAT_TEXT, CHAT_LABEL = f"{CHAT}_document", f"{CHAT}_label_document"
 INSTRUCT_TEXT, INSTRUCT_LABEL = f"{INSTRUCT}_text_document", f"{INSTRUCT}_label_document"
-BOTH = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
+LABELLED_CORPORA = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
 
 
 def labelled_args(tmp_path: Path, *sets: tuple[str, str], **changes: Any):
@@ -35,7 +34,7 @@ def train(args, **options: int) -> Any:
 def test_packed_labels_are_those_of_neox(tmp_path: Path):
     recorded = np.load(INDEXMAPS / "packed_labels_instruct" / "samples.npz")
     # ceil(59 * 1.005) = 60 samples are wanted, as there
-    samples = train(labelled_args(tmp_path, BOTH[1], train_iters=59), batch=1)
+    samples = train(labelled_args(tmp_path, LABELLED_CORPORA[1], train_iters=59), batch=1)
     assert isinstance(samples, PackedDataset)
     for place, index in enumerate(recorded["_index"].tolist()):
         np.testing.assert_array_equal(samples[index].tokens, recorded["text"][place])
@@ -49,13 +48,14 @@ def test_packed_labels_are_those_of_neox(tmp_path: Path):
 
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])
 def test_blends_of_labelled_sets(pack_impl: str, tmp_path: Path):
-    args = labelled_args(tmp_path, *BOTH, pack_impl=pack_impl, train_data_weights=(3.0, 1.0), seq_length=128)
+    keys = {"pack_impl": pack_impl, "train_data_weights": (3.0, 1.0), "seq_length": 128}
+    args = labelled_args(tmp_path, *LABELLED_CORPORA, **keys)
     samples = train(args)
     assert isinstance(samples, BlendedDataset) and samples.maps.drawn.tolist() == [30, 10]
     for sample in (samples[i] for i in range(40)):
-        counted = sample.labels >= 0
-        assert (sample.labels[counted] == sample.tokens[counted]).all()
-        assert 0 < counted.sum() < 129
+        trained = sample.labels >= 0
+        assert (sample.labels[trained] == sample.tokens[trained]).all()
+        assert 0 < trained.sum() < 129
     if pack_impl == "unpacked":
         packed = samples.members[0]
         document = packed.maps.doc_idx[packed.maps.shuffle_idx[0]]
@@ -65,7 +65,9 @@ def test_blends_of_labelled_sets(pack_impl: str, tmp_path: Path):
 
 def test_epochs_of_labelled_documents(tmp_path: Path):
     """24 documents each; all have labels: 48 samples a pass."""
-    args = labelled_args(tmp_path, *BOTH, pack_impl="unpacked", train_epochs=2, train_iters=None, seq_length=512)
+    args = labelled_args(
+        tmp_path, *LABELLED_CORPORA, pack_impl="unpacked", train_epochs=2, train_iters=None, seq_length=512
+    )
     args.train_iters = epoch_iterations(args, 8)
     samples = train(args, epochs=2)
     assert isinstance(samples, RepeatedDataset) and len(samples) == 96 and args.train_iters == 12
@@ -79,34 +81,33 @@ def test_a_small_set_is_validated_with_once(keys: dict, tmp_path: Path):
     paths = {"data_path": None, "train_data_paths": (CHAT_TEXT,),
              "valid_data_paths": (write_rows(tmp_path / "valid", rows),)}  # fmt: skip
     dataset = build(make_args(**paths, eval_iters=50, index_cache_dir=str(tmp_path), **keys)).valid
-    seen = np.concatenate([dataset[i].tokens for i in range(len(dataset))])
-    assert [int((seen == row[0]).sum()) for row in rows] == [len(row) for row in rows]
+    all_tokens = np.concatenate([dataset[i].tokens for i in range(len(dataset))])
+    assert [int((all_tokens == row[0]).sum()) for row in rows] == [len(row) for row in rows]
 
 
 def test_changed_labels_change_the_maps(tmp_path: Path):
     """Lengths stay, but another document has nothing to learn: the cache must not hand out the old rows."""
     text = write_rows(tmp_path / "x_document", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    seen = []
+    token_sets = []
     for masked in (0, 2):
         rows = [[-100, 2, 3], [-100, 5, 6], [-100, 8, 9]]
         rows[masked] = [-100] * 3
         label = write_rows(tmp_path / "x_label_document", rows)
         args = labelled_args(tmp_path, (text, label), pack_impl="best_fit", seq_length=8)
         samples = train(args)
-        seen.append({int(token) for i in range(len(samples)) for token in samples[i].tokens})
+        token_sets.append({int(token) for i in range(len(samples)) for token in samples[i].tokens})
         assert set(data_fingerprint(args)["train"]) > {"labels"}
-    assert seen == [{0, 4, 5, 6, 7, 8, 9}, {0, 1, 2, 3, 4, 5, 6}]
+    assert token_sets == [{0, 4, 5, 6, 7, 8, 9}, {0, 1, 2, 3, 4, 5, 6}]
 
 
 def test_rewards_come_with_their_documents(tmp_path: Path):
     rewards = IndexedDataset(f"{KTO}_reward_document")
-    one, changes = (f"{KTO}_document", f"{KTO}_label_document"), {"pack_impl": "unpacked", "seq_length": 128}
-    args = labelled_args(tmp_path, one, **changes, train_reward_data_paths=(f"{KTO}_reward_document",))
+    labelled_set, changes = (f"{KTO}_document", f"{KTO}_label_document"), {"pack_impl": "unpacked", "seq_length": 128}
+    args = labelled_args(tmp_path, labelled_set, **changes, train_reward_data_paths=(f"{KTO}_reward_document",))
     samples = train(args)
     documents = [int(samples.maps.doc_idx[row]) for row in samples.maps.shuffle_idx[:8]]
-    batch = collate_samples([samples[i] for i in range(8)], length=16)
-    assert batch.rewards is not None and batch.rewards.dtype == torch.float32
-    assert batch.rewards.tolist() == [float(rewards[d][0]) for d in documents] and len(set(batch.rewards.tolist())) == 2
+    row_rewards = [samples[i].reward for i in range(8)]
+    assert row_rewards == [float(rewards[d][0]) for d in documents] and len(set(row_rewards)) == 2
     assert set(data_fingerprint(args)["train"]) > {"labels", "rewards"}
 
 
@@ -166,18 +167,18 @@ def test_no_sample_at_all_is_refused(tmp_path: Path):
 def test_labels_that_are_not_listed_are_named(tmp_path: Path):
     """24 chats and 24 instructions: the numbers are those of the golden label files."""
     masked = int((IndexedDataset(CHAT_LABEL).tokens < 0).sum())
-    chat, instruct = data_log_lines(labelled_args(tmp_path, *BOTH, train_label_data_paths=None))
+    chat, instruct = data_log_lines(labelled_args(tmp_path, *LABELLED_CORPORA, train_label_data_paths=None))
     facts = (f"{masked} of 4099", f"{masked / 40.99:.1f} %", f"list {CHAT_LABEL} in train_label_data_paths")
     assert chat.startswith(f"{CHAT_TEXT}: ") and all(fact in chat for fact in facts)
     assert instruct.endswith(f"list {INSTRUCT_LABEL} in train_label_data_paths")
     (note,) = data_log_lines(make_args(data_path=CHAT_TEXT))
     assert f"list {CHAT_LABEL} in train_label_data_paths" in note and "train_data_paths" in note
-    assert data_log_lines(labelled_args(tmp_path, BOTH[0])) == []
-    plain = write_dataset(tmp_path / "x_text_document", [3, 9])
-    assert data_log_lines(make_args(data_path=plain.prefix)) == []
+    assert data_log_lines(labelled_args(tmp_path, LABELLED_CORPORA[0])) == []
+    unlabelled = write_dataset(tmp_path / "x_text_document", [3, 9])
+    assert data_log_lines(make_args(data_path=unlabelled.prefix)) == []
 
 
-def test_documents_that_are_cut_are_counted(tmp_path: Path):
+def test_truncated_documents_are_counted(tmp_path: Path):
     prefix = write_dataset(tmp_path / "x", [3, 9, 20, 5]).prefix
     for changes, facts in (
         ({"pack_impl": "best_fit", "seq_length": 7}, ("2 of 4", "8 tokens", "13 tokens")),
@@ -201,8 +202,8 @@ def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Pat
     )
     assert labelled.tokens.tolist() == unlabelled.tokens.tolist() == [[1, 0, 2, 0, 3, 4, 0, 0]]
     # The last document is the padding
-    assert labelled.cu_seqlens.tolist() == [0, 4, 7, 8]
-    assert unlabelled.cu_seqlens.tolist() == [0, 2, 4, 7, 8, 8, 8, 8]
+    assert labelled.documents.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert unlabelled.documents.cu_seqlens.tolist() == [0, 2, 4, 7, 8, 8, 8, 8]
     assert labelled.loss_weights.tolist() == [[1, 1, 1, 0, 1, 1, 0, 0]]
     assert unlabelled.loss_weights.tolist() == [[1, 0, 1, 0, 1, 1, 0, 0]]
     assert labelled.positions is not None and labelled.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
@@ -212,7 +213,7 @@ def test_the_order_says_how_documents_were_packed(tmp_path: Path):
     """A run goes on only with rows made in the same way; more iterations only continue them."""
 
     def order(pack_impl: str, **changes) -> dict:
-        return order_keys(labelled_args(tmp_path, *BOTH, pack_impl=pack_impl, **changes))
+        return order_keys(labelled_args(tmp_path, *LABELLED_CORPORA, pack_impl=pack_impl, **changes))
 
     assert order("best_fit") == order("best_fit", train_iters=50)
     assert order("best_fit") not in (order("unpacked"), order("best_fit", allow_chopped=False))

@@ -29,12 +29,12 @@ def sets_of(tmp_path: Path, names: str = "a", split: str = "70,20,10", **changes
 
 def documents(samples: Any) -> set[int]:
     """The numbers of the documents, their labels and rewards checked."""
-    found = set()
+    numbers = set()
     for i in range(len(samples)):
         (number,) = set(samples[i].tokens[:3].tolist())
         assert samples[i].labels[:3].tolist() == [-100, number, number] and samples[i].reward == number / 2
-        found.add(number)
-    return found
+        numbers.add(number)
+    return numbers
 
 
 def test_parts_of_one_set(tmp_path: Path):
@@ -51,19 +51,19 @@ def test_parts_of_each_set_of_a_blend(tmp_path: Path):
     with pytest.raises(DataError, match=r"leaves none of its 10 documents to valid; use another split"):
         longer = write_rows(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
         paths = {"train_data_paths": (str(tmp_path / "a_document"), longer)}
-        without = {"train_label_data_paths": None, "train_reward_data_paths": None}
-        build(sets_of(tmp_path, "ab", split="99,1,0", **paths, **without))
+        no_labels = {"train_label_data_paths": None, "train_reward_data_paths": None}
+        build(sets_of(tmp_path, "ab", split="99,1,0", **paths, **no_labels))
 
 
 def test_a_split_that_is_not_written_or_not_alone_cuts_nothing(tmp_path: Path):
     assert documents(build(sets_of(tmp_path, user_values={})).train) == set(range(1, 11))
-    listed = sets_of(tmp_path, valid_data_paths=(str(tmp_path / "a_document"),))
-    assert documents(build(listed).train) == set(range(1, 11))
-    assert order_keys(sets_of(tmp_path))["split"] == "70,20,10" and order_keys(listed)["split"] is None
+    valid_set_args = sets_of(tmp_path, valid_data_paths=(str(tmp_path / "a_document"),))
+    assert documents(build(valid_set_args).train) == set(range(1, 11))
+    assert order_keys(sets_of(tmp_path))["split"] == "70,20,10" and order_keys(valid_set_args)["split"] is None
 
 
 def test_validation_asks_for_a_split_or_a_set():
-    listed = {"data_path": None, "train_data_paths": ["x"], "eval_iters": 2}
+    keys = {"data_path": None, "train_data_paths": ["x"], "eval_iters": 2}
     with pytest.raises(ConfigError, match="needs valid_data_paths too .*or split, to cut some off"):
-        NeoXArgs.from_dict(config(LLAMA, listed))
-    assert NeoXArgs.from_dict(config(LLAMA, listed, split="80,20,0")).split == "80,20,0"
+        NeoXArgs.from_dict(config(LLAMA, keys))
+    assert NeoXArgs.from_dict(config(LLAMA, keys, split="80,20,0")).split == "80,20,0"

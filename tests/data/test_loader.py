@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_collate_shifts_labels_by_one():
     assert batch.tokens.dtype == batch.labels.dtype == batch.loss_weights.dtype == torch.int64
     assert torch.equal(batch.tokens[1], torch.arange(9, 17)) and torch.equal(batch.labels[1], torch.arange(10, 18))
     assert batch.loss_weights.tolist() == [[1] * 8] * 2
-    assert batch.positions is None and batch.cu_seqlens is None
+    assert batch.positions is None and batch.documents is None
 
 
 def test_eod_mask_loss_masks_where_the_input_is_eod():
@@ -69,8 +70,8 @@ def test_moving_a_batch_keeps_what_is_no_tensor():
 
 @pytest.mark.parametrize(("micro", "size"), [(8, 1), (1, 1), (2, 2), (1, 4), (4, 2)])
 def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, micro: int, size: int):
-    layout, more = make_args(micro, size), {"data_size": size, "consumed_samples": 8}
-    loaders = [train_loader(dataset, layout, data_rank=rank, **more) for rank in range(size)]
+    layout, options = make_args(micro, size), {"data_size": size, "consumed_samples": 8}
+    loaders = [train_loader(dataset, layout, data_rank=rank, **options) for rank in range(size)]
     steps = list(zip(*loaders, strict=True))
     assert len(steps) == len(dataset) // 8 - 1
     for number, ranks in enumerate(steps, start=1):
@@ -79,7 +80,7 @@ def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, mic
         assert rows == [dataset[i].tokens[:-1].tolist() for i in range(8 * number, 8 * number + 8)]
 
 
-def alone(dataset, workers: int = 0, changes: dict | None = None, **options):
+def one_rank_loader(dataset, workers: int = 0, changes: dict | None = None, **options):
     """The loader of the only rank. changes: of the configuration."""
     return train_loader(dataset, make_args(workers=workers, **(changes or {})), data_rank=0, data_size=1, **options)
 
@@ -92,32 +93,32 @@ def _flat(loader) -> list[tuple[list, list, int]]:
 def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, blended: bool):
     if blended:
         dataset = BlendedDataset("train", (dataset, dataset), build_blend([3, 1], 56))
-    whole = _flat(alone(dataset))
-    rows = [row for tokens, _, _ in whole for row in tokens]
+    all_steps = _flat(one_rank_loader(dataset))
+    rows = [row for tokens, _, _ in all_steps for row in tokens]
     assert rows == [dataset[i].tokens[:-1].tolist() for i in range(len(rows))] and len(rows) > 40
     for workers in (0, 2):
-        assert _flat(alone(dataset, workers, consumed_samples=24)) == whole[3 * 4 :]
+        assert _flat(one_rank_loader(dataset, workers, consumed_samples=24)) == all_steps[3 * 4 :]
 
 
 def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
-    seeds = [seed for _, _, seed in _flat(alone(dataset))]
-    assert seeds == [micro_batch_seed(7, first) for first in range(0, 2 * len(seeds), 2)]
+    seeds = [seed for _, _, seed in _flat(one_rank_loader(dataset))]
+    assert seeds == [micro_batch_seed(7, sample) for sample in range(0, 2 * len(seeds), 2)]
     assert len(set(seeds)) == len(seeds) and micro_batch_seed(8, 0) != micro_batch_seed(7, 0)
     # Fixed: a resumed run must draw what the interrupted one would have drawn
     assert micro_batch_seed(1234, 0) == 6756851221116772109
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_loading_leaves_the_global_generator_alone(dataset: PackedDataset):
-    before = torch.get_rng_state()
-    _flat(alone(dataset, workers=1))
-    assert torch.equal(torch.get_rng_state(), before)
+def test_loading_does_not_change_the_global_generator(dataset: PackedDataset):
+    rng_state = torch.get_rng_state()
+    _flat(one_rank_loader(dataset, workers=1))
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
     """Upstream's loader kept every batch it ever yielded."""
-    loader = alone(dataset, workers)
+    loader = one_rank_loader(dataset, workers)
     gc.collect()
     gc.disable()  # reference counts alone must do it
     try:
@@ -134,9 +135,9 @@ def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
 
 @pytest.mark.parametrize("end", ["close", "drop", "exhaust"])
 def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, end: str):
-    before = multiprocessing.active_children()
-    loader = alone(dataset, workers=2)
-    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
+    other_children = multiprocessing.active_children()
+    loader = one_rank_loader(dataset, workers=2)
+    workers = [worker for worker in multiprocessing.active_children() if worker not in other_children]
     assert len(workers) == 2
     if end == "exhaust":
         list(loader)
@@ -149,10 +150,10 @@ def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, e
 
 
 def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDataset):
-    before = multiprocessing.active_children()
-    loader = alone(dataset, workers=1)
+    other_children = multiprocessing.active_children()
+    loader = one_rank_loader(dataset, workers=1)
     next(loader)
-    [worker] = [worker for worker in multiprocessing.active_children() if worker not in before]
+    [worker] = [worker for worker in multiprocessing.active_children() if worker not in other_children]
     for number in (signal.SIGINT, signal.SIGUSR1):
         os.kill(worker.pid, number)
     assert len(list(loader)) == len(dataset) // 8 - 1
@@ -160,10 +161,10 @@ def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDatas
 
 @pytest.mark.gpu
 def test_pinned_batches_reach_the_gpu(dataset: PackedDataset):
-    pinned, plain = (alone(dataset, workers=1, pin_memory=pin) for pin in (True, False))
-    for ours, expected in zip(chain(*pinned), chain(*plain), strict=True):
-        assert ours.tokens.is_pinned() and ours.seed == expected.seed
-        assert torch.equal(ours.to("cuda").labels.cpu(), expected.labels)
+    pinned, pageable = (one_rank_loader(dataset, workers=1, pin_memory=pin) for pin in (True, False))
+    for actual, expected in zip(chain(*pinned), chain(*pageable), strict=True):
+        assert actual.tokens.is_pinned() and actual.seed == expected.seed
+        assert torch.equal(actual.to("cuda").labels.cpu(), expected.labels)
 
 
 def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset):
@@ -207,10 +208,10 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
 @pytest.mark.parametrize("token", [100, 2_000_000_000, -1])
 def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path, token: int, workers: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
-    first = next(i for i in range(24) if any(d == 7 and a <= 15 < a + count for d, a, count in dataset.pieces(i)))
+    bad_sample = next(i for i in range(24) if any(d == 7 and a <= 15 < a + count for d, a, count in dataset.pieces(i)))
     message = rf"^{tmp_path}/x\.bin: document 7 .*{token} .* 15\b.* 100 .*padded_vocab_size.*vocab_file.*$"
-    for loader, size in ((alone(dataset, workers), 8), (eval_batches(dataset, 24, 4, 0, 1), 4)):
-        for _ in range(first // size):
+    for loader, size in ((one_rank_loader(dataset, workers), 8), (eval_batches(dataset, 24, 4, 0, 1), 4)):
+        for _ in range(bad_sample // size):
             next(loader)
         # One line, also out of a worker: no traceback in the message
         with pytest.raises(DataError, match=message):
@@ -220,31 +221,38 @@ def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path
 @pytest.mark.parametrize("token", [0, 99])
 def test_every_token_of_the_vocabulary_is_welcome(tmp_path: Path, token: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
-    assert len(_flat(alone(dataset))) == len(dataset) // 8 * 4
+    assert len(_flat(one_rank_loader(dataset))) == len(dataset) // 8 * 4
 
 
 def test_documents_of_a_batch_end_with_their_eod():
     samples = np.array([[5, 0, 6, 7, 0, 8], [0, 0, 3, 4, 5, 0]])
     batch = collate(samples, eod=0, reset_attention_mask=True, reset_position_ids=True)
-    assert batch.cu_seqlens.dtype == torch.int32 and batch.positions.dtype == torch.int64
-    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 7, 10, 10, 10] and batch.max_seqlen == 3
+    starts = batch.documents.cu_seqlens
+    assert starts.dtype == torch.int32 and batch.positions.dtype == torch.int64
+    assert starts.tolist() == [0, 2, 5, 6, 7, 10, 10, 10] and batch.documents.max_seqlen == 3
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
     # What comes first in a document is not predicted from the one before
     assert batch.loss_weights.tolist() == [[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
-    only = collate(samples, eod=0, reset_attention_mask=True)
-    assert only.positions is None and torch.equal(only.cu_seqlens, batch.cu_seqlens)
-    only = collate(samples, eod=0, reset_position_ids=True)
-    assert only.loss_weights.all() and only.cu_seqlens is None and torch.equal(only.positions, batch.positions)
+    single_reset = collate(samples, eod=0, reset_attention_mask=True)
+    assert single_reset.positions is None and torch.equal(single_reset.documents.cu_seqlens, starts)
+    single_reset = collate(samples, eod=0, reset_position_ids=True)
+    assert (
+        single_reset.loss_weights.all()
+        and single_reset.documents is None
+        and torch.equal(single_reset.positions, batch.positions)
+    )
     for key in ("reset_attention_mask", "reset_position_ids"):
         with pytest.raises(ValueError, match="end-of-document"):
             collate(samples, **{key: True})
 
 
-@pytest.mark.parametrize("key, name", [("reset_attention_mask", "cu_seqlens"), ("reset_position_ids", "positions")])
+@pytest.mark.parametrize(
+    "key, name", [("reset_attention_mask", "documents.cu_seqlens"), ("reset_position_ids", "positions")]
+)
 def test_loaders_reset_as_the_configuration_says(dataset: PackedDataset, key: str, name: str):
     eod, reset = int(dataset[0].tokens[3]), {key: True}
     expected = collate_samples([dataset[0], dataset[1]], eod=eod, **reset)
     evaluation = eval_batches(dataset, 2, 2, 0, 1, collation(make_args(**reset), eod))
-    for batch in (next(alone(dataset, 0, reset, eod=eod))[0], next(evaluation)):
-        assert torch.equal(getattr(batch, name), getattr(expected, name))
-        assert (batch.positions is None) != (batch.cu_seqlens is None)
+    for batch in (next(one_rank_loader(dataset, 0, reset, eod=eod))[0], next(evaluation)):
+        assert torch.equal(*map(attrgetter(name), (batch, expected)))
+        assert (batch.positions is None) != (batch.documents is None)

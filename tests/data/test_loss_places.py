@@ -29,5 +29,5 @@ def test_batches_name_them() -> None:
     batch = collate(rows, labels=labels)
     assert batch.loss_places is not None and collate(rows).loss_places is None
     assert batch.loss_weights.t().reshape(-1)[batch.loss_places].sum() == batch.loss_weights.sum() == 2 * 17
-    cut = rechunk(batch, 16)
-    assert cut.loss_weights.t().reshape(-1)[cut.loss_places].sum() == cut.loss_weights.sum() == 2 * 17
+    rechunked = rechunk(batch, 16)
+    assert rechunked.loss_weights.t().reshape(-1)[rechunked.loss_places].sum() == rechunked.loss_weights.sum() == 2 * 17

@@ -77,8 +77,8 @@ def read(megatron_core: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_both_ways(read: Any):
-    for prefix, seen in zip(*read[:2], strict=True):
-        assert seen == {"rows": EXPECTED, "boundaries": [*range(5), *range(4, 81)]}
+    for prefix, contents in zip(*read[:2], strict=True):
+        assert contents == {"rows": EXPECTED, "boundaries": [*range(5), *range(4, 81)]}
         assert rows_of(f"{prefix}_copy") == EXPECTED and pair(prefix) == pair(f"{prefix}_copy")
 
 
@@ -90,6 +90,6 @@ def test_a_multimodal_index_is_refused_by_name(read: Any):
 def test_resets_at_documents_are_megatrons(read: Any):
     """Masks, positions and loss masks."""
     batch = collate(WINDOWS, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
-    ours = {"hidden": ~document_mask(batch.cu_seqlens, 5, 12)[:, 0], "weights": batch.loss_weights,
-            "positions": batch.positions}  # fmt: skip
-    assert read[2] == [{name: values[row].tolist() for name, values in ours.items()} for row in range(5)]
+    resets = {"hidden": ~document_mask(batch.documents.cu_seqlens, 5, 12)[:, 0], "weights": batch.loss_weights,
+              "positions": batch.positions}  # fmt: skip
+    assert read[2] == [{name: values[row].tolist() for name, values in resets.items()} for row in range(5)]

@@ -32,13 +32,13 @@ def test_data_in_an_object_store_are_refused_with_what_to_do():
 
 
 def test_neox_lazy_files_hold_what_its_mmap_files_do():
-    ours, theirs = open_dataset(LAZY), IndexedDataset(A)
-    assert isinstance(ours, LegacyDataset) and ours.dtype == np.int32 and theirs.dtype == np.uint16
-    assert len(ours) == len(theirs) == 80
+    lazy, mapped = open_dataset(LAZY), IndexedDataset(A)
+    assert isinstance(lazy, LegacyDataset) and lazy.dtype == np.int32 and mapped.dtype == np.uint16
+    assert len(lazy) == len(mapped) == 80
     for read in (lambda x: x.sizes, lambda x: x.doc_idx, lambda x: x.get(3, 2, 5), *map(itemgetter, range(80))):
-        np.testing.assert_array_equal(read(ours), read(theirs))
-    again = pickle.loads(pickle.dumps(ours))
-    assert again.index_sha256 == ours.index_sha256 and np.array_equal(again[79], ours[79])
+        np.testing.assert_array_equal(read(lazy), read(mapped))
+    unpickled = pickle.loads(pickle.dumps(lazy))
+    assert unpickled.index_sha256 == lazy.index_sha256 and np.array_equal(unpickled[79], lazy[79])
 
 
 def test_data_impl_says_which_format(tmp_path: Path):
@@ -50,7 +50,7 @@ def test_data_impl_says_which_format(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({1: 2}, "version 2"), ({2: 6}, "dtype code 6 of 4 bytes"), ({3: 2}, "dtype code 4 of 2 bytes"),
+    ({1: 2}, "version 2"), ({2: 6}, "dtype code 6, 4 bytes an item"), ({3: 2}, "dtype code 4, 2 bytes an item"),
     ({4: 79}, "79 sequences"), ({6: 80}, "80 sequences .*80 document boundaries"),
     ({7 + 81 + 40: 5}, "lengths and pointers contradict"),
 ])  # fmt: skip
@@ -61,8 +61,8 @@ def test_damaged_lazy_files_are_named(change: dict[int, int], message: str, tmp_
 
 def npy_folder(tmp_path: Path, width: int = 33, rows_per_shard: int = 50) -> tuple[IndexedDataset, NpyDataset]:
     source = IndexedDataset(A)
-    rows, rest = write_npy(source, tmp_path / "rows", width, rows_per_shard)
-    assert (rows, rest) == divmod(7074, width) == divmod(len(source.tokens), width)
+    rows, remainder = write_npy(source, tmp_path / "rows", width, rows_per_shard)
+    assert (rows, remainder) == divmod(7074, width) == divmod(len(source.tokens), width)
     dataset = open_dataset(tmp_path / "rows")
     assert isinstance(dataset, NpyDataset)
     return source, dataset
@@ -77,19 +77,19 @@ def test_npy_rows_are_the_joined_tokens(tmp_path: Path):
     np.testing.assert_array_equal(rows.span(49, 51), source.tokens[49 * 33 : 51 * 33])
     assert rows.sizes.tolist() == [33] * 214
     # numpy alone reads them, byte for byte
-    plain = np.concatenate([np.load(path) for path in sorted((tmp_path / "rows").glob("*.npy"))])
-    assert plain.dtype == np.uint16 and plain.tobytes() == source.tokens[: 214 * 33].tobytes()
-    again = pickle.loads(pickle.dumps(rows))
-    assert again.index_sha256 == rows.index_sha256 and np.array_equal(again[213], rows[213])
+    numpy_tokens = np.concatenate([np.load(path) for path in sorted((tmp_path / "rows").glob("*.npy"))])
+    assert numpy_tokens.dtype == np.uint16 and numpy_tokens.tobytes() == source.tokens[: 214 * 33].tobytes()
+    unpickled = pickle.loads(pickle.dumps(rows))
+    assert unpickled.index_sha256 == rows.index_sha256 and np.array_equal(unpickled[213], rows[213])
 
 
 def test_npy_rows_are_samples_or_are_joined(tmp_path: Path):
     source, rows = npy_folder(tmp_path)
     samples = packed(rows, 214, 32, 1, Packing("unpacked"))
-    seen = np.stack([samples[i].tokens for i in range(len(samples))])
+    sample_rows = np.stack([samples[i].tokens for i in range(len(samples))])
     table = source.tokens[: 214 * 33].reshape(214, 33)
-    np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(table, axis=0))
-    assert not np.array_equal(seen, table)
+    np.testing.assert_array_equal(np.sort(sample_rows, axis=0), np.sort(table, axis=0))
+    assert not np.array_equal(sample_rows, table)
     windows = packed(rows, 100, 64, 1, Packing())
     assert len(windows) == (214 * 33 - 1) // 64 and windows[0].tokens.shape == (65,)
 
@@ -101,13 +101,13 @@ def test_a_folder_of_another_tool_needs_no_metadata(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda folder: (folder / "000001.npy").unlink(), r"000001\.npy: not as metadata\.json lists it"),
-    (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"not as metadata\.json lists it"),
-    (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata\.json: not a list of shards"),
+    (lambda folder: (folder / "000001.npy").unlink(), r"000001\.npy: does not match metadata\.json"),
+    (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"does not match metadata\.json"),
+    (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata\.json: lists no shards"),
     (lambda folder: (folder / "000002.npy").write_bytes(b"\x93NUMPY"), r"000002\.npy: cannot be read as \.npy"),
     (lambda folder: np.save(folder / "000000.npy", np.ones((50, 33))), r"float64 \[50, 33\], expected rows"),
-    (lambda folder: np.save(folder / "000000.npy", np.ones((50, 32), np.uint16)), "shards of different kinds"),
-    (lambda folder: [path.unlink() for path in folder.iterdir()], r"a folder without \.npy files"),
+    (lambda folder: np.save(folder / "000000.npy", np.ones((50, 32), np.uint16)), "its shards differ"),
+    (lambda folder: [path.unlink() for path in folder.iterdir()], r"no \.npy files in it"),
 ])  # fmt: skip
 def test_damaged_folders_are_named(harm, message: str, tmp_path: Path):
     npy_folder(tmp_path)
@@ -131,9 +131,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     refused("11 tokens .*12", write_npy, source, tmp_path / "rows", 12)
     write_npy(source, tmp_path / "rows", 3)
     monkeypatch.setattr(np, "save", full)
-    before = set(tmp_path.iterdir())
+    old_files = set(tmp_path.iterdir())
     refused("No space left on device", write_npy, source, tmp_path / "other", 3)
-    assert set(tmp_path.iterdir()) == before
+    assert set(tmp_path.iterdir()) == old_files
     assert json.loads((tmp_path / "rows" / "metadata.json").read_text()) == {
         "format": 1, "dtype": "uint16", "width": 3, "tokens": 9, "shards": {"000000.npy": 3},
     }  # fmt: skip

@@ -14,10 +14,10 @@ from megatron.data import IndexedDataset
 from megatron.data.index_maps import Packing
 from megatron.data.labels import has_label
 from megatron.data.packed_dataset import PackedDataset
-from megatron.data.packing import best_fit, build_maps, until_overflow
+from megatron.data.packing import best_fit, build_maps, next_fit
 from tests.data.samples import DATASET, INDEXMAPS, assert_equal_maps, golden_json, golden_maps
 
-WHOLE = ("pack_until_overflow", "unpacked", "best_fit")
+ROWS_OF_DOCUMENTS = ("pack_until_overflow", "unpacked", "best_fit")
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
 
@@ -46,11 +46,11 @@ def test_best_fit_has_the_bins_of_trl(seed: int):
     capacity = int(random.integers(2, 100))
     lengths = random.integers(1, random.integers(1, capacity + 1) + 1, random.integers(1, 1500)).tolist()
     ids = [[number] * length for number, length in enumerate(lengths)]
-    theirs = pack_dataset(Dataset.from_dict({"input_ids": ids}), capacity, "bfd", {"batch_size": None})
+    trl_rows = pack_dataset(Dataset.from_dict({"input_ids": ids}), capacity, "bfd", {"batch_size": None})
     order, starts = best_fit(np.array(lengths), capacity)
-    ours = [order[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
-    assert ours == [list(dict.fromkeys(row)) for row in theirs["input_ids"]]
-    assert all(sum(lengths[i] for i in row) <= capacity for row in ours)
+    bins = [order[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    assert bins == [list(dict.fromkeys(row)) for row in trl_rows["input_ids"]]
+    assert all(sum(lengths[i] for i in row) <= capacity for row in bins)
 
 
 def test_many_documents_fill_their_rows():
@@ -70,7 +70,7 @@ def test_until_overflow_is_the_plain_rule(lengths: list[int], capacity: int):
             expected.append(number)
             room = capacity
         room -= length
-    assert until_overflow(np.array(lengths), capacity).tolist() == [*expected, len(lengths)]
+    assert next_fit(np.array(lengths), capacity).tolist() == [*expected, len(lengths)]
 
 
 def group_texts(texts: list[list[int]], block_size: int) -> list[list[int]]:
@@ -99,52 +99,52 @@ def test_blocks_are_those_of_group_texts(lengths: list[int], seq: int, truncate:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    LENGTHS, st.sampled_from(WHOLE), st.integers(1, 50), st.booleans(), st.booleans(),
+    LENGTHS, st.sampled_from(ROWS_OF_DOCUMENTS), st.integers(1, 50), st.booleans(), st.booleans(),
     st.one_of(st.none(), st.integers(1, 45)), st.integers(0, 99), st.data(),
 )  # fmt: skip
-def test_rows_of_whole_documents(lengths, pack_impl, seq, chop, masked, truncate, seed, data):
+def test_rows_of_full_documents(lengths, pack_impl, seq, chop, masked, truncate, seed, data):
     """No row overflows, no token comes twice in an epoch or from outside the split, no padding is trained."""
     text = Memory(lengths)
-    first, last = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
+    start, stop = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
     prompts = data.draw(st.lists(st.integers(0, 45), min_size=len(text), max_size=len(text)))
     answers = [np.where(np.arange(lengths[i]) < prompt, -100, text[i]) for i, prompt in enumerate(prompts)]
     labels = Memory(lengths, np.concatenate(answers)) if masked else None
     packing = Packing(pack_impl, allow_chopped=chop, truncate_documents=truncate)
-    samples = packed(text, 100, seq, seed, packing, (first, last), labels=labels)
+    samples = packed(text, 100, seq, seed, packing, (start, stop), labels=labels)
     rows = len(samples.maps.sample_idx) - 1
     expected = []
-    for i in range(first, last):
-        used = text[i][:truncate]
-        learnt = labels is None or (labels[i][1 : min(len(used), seq + 1)] >= 0).any()
-        if len(used) and learnt and (chop or len(used) <= seq + 1):
-            expected += used[: seq + 1].tolist()
+    for i in range(start, stop):
+        document = text[i][:truncate]
+        learnt = labels is None or (labels[i][1 : min(len(document), seq + 1)] >= 0).any()
+        if len(document) and learnt and (chop or len(document) <= seq + 1):
+            expected += document[: seq + 1].tolist()
     assert bool(expected) == bool(rows)
     if not rows:
         return
     assert len(samples) % rows == 0 and 100 <= len(samples) < 100 + rows
     for epoch in range(0, len(samples), rows):
-        seen: Counter[int] = Counter()
+        token_counts: Counter[int] = Counter()
         for sample in map(samples.__getitem__, range(epoch, epoch + rows)):
             real = sample.tokens > 0
             assert real[0] and (np.diff(real.astype(int)) <= 0).all(), "tokens, then padding"
             assert (sample.labels[~real] == -100).all()
-            counted = sample.labels >= 0
-            assert (sample.labels[counted] == sample.tokens[counted]).all(), "labels line up"
+            trained = sample.labels >= 0
+            assert (sample.labels[trained] == sample.tokens[trained]).all(), "labels line up"
             if labels is None:
-                assert counted[real].all()
+                assert trained[real].all()
             else:
-                assert counted.any(), "nothing to learn"
+                assert trained.any(), "nothing to learn"
             begins = np.flatnonzero(sample.begins)
             assert begins[0] == 0 and (len(begins) == 2 - real.all() or pack_impl != "unpacked")
             # Documents are whole, in one piece
             for a, b in zip(begins, [*begins[1:], seq + 1], strict=True):
                 piece = sample.tokens[a:b]
                 assert not piece.any() or (np.diff(piece) == 1).all()
-            seen.update(sample.tokens[real].tolist())
-        assert seen == Counter(expected)
+            token_counts.update(sample.tokens[real].tolist())
+        assert token_counts == Counter(expected)
 
 
-@pytest.mark.parametrize("pack_impl", WHOLE)
+@pytest.mark.parametrize("pack_impl", ROWS_OF_DOCUMENTS)
 def test_a_label_of_its_first_token_alone_makes_no_document_usable(pack_impl: str):
     labels = Memory([1, 5], np.array([1, -100, -100, 4, 5, 6]))
     samples = packed(Memory([1, 5]), 1, 8, 7, Packing(pack_impl), labels=labels)
@@ -153,11 +153,13 @@ def test_a_label_of_its_first_token_alone_makes_no_document_usable(pack_impl: st
 
 def test_more_samples_only_go_on():
     sizes = np.arange(1, 40, dtype=np.int32)
-    for pack_impl in WHOLE:
-        few, many = (build_maps(sizes, 0, 39, n, 64, 5, Packing(pack_impl)) for n in (10, 500))
-        assert np.array_equal(few.doc_idx, many.doc_idx) and np.array_equal(few.sample_idx, many.sample_idx)
-        assert np.array_equal(few.shuffle_idx, many.shuffle_idx[: len(few.shuffle_idx)])
-        assert sorted(few.shuffle_idx) == list(range(len(few.sample_idx) - 1))
+    for pack_impl in ROWS_OF_DOCUMENTS:
+        short_maps, long_maps = (build_maps(sizes, 0, 39, n, 64, 5, Packing(pack_impl)) for n in (10, 500))
+        assert np.array_equal(short_maps.doc_idx, long_maps.doc_idx) and np.array_equal(
+            short_maps.sample_idx, long_maps.sample_idx
+        )
+        assert np.array_equal(short_maps.shuffle_idx, long_maps.shuffle_idx[: len(short_maps.shuffle_idx)])
+        assert sorted(short_maps.shuffle_idx) == list(range(len(short_maps.sample_idx) - 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,9 +167,9 @@ def test_more_samples_only_go_on():
 def test_documents_with_labels(lengths: list[int], begin: int, end: int, data):
     values = np.array(data.draw(st.lists(st.sampled_from([-100, 5]), min_size=sum(lengths), max_size=sum(lengths))))
     labels = Memory(lengths, values)
-    first = data.draw(st.integers(0, len(lengths)))
-    expected = [bool((labels[i][begin:end] >= 0).any()) for i in range(first, len(lengths))]
-    assert has_label(labels, first, len(lengths), begin, end).tolist() == expected
+    start = data.draw(st.integers(0, len(lengths)))
+    expected = [bool((labels[i][begin:end] >= 0).any()) for i in range(start, len(lengths))]
+    assert has_label(labels, start, len(lengths), begin, end).tolist() == expected
 
 
 # -- GPT-NeoX's arrays ---------------------------------------------------------------------------------------
@@ -179,8 +181,8 @@ def golden(name: str, compat: bool) -> tuple[dict, PackedDataset]:
     case = golden_json("summary.json")[name]
     text, labels, rewards = (case[key] and IndexedDataset(DATASET / case[key]) for key in ("data", "label", "reward"))
     packing = Packing(case["pack_impl"], allow_chopped=case["allow_chopped"], compat=compat)
-    wanted = (case["num_samples"], case["seq_length"], case["seed"])
-    return case, packed(text, *wanted, packing, labels=labels, rewards=rewards)
+    size_args = (case["num_samples"], case["seq_length"], case["seed"])
+    return case, packed(text, *size_args, packing, labels=labels, rewards=rewards)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -209,16 +211,16 @@ def test_compat_pack_impl_is_neox(name: str):
 def test_rows_equal_neox_but_for_what_is_wrong_there(name: str):
     """Every row that GPT-NeoX made of the same documents is the same but for the token that follows them."""
     case, samples = golden(name, compat=False)
-    recorded, maps, theirs, compared = np.load(INDEXMAPS / name / "samples.npz"), samples.maps, golden_maps(name), 0
+    recorded, maps, neox_maps, compared = np.load(INDEXMAPS / name / "samples.npz"), samples.maps, golden_maps(name), 0
     borders = pairwise(maps.sample_idx[:, 0].tolist())
-    ours = {tuple(maps.doc_idx[a:b].tolist()): row for row, (a, b) in enumerate(borders)}
+    row_numbers = {tuple(maps.doc_idx[a:b].tolist()): row for row, (a, b) in enumerate(borders)}
     for place, index in enumerate(recorded["_index"].tolist()):
-        row = theirs.shuffle_idx[index]
-        documents = tuple(theirs.doc_idx[theirs.sample_idx[row, 0] : theirs.sample_idx[row + 1, 0]].tolist())
-        if documents not in ours:
+        row = neox_maps.shuffle_idx[index]
+        documents = tuple(neox_maps.doc_idx[neox_maps.sample_idx[row, 0] : neox_maps.sample_idx[row + 1, 0]].tolist())
+        if documents not in row_numbers:
             continue
         compared += 1
-        sample = samples[maps.shuffle_idx.tolist().index(ours[documents])]
+        sample = samples[maps.shuffle_idx.tolist().index(row_numbers[documents])]
         length = min(int(samples.indexed.sizes[list(documents)].sum()), case["seq_length"] + 1)
         np.testing.assert_array_equal(sample.tokens[:length], recorded["text"][place][:length])
         np.testing.assert_array_equal(sample.labels[:length], recorded["label"][place][:length])

@@ -1,6 +1,7 @@
 """Rows of a batch cut into shorter ones (`seq_curriculum`)."""
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.data import check_curriculum, row_length, step_length
 from megatron.data.batch import collate, rechunk
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.test_loader import alone
+from tests.data.test_loader import one_rank_loader
 
 BASE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "max_position_embeddings": 64,
         "seq_curriculum": {"seq_len": [16, 32, 64], "until": [3, 5]}}  # fmt: skip
@@ -60,31 +61,37 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     options = {"eod": 0, "eod_mask_loss": True, **RESETS}
     rechunked, expected = rechunk(collate(samples, **options, seed=5), length), collate(short, **options, seed=5)
     assert rechunked.seed == expected.seed
-    for name in ("tokens", "labels", "loss_weights", "positions", "cu_seqlens"):
-        ours, theirs = getattr(rechunked, name), getattr(expected, name)
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
-    assert rechunked.max_seqlen == expected.max_seqlen
+    for name in ("tokens", "labels", "loss_weights", "positions", "documents.cu_seqlens"):
+        actual_value, expected_value = map(attrgetter(name), (rechunked, expected))
+        assert torch.equal(actual_value, expected_value) and actual_value.dtype == expected_value.dtype, name
+    assert rechunked.documents.max_seqlen == expected.documents.max_seqlen
     documents = int((expected.positions == 0).sum())
-    assert documents < len(rechunked.cu_seqlens) <= min(2 * documents, rows * seq + 1)
+    assert documents < len(rechunked.documents.cu_seqlens) <= min(2 * documents, rows * seq + 1)
     places = replace(collate(samples), filled=torch.from_numpy(random.integers(0, seq + 1, rows)))
-    before, after = places.filled_places(), rechunk(places, length).filled_places()
-    assert torch.equal(after.t().flatten(), before.t().flatten())
-    plain = rechunk(collate(samples), length)
-    assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
+    filled_before, rechunked_places = places.filled_places(), rechunk(places, length).filled_places()
+    assert torch.equal(rechunked_places.t().flatten(), filled_before.t().flatten())
+    no_resets = rechunk(collate(samples), length)
+    assert (
+        no_resets.positions is None
+        and no_resets.documents is None
+        and no_resets.tokens.shape == (rows * pieces, length)
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_steps_hold_the_tokens_of_the_run_without_it(dataset: PackedDataset, workers: int):
-    def batches(**more: Any) -> list[Any]:
-        return list(alone(dataset, workers, {"eod_mask_loss": True, **RESETS}, eod=50, **more))
+    def batches(**options: Any) -> list[Any]:
+        return list(one_rank_loader(dataset, workers, {"eod_mask_loss": True, **RESETS}, eod=50, **options))
 
-    whole, cut = batches(), batches(length=lambda n: (2, 4, 8)[min(n, 2)], cut=True)
-    shapes = [{tuple(batch.tokens.shape) for batch in step} for step in cut[:3]]
-    assert shapes == [{(8, 2)}, {(4, 4)}, {(2, 8)}] and {len(step) for step in cut[:3]} == {4}
-    for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
-        assert torch.equal(ours.tokens.flatten(), theirs.tokens.flatten()) and ours.seed == theirs.seed
-        assert torch.equal(ours.labels.flatten(), theirs.labels.flatten())
+    full, rechunked = batches(), batches(length=lambda n: (2, 4, 8)[min(n, 2)], split_rows=True)
+    shapes = [{tuple(batch.tokens.shape) for batch in step} for step in rechunked[:3]]
+    assert shapes == [{(8, 2)}, {(4, 4)}, {(2, 8)}] and {len(step) for step in rechunked[:3]} == {4}
+    for actual, expected in zip(sum(rechunked, []), sum(full, []), strict=True):
+        assert torch.equal(actual.tokens.flatten(), expected.tokens.flatten()) and actual.seed == expected.seed
+        assert torch.equal(actual.labels.flatten(), expected.labels.flatten())
     # Inside a phase, from the second step on
-    later = batches(length=lambda n: (4, 8)[min(n, 1)], cut=True, consumed_samples=8)
-    for ours, theirs in zip(sum(later, []), sum(cut[1:], []), strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.cu_seqlens, theirs.cu_seqlens)
+    resumed = batches(length=lambda n: (4, 8)[min(n, 1)], split_rows=True, consumed_samples=8)
+    for actual, expected in zip(sum(resumed, []), sum(rechunked[1:], []), strict=True):
+        assert torch.equal(actual.tokens, expected.tokens) and torch.equal(
+            actual.documents.cu_seqlens, expected.documents.cu_seqlens
+        )

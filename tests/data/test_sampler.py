@@ -1,4 +1,4 @@
-"""Which sample goes where; over layouts: test_loader.py."""
+"""Samples of each rank and step; over layouts: test_loader.py."""
 
 from megatron.data.sampler import rank_slice, train_slices
 from tests.data.samples import golden_json

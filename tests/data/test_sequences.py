@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.packed_dataset import TokenSample
-from megatron.data.sequences import SequenceDataset
+from megatron.methods.unlearning.sequences import SequenceDataset
 
 TOKENS = [5, 6, 0, 7, 8, 9, 0, 5, 0, 0]  # 0 ends documents; two places of padding
 BEGINS = [1, 0, 0, 1, 0, 0, 0, 1, 1, 0]
@@ -17,11 +17,11 @@ def one_row(labelled: bool) -> list[TokenSample]:
 
 
 @pytest.mark.parametrize(("options", "labelled", "ids", "trained"), [
-    ({"apart": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-    ({"apart": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-    ({"apart": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
-    ({"apart": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
-    ({"apart": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
+    ({"separate_documents": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"separate_documents": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"separate_documents": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
+    ({"separate_documents": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
+    ({"separate_documents": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
 ])  # fmt: skip
 def test_sequences_of_a_row(options: dict, labelled: bool, ids: list[int], trained: list[int]) -> None:
     options = {"eod": 0, "mask_after_eod": False, **options}
@@ -36,5 +36,5 @@ def test_the_end_of_a_document_within_one_begins_a_sequence() -> None:
     for labelled, begins in ((False, [0, 0, 0, 1, 1, 1, 1, 2]), (True, [0] * 8)):
         rows = one_row(labelled)
         rows[0].begins[1:8] = False
-        sample = SequenceDataset(rows, apart=True, eod=0, mask_after_eod=False)[0]  # type: ignore[arg-type]
+        sample = SequenceDataset(rows, separate_documents=True, eod=0, mask_after_eod=False)[0]  # type: ignore[arg-type]
         assert sample.response_ids[0].tolist()[:8] == begins

@@ -29,7 +29,9 @@ def make_blend(tmp_path: Path, **changes):
 
 
 def build(args, batch: int = 8, epochs: int | None = None, data_state: DataState | None = None):
-    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs, data_state=data_state)
+    return build_datasets(
+        args, train_batch_size=batch, on_one_rank=lambda work: work(), epochs=epochs, data_state=data_state
+    )
 
 
 def build_train_blend(args) -> BlendedDataset:
@@ -80,8 +82,8 @@ def test_one_set_each(tmp_path: Path):
     # ceil(200 * 1.005) = 201 samples need 9 epochs of 401 tokens; 200 would need 8
     assert len(sets.train.maps.doc_idx) == 9 * 8 and len(sets.train) == (9 * 401 - 1) // 16
     assert sets.test.indexed.prefix == paths["test"]
-    for alone in ({"data_path": None, "train_data_paths": (A,)}, {"split": "100,0,0"}, {"eval_iters": 0}):
-        sets = build(make_args(index_cache_dir=str(tmp_path), **alone))
+    for train_only in ({"data_path": None, "train_data_paths": (A,)}, {"split": "100,0,0"}, {"eval_iters": 0}):
+        sets = build(make_args(index_cache_dir=str(tmp_path), **train_only))
         assert sets.train is not None and sets.valid is None and sets.test is None, "nobody asks for them"
 
 
@@ -106,26 +108,26 @@ def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
 
 def test_one_rank_builds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     args = make_args(index_cache_dir=str(tmp_path))
-    met = []
+    file_counts = []
 
-    def once(work):
-        met.append(len(list(tmp_path.iterdir())))
+    def run_once(work):
+        file_counts.append(len(list(tmp_path.iterdir())))
         sent = []  # what another rank does meanwhile; this one leaves `work` alone
-        build_datasets(args, train_batch_size=8, once=lambda work: sent.append(work()) or sent[0])
+        build_datasets(args, train_batch_size=8, on_one_rank=lambda work: sent.append(work()) or sent[0])
         monkeypatch.setattr(IndexedDataset, "_check_layout", None)
         monkeypatch.setattr("megatron.data.indexed_dataset.sha256", None)
         return pickle.loads(pickle.dumps(sent[0]))
 
-    sets = build_datasets(args, train_batch_size=8, once=once)
+    sets = build_datasets(args, train_batch_size=8, on_one_rank=run_once)
     assert sets.train is not None and len(sets.train) == 214
     # A rank that does not build has read no whole file, and written nothing by itself
-    assert met == [0]
+    assert file_counts == [0]
 
 
 def test_where_the_cache_lies(tmp_path: Path):
     copy_dataset(A, tmp_path / "a")
-    save, here = {"save": str(tmp_path / "save")}, {"index_cache_dir": str(tmp_path / "here")}
-    for keys, place in (({}, "index_cache"), (save, "save/index_cache"), (save | here, "here")):
+    save, cache_keys = {"save": str(tmp_path / "save")}, {"index_cache_dir": str(tmp_path / "here")}
+    for keys, place in (({}, "index_cache"), (save, "save/index_cache"), (save | cache_keys, "here")):
         build(make_args(data_path=str(tmp_path / "a"), **keys))
         assert len(list((tmp_path / place).iterdir())) == 2
 
@@ -133,10 +135,10 @@ def test_where_the_cache_lies(tmp_path: Path):
 def test_another_split_or_other_data_under_the_same_name_is_no_stale_cache(tmp_path: Path):
     """Upstream's cache names know neither."""
     args = make_args(data_path=str(tmp_path / "x"), index_cache_dir=str(tmp_path / "cache"), eval_iters=0, seq_length=8)
-    for documents, split, used in ((10, "969,30,1", 10), (10, "5,5,0", 5), (20, "5,5,0", 10)):
+    for documents, split, num_used in ((10, "969,30,1", 10), (10, "5,5,0", 5), (20, "5,5,0", 10)):
         write_dataset(tmp_path / "x", [40] * documents)
         args.split = split
-        assert set(build(args).train.maps.doc_idx) == set(range(used))
+        assert set(build(args).train.maps.doc_idx) == set(range(num_used))
 
 
 def test_a_blend_equals_the_golden_one(tmp_path: Path):
@@ -149,14 +151,14 @@ def test_a_blend_equals_the_golden_one(tmp_path: Path):
     # sum and takes 784 of the first one's 773: a blend ends where it was asked to
     assert [len(member) for member in train.members] == (golden["dataset_lens"] + 1).tolist() == [773, 349]
     assert len(train) == 1000 and train.maps.drawn.tolist() == [700, 300]
-    drawn = zip(train.maps.dataset_index, train.maps.dataset_sample_index, strict=True)
-    assert len({(d, train.members[d].maps.shuffle_idx[i]) for d, i in drawn}) == 1000
+    draws = zip(train.maps.dataset_index, train.maps.dataset_sample_index, strict=True)
+    assert len({(d, train.members[d].maps.shuffle_idx[i]) for d, i in draws}) == 1000
 
 
 def test_validation_and_test_are_blended_too(tmp_path: Path):
     keys = {"valid_data_paths": (B, A), "valid_data_weights": (1.0, 3.0), "test_data_paths": (A, B)}
-    one = {"train_data_paths": (A,), "train_data_weights": None}
-    sets = build(make_blend(tmp_path, eval_iters=2, eval_interval=100, **one, **keys))
+    train_keys = {"train_data_paths": (A,), "train_data_weights": None}
+    sets = build(make_blend(tmp_path, eval_iters=2, eval_interval=100, **train_keys, **keys))
     assert isinstance(sets.train, PackedDataset)
     assert isinstance(sets.valid, BlendedDataset) and isinstance(sets.test, BlendedDataset)
     # (125 // 100 + 1) validations of 2 batches of 8; a test of 2
@@ -172,23 +174,23 @@ def test_a_blend_to_validate_with_repeats_no_sample(pack_impl: str, tmp_path: Pa
     args = make_blend(tmp_path, train_data_paths=(A,), train_data_weights=None, pack_impl=pack_impl, **keys)
     for data_state in (None, DataState(iteration=1, consumed_samples=8, segment_ends={"valid": ((500,), (500,))})):
         valid = build(args, data_state=data_state).valid
-        seen = [piece for i in range(len(valid)) for piece in valid.pieces(i)]
-        assert len(set(seen)) == len(seen)
-        documents = {(member, document) for member, document, *_ in seen}
+        valid_pieces = [piece for i in range(len(valid)) for piece in valid.pieces(i)]
+        assert len(set(valid_pieces)) == len(valid_pieces)
+        documents = {(member, document) for member, document, *_ in valid_pieces}
         assert documents == {(m, d) for m, count in enumerate((30, 80)) for d in range(count)}
 
 
-@pytest.mark.parametrize(("changes", "drawn"), [
+@pytest.mark.parametrize(("changes", "expected"), [
     # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
     ({}, [727, 273]), ({"weighted_sampler_alpha": 0.0}, [500, 500]), ({"weighted_sampler_alpha": 0.5}, [620, 380]),
     ({"compat_weight_by_num_documents": True}, [500, 500]),
     ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
 ])  # fmt: skip
-def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path: Path):
+def test_weights_from_document_counts(changes: dict, expected: list[int], tmp_path: Path):
     args = make_blend(tmp_path, train_data_weights=None, weight_by_num_documents=True, **changes)
-    assert build_train_blend(args).maps.drawn.tolist() == drawn
+    assert build_train_blend(args).maps.drawn.tolist() == expected
     weights = [data_fingerprint(args)[f"train_{i}"]["weight"] for i in (0, 1)]
-    assert weights == pytest.approx([count / 1000 for count in drawn], abs=1e-3)
+    assert weights == pytest.approx([count / 1000 for count in expected], abs=1e-3)
 
 
 def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
@@ -201,30 +203,30 @@ def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
 
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
-    def found(**changes) -> dict:
+    def blend_fingerprint(**changes) -> dict:
         return data_fingerprint(make_blend(tmp_path, **changes))
 
-    blend = found()
+    blend = blend_fingerprint()
     assert blend == {"train_0": fingerprint(A) | {"weight": 0.7}, "train_1": fingerprint(B) | {"weight": 0.3}}
     assert json.loads(json.dumps(blend)) == blend
-    assert blend not in (found(train_data_weights=(3.0, 7.0)), found(train_data_paths=(B, A)))
+    assert blend not in (blend_fingerprint(train_data_weights=(3.0, 7.0)), blend_fingerprint(train_data_paths=(B, A)))
     # A list of one is what it was before
-    assert found(train_data_paths=(A,), train_data_weights=None) == {"train": fingerprint(A)}
+    assert blend_fingerprint(train_data_paths=(A,), train_data_weights=None) == {"train": fingerprint(A)}
 
 
 def test_order_of_new_runs_stays_while_no_member_needs_another_epoch(tmp_path: Path):
-    """What is laid out is equal exactly where the samples that both runs have are the same."""
-    first = build(make_blend(tmp_path))
-    assert first.segment_ends == {"train": ((773,), (349,))}
-    more = build(make_blend(tmp_path, train_iters=130))
-    assert more.segment_ends == first.segment_ends and len(more.train) == 1040
-    assert all((more.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
+    """Segment ends are equal exactly where the samples that both runs have are the same."""
+    first_run = build(make_blend(tmp_path))
+    assert first_run.segment_ends == {"train": ((773,), (349,))}
+    longer = build(make_blend(tmp_path, train_iters=130))
+    assert longer.segment_ends == first_run.segment_ends and len(longer.train) == 1040
+    assert all((longer.train[i].tokens == first_run.train[i].tokens).all() for i in range(1000))
     # 2000 samples take more epochs of both
-    other = build(make_blend(tmp_path, train_iters=250))
-    assert other.segment_ends != first.segment_ends
-    assert not all((other.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
-    one = build(make_args(index_cache_dir=str(tmp_path)))
-    assert one.segment_ends["train"] == ((214,),)
+    longest = build(make_blend(tmp_path, train_iters=250))
+    assert longest.segment_ends != first_run.segment_ends
+    assert not all((longest.train[i].tokens == first_run.train[i].tokens).all() for i in range(1000))
+    single_set = build(make_args(index_cache_dir=str(tmp_path)))
+    assert single_set.segment_ends["train"] == ((214,),)
 
 
 def test_members_that_cannot_be_used_are_named(tmp_path: Path):
@@ -248,22 +250,22 @@ def test_sets_know_the_vocabulary(tmp_path: Path):
 
 def test_fingerprint_sees_a_changed_token_and_not_the_place(tmp_path: Path):
     x = write_dataset(tmp_path / "x", [40] * 10).prefix
-    before = fingerprint(x)
+    original = fingerprint(x)
     (tmp_path / "sub").mkdir()
-    assert fingerprint(copy_dataset(x, tmp_path / "sub" / "y")) == before
+    assert fingerprint(copy_dataset(x, tmp_path / "sub" / "y")) == original
     change_byte(tmp_path / "x.bin", 5)
-    after = fingerprint(x)
-    assert {key for key in before if before[key] != after[key]} == {"bin_blocks_sha256"}
-    assert data_fingerprint(make_args(data_path=x)) == {"all": after}
+    changed = fingerprint(x)
+    assert {key for key in original if original[key] != changed[key]} == {"bin_blocks_sha256"}
+    assert data_fingerprint(make_args(data_path=x)) == {"all": changed}
 
 
 def test_fingerprint_of_large_data_samples_first_and_last_block(tmp_path: Path):
     x = write_dataset(tmp_path / "x", [3_000_000]).prefix
-    seen = [fingerprint(x)["bin_blocks_sha256"]]
+    hashes = [fingerprint(x)["bin_blocks_sha256"]]
     for place in (0, 5_999_999):
         change_byte(tmp_path / "x.bin", place)
-        seen.append(fingerprint(x)["bin_blocks_sha256"])
-    assert len(set(seen)) == 3
+        hashes.append(fingerprint(x)["bin_blocks_sha256"])
+    assert len(set(hashes)) == 3
 
 
 def change_byte(file: Path, place: int) -> None:
@@ -274,17 +276,17 @@ def change_byte(file: Path, place: int) -> None:
 
 def test_only_so_many_documents(tmp_path: Path):
     for keys in ({}, {"data_path": None, "train_data_paths": (A,)}):
-        few = build(make_args(index_cache_dir=str(tmp_path), limit_samples=30, **keys)).train
-        assert set(few.maps.doc_idx.tolist()) == set(range(30))
+        limited = build(make_args(index_cache_dir=str(tmp_path), limit_samples=30, **keys)).train
+        assert set(limited.maps.doc_idx.tolist()) == set(range(30))
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_split_that_validates_with_nothing_says_so(listed: bool, tmp_path: Path):
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_split_that_validates_with_nothing_says_so(as_list: bool, tmp_path: Path):
     paths = [str(tmp_path / name) for name in ("x", "y")]
     for path in paths:
         write_dataset(Path(path), [50] * 3)
-    data = {"data_path": None, "train_data_paths": tuple(paths)} if listed else {"data_path": paths[0]}
+    data = {"data_path": None, "train_data_paths": tuple(paths)} if as_list else {"data_path": paths[0]}
     small = {"seq_length": 16, "train_iters": 1, "index_cache_dir": str(tmp_path), **data}
-    for asked, told in ((2, True), (0, False)):
-        sets = build(make_args(**small, split="95,5,0", eval_iters=asked, user_values={"split": "95,5,0"}))
-        assert sets.valid is None and any('"95,5,0"' in line for line in sets.log_lines) == told
+    for num_batches, noted in ((2, True), (0, False)):
+        sets = build(make_args(**small, split="95,5,0", eval_iters=num_batches, user_values={"split": "95,5,0"}))
+        assert sets.valid is None and any('"95,5,0"' in line for line in sets.log_lines) == noted

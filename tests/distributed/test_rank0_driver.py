@@ -15,10 +15,10 @@ from tests.pool import run_ranks
 
 
 class OwnError(Exception):
-    """Of a library that other ranks have not imported."""
+    """An error of a library that other ranks have not imported."""
 
-    def __init__(self, first: str, second: str) -> None:  # cannot be unpickled
-        super().__init__(f"{first} {second}")
+    def __init__(self, subject: str, detail: str) -> None:  # cannot be unpickled
+        super().__init__(f"{subject} {detail}")
 
 
 def groups_of(world: int) -> ParallelGroups:
@@ -44,11 +44,11 @@ def driven(rank: int, world: int) -> tuple[Any, int]:
     """For the pool: the result and how often this rank heard from rank 0."""
 
     def work(call: RunOperation) -> list[Any]:
-        first = call("add", 10)
+        total = call("add", 10)
         try:
             call("fail")
         except ConfigError as problem:
-            return [first, call("add", 1), str(problem)]
+            return [total, call("add", 1), str(problem)]
         return []
 
     beats: list[int] = []
@@ -72,21 +72,21 @@ def driven_to_failure(rank: int, world: int, kind: str) -> str:
 def driven_in_silence(rank: int, world: int) -> int:
     """For the pool: messages heard while rank 0 is busy, until these are five."""
     rank0_driver.IDLE_S = 0.05
-    beats, heard = list[int](), threading.Event()
+    beats, five_beats = list[int](), threading.Event()
 
     def on_beat() -> None:
         beats.append(1)
         if len(beats) == 5:
-            heard.set()
+            five_beats.set()
 
-    run_rank0_driver(groups_of(world), lambda call: heard.wait(60), {}, on_beat=on_beat)
+    run_rank0_driver(groups_of(world), lambda call: five_beats.wait(60), {}, on_beat=on_beat)
     return len(beats)
 
 
 def test_operations_run_on_every_rank_and_who_waits_hears_from_rank_zero():
-    (result, beats), (nothing, others) = run_ranks(driven, 2)
-    assert result == [30, 3, "rank 1 cannot do it"] and nothing is None
-    assert beats == others == 4, "three calls and the end"
+    (result, beats), (idle_result, idle_beats) = run_ranks(driven, 2)
+    assert result == [30, 3, "rank 1 cannot do it"] and idle_result is None
+    assert beats == idle_beats == 4, "three calls and the end"
     assert min(run_ranks(driven_in_silence, 2)) > 5, "and the end"
 
 
@@ -99,8 +99,8 @@ def test_what_the_work_raises_is_raised_everywhere(kind, text):
 
 
 def test_alone_there_is_neither_thread_nor_wait():
-    single, here = ParallelGroups.single(), threading.current_thread
-    operations = {"where": here, "fail": lambda: 1 // 0}
-    assert set(run_rank0_driver(single, lambda call: [here(), call("where")], operations)) == {here()}
+    single, get_thread = ParallelGroups.single(), threading.current_thread
+    operations = {"where": get_thread, "fail": lambda: 1 // 0}
+    assert set(run_rank0_driver(single, lambda call: [get_thread(), call("where")], operations)) == {get_thread()}
     with pytest.raises(ZeroDivisionError):
         run_rank0_driver(single, lambda call: call("fail"), operations)

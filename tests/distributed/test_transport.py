@@ -22,7 +22,7 @@ def groups(world_size: int) -> ParallelGroups:
 
 
 def outcome(rank: int, world_size: int, key: float | None, variable: dict[int, str]) -> tuple[str, list[str]]:
-    """What the check raises, and what rank 0 says. variable: the site's, by rank."""
+    """Returns the error of the check, and the lines that rank 0 logs. variable: the site's, by rank."""
     os.environ.pop("NEOX_MIN_ALLREDUCE_GB_S", None)
     if rank in variable:
         os.environ["NEOX_MIN_ALLREDUCE_GB_S"] = variable[rank]
@@ -60,9 +60,9 @@ def clocked(rank: int, world_size: int, seconds: float) -> float:
     """The bandwidth found where an all-reduce takes so long by a clock that nothing else moves."""
     reduce, now = dist.all_reduce, [0.0]
 
-    def timed(tensor: torch.Tensor, *args: object, **more: object) -> None:
+    def timed(tensor: torch.Tensor, *args: object, **kwargs: object) -> None:
         now[0] += seconds * (1 + rank)
-        reduce(tensor, *args, **more)
+        reduce(tensor, *args, **kwargs)
 
     dist.all_reduce, transport.time = timed, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     return bus_bandwidth(groups(world_size), 2**20)

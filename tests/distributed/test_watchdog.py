@@ -19,31 +19,31 @@ from tests.pool import run_ranks
 from tests.training.runs import config
 
 
-def _watchdog(**more: Any) -> Watchdog:
-    return Watchdog(NeoXArgs.from_dict(config(**more)), dist.get_world_size(), logging.getLogger("test"))
+def _watchdog(**overrides: Any) -> Watchdog:
+    return Watchdog(NeoXArgs.from_dict(config(**overrides)), dist.get_world_size(), logging.getLogger("test"))
 
 
-def _late(rank: int, world_size: int, where: str, late: float) -> str:
+def _delayed_all_reduce(rank: int, world_size: int, moment: str, delay_s: float) -> str:
     """Rank 1 comes late to an all-reduce in a group made before the first step; what rank 0 sees of it."""
     group = dist.new_group()
     watch = _watchdog(first_step_timeout_mins=1.0, collective_timeout_s=1.0)
     dist.all_reduce(torch.ones(1), group=group)
-    if where != "first step":
+    if moment != "first step":
         watch.step_done(1)
-    if where == "slow run":
+    if moment == "slow run":
         watch._longest = 20.0
         watch.step_done(2)
-    with watch.phase("saving") if where.endswith("saving") else nullcontext():
-        if where != "after saving":
-            return _meet(rank, group, late)
-    return _meet(rank, group, late)
+    with watch.phase("saving") if moment.endswith("saving") else nullcontext():
+        if moment != "after saving":
+            return _meet(rank, group, delay_s)
+    return _meet(rank, group, delay_s)
 
 
-def _meet(rank: int, group: Any, late: float) -> str:
+def _meet(rank: int, group: Any, delay_s: float) -> str:
     if rank == 1:
         faulthandler.cancel_dump_traceback_later()  # of its own watchdog, which would end it
-        time.sleep(late)
-        if late > 2:
+        time.sleep(delay_s)
+        if delay_s > 2:
             return ""
     try:
         dist.all_reduce(torch.ones(1), group=group)
@@ -52,14 +52,14 @@ def _meet(rank: int, group: Any, late: float) -> str:
     return "met"
 
 
-@pytest.mark.parametrize("where", ["later step", "after saving"])
-def test_a_collective_of_a_step_does_not_wait_long(where):
-    assert re.search(r"Timed out waiting 1000 ?ms", run_ranks(_late, 2, where, 2.5)[0])
+@pytest.mark.parametrize("moment", ["later step", "after saving"])
+def test_a_collective_of_a_step_does_not_wait_long(moment):
+    assert re.search(r"Timed out waiting 1000 ?ms", run_ranks(_delayed_all_reduce, 2, moment, 2.5)[0])
 
 
-@pytest.mark.parametrize("where", ["first step", "saving", "slow run"])
-def test_phases_that_may_take_long_and_slow_runs_have_the_time(where):
-    assert run_ranks(_late, 2, where, 1.4) == ["met", "met"]
+@pytest.mark.parametrize("moment", ["first step", "saving", "slow run"])
+def test_phases_that_may_take_long_and_slow_runs_have_the_time(moment):
+    assert run_ranks(_delayed_all_reduce, 2, moment, 1.4) == ["met", "met"]
 
 
 def _deadlocked(rank: int, world_size: int) -> None:

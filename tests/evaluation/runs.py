@@ -96,11 +96,11 @@ def make_tasks(folder: Path) -> str:
     return str(folder)
 
 
-def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> EvaluationResults:
+def reference(folder: str, tasks: Sequence[str], own_folder: str, **settings: Any) -> EvaluationResults:
     """lm-eval's `simple_evaluate` with its `hf` backend."""
     results = lm_eval.evaluator.simple_evaluate(
         model="hf", model_args={"pretrained": folder, "dtype": "float32", "device": "cpu"}, tasks=list(tasks),
-        task_manager=TaskManager(include_path=[str(SHIPPED), own], include_defaults=False), batch_size=8,
+        task_manager=TaskManager(include_path=[str(SHIPPED), own_folder], include_defaults=False), batch_size=8,
         bootstrap_iters=0, **settings,
     )  # fmt: skip
     assert results is not None
@@ -118,12 +118,12 @@ def loaded(folder: str, **changes: Any) -> Model:
 
 
 def language_model(model: Model) -> NeoXLM:
-    known = ModelOperations(model).by_name()
-    return NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
+    operations = ModelOperations(model).operations()
+    return NeoXLM(model, lambda name, *args: operations[name](*args), EvaluationProgress(QUIET))
 
 
 def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
-    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
+    return [Instance(kind, {}, args, i, metadata=("t", i, 1)) for i, args in enumerate(arguments)]
 
 
 def scores(rank: int, world_size: int, folder: str, tasks: Sequence[str],
@@ -154,11 +154,11 @@ def on_terminal(rank: int, world_size: int, argv: Sequence[str]) -> list[str]:
 
 
 def _standing(line: str) -> str:
-    """What is seen of a line that was written over after each carriage return."""
-    shown: list[str] = []
+    """Returns the visible text of a line that was written over after each carriage return."""
+    visible: list[str] = []
     for part in line.split("\r"):
-        shown[: len(part)] = part
-    return "".join(shown).rstrip()
+        visible[: len(part)] = part
+    return "".join(visible).rstrip()
 
 
 def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
@@ -170,6 +170,6 @@ def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
 
 
 def answers(evaluation: EvaluationResults) -> dict[tuple[str, int], list[Any]]:
-    """What the model said to each document: (log-likelihood, greedy) pairs, log-likelihoods, or text."""
+    """Returns the answers to each document: (log-likelihood, greedy) pairs, log-likelihoods, or text."""
     return {(task, row["doc_id"]): [answer for request in row["resps"] for answer in request]
             for task, rows in evaluation.results["samples"].items() for row in rows}  # fmt: skip

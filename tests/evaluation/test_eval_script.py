@@ -90,46 +90,46 @@ def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, t
 
 
 @pytest.mark.more
-def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
+def test_results_equal_those_of_lm_evals_own_command(model, tmp_path):
     """The same keys, and the same values where both mean the same."""
     code, _, problems = run("--hf-model", model, "--eval_tasks", "shipped_choice", "--eval_output_dir",
                             tmp_path / "ours", "--eval_limit", 3, "--set", "eval_apply_chat_template=true",
                             "eval_system_prompt=Be brief.", "precision=fp32")  # fmt: skip
     assert code == 0, problems
-    typed = ["run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--limit",
-             "3", "--tasks", "shipped_choice", "--include_path", str(SHIPPED), "--output_path",
-             str(tmp_path / "theirs"), "--apply_chat_template", "--fewshot_as_multiturn", "true",
-             "--system_instruction", "Be brief.", "--log_samples"]  # fmt: skip
-    run_ranks(lm_eval_command, 1, typed, init=False, timeout=600)
-    ours, theirs = (json.loads(next((tmp_path / whose).rglob("*results_*.json")).read_text())
-                    for whose in ("ours", "theirs"))  # fmt: skip
-    assert ours.keys() - theirs.keys() == {"failures", "too_long"} and theirs.keys() <= ours.keys()
-    assert theirs["config"].keys() <= ours["config"].keys()
-    assert list(theirs["task_hashes"]) == ["shipped_choice"] and theirs["chat_template_sha"]
+    argv = ["run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--limit",
+            "3", "--tasks", "shipped_choice", "--include_path", str(SHIPPED), "--output_path",
+            str(tmp_path / "theirs"), "--apply_chat_template", "--fewshot_as_multiturn", "true",
+            "--system_instruction", "Be brief.", "--log_samples"]  # fmt: skip
+    run_ranks(lm_eval_command, 1, argv, init=False, timeout=600)
+    actual, expected = (json.loads(next((tmp_path / side).rglob("*results_*.json")).read_text())
+                        for side in ("ours", "theirs"))  # fmt: skip
+    assert actual.keys() - expected.keys() == {"failures", "too_long"} and expected.keys() <= actual.keys()
+    assert expected["config"].keys() <= actual["config"].keys()
+    assert list(expected["task_hashes"]) == ["shipped_choice"] and expected["chat_template_sha"]
     for key in ("task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
                 "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
                 "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha",
                 "chat_template", "chat_template_sha", "fewshot_as_multiturn", "model_name",
                 "model_name_sanitized"):  # fmt: skip
-        assert ours[key] == theirs[key], key
+        assert actual[key] == expected[key], key
     for key in ("model_num_parameters", "model_dtype", "device", "limit", "random_seed", "numpy_seed", "fewshot_seed"):
-        assert ours["config"][key] == theirs["config"][key], key
-    assert ours["model_source"] == "neox" and ours["pretty_env_info"].startswith("PyTorch version")
-    assert abs(ours["date"] - theirs["date"]) < 86_400, "when it began, in seconds"
+        assert actual["config"][key] == expected["config"][key], key
+    assert actual["model_source"] == "neox" and actual["pretty_env_info"].startswith("PyTorch version")
+    assert abs(actual["date"] - expected["date"]) < 86_400, "when it began, in seconds"
 
 
 def test_bars_and_lines_do_not_glue_together(model, tmp_path):
     """Standard errors that are bootstrapped, and the hf backend, have bars of their own."""
-    typed = ["--hf-model", model, "--eval_tasks", "shipped_cloze", "shipped_choice", "--eval_limit", "2",
-             "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
-    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=600, env={"COLUMNS": "120"})[0]
+    argv = ["--hf-model", model, "--eval_tasks", "shipped_cloze", "shipped_choice", "--eval_limit", "2",
+            "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
+    lines = run_ranks(on_terminal, 1, argv, init=False, timeout=600, env={"COLUMNS": "120"})[0]
     bars = [line for line in lines if "%|" in line]
     assert len(bars) == 1 and re.fullmatch(r"Running evaluation harness: 100%\|█+\| 10/10 \[[^]]*\]", bars[0]), lines
     assert not [line for line in lines if "bootstrapping" in line]
     assert any(line.startswith("eval_batch_size: auto runs up to") for line in lines), "said while the bar stands"
 
 
-def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:
+def cached(rank: int, world: int, argv: list[str], other_argv: list[str]) -> list[tuple[int, int]]:
     """For the pool: (code, requests scored) of an evaluation interrupted, twice again, of another model."""
     import eval as script
     from megatron.evaluation import language_model, model_operations
@@ -137,14 +137,14 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
     language_model._FIRST_PART, outcomes = 8, []
     real, counts = model_operations.score, [0]
 
-    def counted(model: Any, requests: Any, **options: Any) -> Any:
+    def counting_score(model: Any, requests: Any, **options: Any) -> Any:
         if not outcomes and counts[0] >= 16:
             raise KeyboardInterrupt
         counts[0] += len(requests)
         return real(model, requests, **options)
 
-    model_operations.score = counted
-    for arguments in (argv, argv, argv, other):
+    model_operations.score = counting_score
+    for arguments in (argv, argv, argv, other_argv):
         counts[0] = 0
         try:
             code = script.main(arguments)
@@ -155,34 +155,36 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
 
 
 def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(model, tmp_path):
-    other = make_model(tmp_path / "other", seed=1)
-    rest = ["--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12", "--set",
-            f"eval_cache={tmp_path}/cache"]  # fmt: skip
-    runs = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=600)[0]
-    (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = runs
-    assert (broken, again, third, foreign) == (130, 0, 0, 0)
-    assert first >= 16 and first + second == all_of_them == 48 and nothing == 0
+    other_model = make_model(tmp_path / "other", seed=1)
+    flags = ["--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12", "--set",
+             f"eval_cache={tmp_path}/cache"]  # fmt: skip
+    runs = run_ranks(
+        cached, 1, ["--hf-model", model, *flags], ["--hf-model", other_model, *flags], init=False, timeout=600
+    )[0]
+    (broken, num_before), (resumed, num_resumed), (repeated, num_repeated), (foreign, num_foreign) = runs
+    assert (broken, resumed, repeated, foreign) == (130, 0, 0, 0)
+    assert num_before >= 16 and num_before + num_resumed == num_foreign == 48 and num_repeated == 0
     files = sorted(tmp_path.glob("eval_results_*.json"), key=lambda file: file.stat().st_mtime_ns)
     results = [json.loads(file.read_text())["results"] for file in files]
     assert len(results) == 3 and results[0] == results[1], "none replaces another of the same second"
 
 
-@pytest.mark.parametrize("by_deepy", [False, pytest.param(True, marks=pytest.mark.more)])
-def test_a_checkpoint_in_two_layouts_as_typed(by_deepy, tmp_path):
+@pytest.mark.parametrize("use_deepy", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_a_checkpoint_in_two_layouts_as_typed(use_deepy, tmp_path):
     """`python deepy.py eval.py -d configs config.yml --eval_tasks ...` on two ranks."""
     make_tasks(tmp_path)
     values = config(NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2)
     run_ranks(run_to_end, 1, values)
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
     (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\n")
-    typed = ["-d", str(tmp_path), "a.yml", "tp", "--eval_tasks", "shipped_choice", "own_text", "--eval_include_path",
-             str(tmp_path), "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
-    if by_deepy:
-        typed = [sys.executable, "deepy.py", "--num_gpus", "2", "eval.py", *typed]
-        done = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    argv = ["-d", str(tmp_path), "a.yml", "tp", "--eval_tasks", "shipped_choice", "own_text", "--eval_include_path",
+            str(tmp_path), "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
+    if use_deepy:
+        argv = [sys.executable, "deepy.py", "--num_gpus", "2", "eval.py", *argv]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
         code, output, problems = done.returncode, done.stdout, done.stderr
     else:
-        code, output, problems = run(*typed, ranks=2)
+        code, output, problems = run(*argv, ranks=2)
     assert code == 0, output + problems
     assert_close_to_hf(output)
     (file,) = tmp_path.glob("eval_results_*.json")

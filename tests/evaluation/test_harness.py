@@ -23,22 +23,22 @@ def expected(place) -> EvaluationResults:
     return reference(place[0], TASKS, place[1])
 
 
-def assert_same(found: EvaluationResults | None, expected: EvaluationResults) -> None:
+def assert_same(actual: EvaluationResults | None, expected: EvaluationResults) -> None:
     """Metrics and answers, text exactly."""
-    assert found is not None and found.failures == {}
-    theirs = {name: value for name, value in expected.metrics().items() if "_stderr" not in name}
-    assert found.metrics() == pytest.approx(theirs, rel=CLOSE, abs=CLOSE)
-    ours, others = answers(found), answers(expected)
-    assert ours.keys() == others.keys()
-    for place, answer in others.items():
+    assert actual is not None and actual.failures == {}
+    expected_metrics = {name: value for name, value in expected.metrics().items() if "_stderr" not in name}
+    assert actual.metrics() == pytest.approx(expected_metrics, rel=CLOSE, abs=CLOSE)
+    actual_answers, expected_answers = answers(actual), answers(expected)
+    assert actual_answers.keys() == expected_answers.keys()
+    for place, answer in expected_answers.items():
         if isinstance(answer[0], str):
-            assert ours[place] == answer, place
+            assert actual_answers[place] == answer, place
         else:
-            assert flat(ours[place]) == pytest.approx(flat(answer), rel=CLOSE, abs=CLOSE), place
+            assert flat(actual_answers[place]) == pytest.approx(flat(answer), rel=CLOSE, abs=CLOSE), place
 
 
-def flat(said: list[Any]) -> list[float]:
-    return [part for answer in said for part in (answer if isinstance(answer, tuple | list) else [answer])]
+def flat(values: list[Any]) -> list[float]:
+    return [part for answer in values for part in (answer if isinstance(answer, tuple | list) else [answer])]
 
 
 @pytest.mark.parametrize("layout", with_more(LAYOUTS, "one process", product=["tp2", "pp2"]))

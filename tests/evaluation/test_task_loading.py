@@ -1,4 +1,4 @@
-"""Finding tasks: shipped, own, of lm-eval; what cannot be had is told."""
+"""Finding tasks: shipped, own, of lm-eval; what cannot be fetched is told."""
 
 import http.server
 import re
@@ -29,7 +29,7 @@ def find(*tasks: str, **values) -> LoadedTasks:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> str:
+def own_folder(tmp_path_factory) -> str:
     return make_tasks(tmp_path_factory.mktemp("tasks"))
 
 
@@ -45,22 +45,27 @@ def test_shipped_tasks_need_no_network_and_no_working_folder(tmp_path, monkeypat
     assert {row["answer"] for row in choice} == {0, 1, 2, 3}, "no place of the right answer can be learned"
 
 
-def test_own_tasks_by_name_pattern_group_and_file(own):
-    loaded_tasks = find("own_g*", "own_text", f"{own}/own_choice.yaml", eval_include_path=own)
+def test_own_tasks_by_name_pattern_group_and_file(own_folder):
+    loaded_tasks = find("own_g*", "own_text", f"{own_folder}/own_choice.yaml", eval_include_path=own_folder)
     assert {name: list(loaded["tasks"]) for name, loaded in loaded_tasks.tasks.items()} == {
-        "own_group": ["own_choice"], "own_text": ["own_text"], f"{own}/own_choice.yaml": ["own_choice"],
+        "own_group": ["own_choice"], "own_text": ["own_text"], f"{own_folder}/own_choice.yaml": ["own_choice"],
     }  # fmt: skip
     assert list(loaded_tasks.tasks["own_group"]["groups"]) == ["own_group"]
-    asked = find("own_choice", eval_include_path=[own], eval_num_fewshot=3)
-    assert asked.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
+    few_shot = find("own_choice", eval_include_path=[own_folder], eval_num_fewshot=3)
+    assert few_shot.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
 
 
 def test_folders_that_the_fork_finds_by_itself(tmp_path, monkeypatch):
-    """Beside the package, as `lm_eval_tasks/deep_ignorance` there, before the working folder; a named folder
-    comes before both."""
-    package, here, named = (tmp_path / name for name in ("package", "here", "named"))
+    """Folders next to the package, as `lm_eval_tasks/deep_ignorance` there, come before the working folder;
+    a named folder comes before both."""
+    package, working_folder, named_folder = (tmp_path / name for name in ("package", "here", "named"))
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
-    folders = [package / "lm_eval_tasks/deep_ignorance/wmdp", here / "lm_eval_tasks", here / "eval_tasks", named]
+    folders = [
+        package / "lm_eval_tasks/deep_ignorance/wmdp",
+        working_folder / "lm_eval_tasks",
+        working_folder / "eval_tasks",
+        named_folder,
+    ]
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True)
         for task in ("wmdp", f"only_{number}"):
@@ -71,44 +76,51 @@ def test_folders_that_the_fork_finds_by_itself(tmp_path, monkeypatch):
             )
     (package / "megatron/evaluation").mkdir(parents=True)
     monkeypatch.setattr(task_folders, "SHIPPED", package / "megatron/evaluation/tasks")
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(working_folder)
 
     def text_of(name: str, **values: Any) -> str:
         return find(name, **values).tasks[name]["tasks"][name].config.doc_to_text
 
-    assert text_of("wmdp") == "of folder 0" and text_of("wmdp", eval_include_path=str(named)) == "of folder 3"
+    assert text_of("wmdp") == "of folder 0" and text_of("wmdp", eval_include_path=str(named_folder)) == "of folder 3"
     assert [text_of(f"only_{number}") for number in range(3)] == [f"of folder {number}" for number in range(3)]
-    args = NeoXArgs.from_dict({**MODEL, "eval_include_path": str(named)})
+    args = NeoXArgs.from_dict({**MODEL, "eval_include_path": str(named_folder)})
     present, absent = task_folders.searched_folders(args).split("; ")
-    order = [str(named), f"{package}/lm_eval_tasks", f"{here}/lm_eval_tasks", f"{here}/eval_tasks"]
+    order = [
+        str(named_folder),
+        f"{package}/lm_eval_tasks",
+        f"{working_folder}/lm_eval_tasks",
+        f"{working_folder}/eval_tasks",
+    ]
     assert [place for place in re.findall(r"[\w/-]+", present) if place.startswith(str(tmp_path))] == order
     assert f"{package}/eval_tasks" in absent
 
 
 @pytest.mark.parametrize("several", with_more([True, False], product=[False]))
-def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_path, monkeypatch):
+def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own_folder, tmp_path, monkeypatch):
     """One look through lm-eval's own tasks, which are thousands, or through some of its folders alone."""
     (tmp_path / "broken.yaml").write_text("task: broken\n  doc_to_text: [")
-    made: list[TaskManager] = []
-    theirs = Path(lm_eval.tasks.__file__).parent
+    managers: list[TaskManager] = []
+    lm_eval_folder = Path(lm_eval.tasks.__file__).parent
 
-    def once(**wishes):
+    def make_once(**wishes):
         if not wishes.get("include_defaults", True):
             return TaskManager(**wishes)
         if several:
             wishes["include_path"] = [*wishes["include_path"],
-                                      *(str(theirs / name) for name in ("lambada", "hellaswag"))]  # fmt: skip
-        if not made:
-            made.append(TaskManager(**wishes, **({"include_defaults": False} if several else {})))
-        return made[0]
+                                      *(str(lm_eval_folder / name) for name in ("lambada", "hellaswag"))]  # fmt: skip
+        if not managers:
+            managers.append(TaskManager(**wishes, **({"include_defaults": False} if several else {})))
+        return managers[0]
 
-    monkeypatch.setattr(task_loading, "TaskManager", once)
+    monkeypatch.setattr(task_loading, "TaskManager", make_once)
     with pytest.raises(ConfigError) as refused:
-        find("lambada", "hellaswag", "helaswag", "own_group", eval_include_path=[own, str(tmp_path)])
-    first, last = refused.value.problems
-    assert re.search("eval_tasks: .*helaswag; .*hellaswag", first) and own in first, "that is no error of its own"
-    assert f"{tmp_path}/broken.yaml: " in last and "line 2" in last
-    loaded_tasks = find("lambada", "hellaswag", "own_group", eval_include_path=own)
+        find("lambada", "hellaswag", "helaswag", "own_group", eval_include_path=[own_folder, str(tmp_path)])
+    task_problem, file_problem = refused.value.problems
+    assert re.search("eval_tasks: .*helaswag; .*hellaswag", task_problem) and own_folder in task_problem, (
+        "that is not an error of its own"
+    )
+    assert f"{tmp_path}/broken.yaml: " in file_problem and "line 2" in file_problem
+    loaded_tasks = find("lambada", "hellaswag", "own_group", eval_include_path=own_folder)
     assert list(loaded_tasks.tasks) == ["own_group"]
     assert "(EleutherAI/lambada_openai default)" in loaded_tasks.failures["lambada_openai"]
     assert "(cimec/lambada)" in loaded_tasks.failures["lambada_standard"], "each of a tag by itself"
@@ -118,22 +130,22 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_pat
 class Hub(http.server.BaseHTTPRequestHandler):
     """Answers the second request, that there is no such thing, and hangs up on all others."""
 
-    asked: ClassVar[list[str]] = []
+    requested_paths: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
-        Hub.asked.append(self.path)
+        Hub.requested_paths.append(self.path)
         self.close_connection = True
-        if len(Hub.asked) == 2:
+        if len(Hub.requested_paths) == 2:
             self.send_error(404)
 
     do_GET = do_HEAD
 
-    def log_message(self, *given: object) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
 
-def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, own):
-    """And with one, even where it stumbles, nothing is kept from asking it."""
+def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, own_folder):
+    """With a network, the Hub is asked, even if it fails once."""
     (tmp_path / "far.yaml").write_text(
         "task: far\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
         "doc_to_text: a\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {version: 1}\n"
@@ -141,7 +153,7 @@ def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, o
     log_lines: list[str] = []
 
     def look(*tasks: str) -> LoadedTasks:
-        folders = [str(tmp_path), own]
+        folders = [str(tmp_path), own_folder]
         args = NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), "eval_include_path": folders})
         return load_tasks(args, CharLevelTokenizer(), log_lines.append)
 
@@ -151,9 +163,9 @@ def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, o
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with find_in_hub_or_cache(log_lines.append):
-            assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and log_lines == []
+            assert len(Hub.requested_paths) == 2 and not constants.HF_HUB_OFFLINE and log_lines == []
         loaded_tasks = look("far", "own_text")
-        assert Hub.asked == ["/"] * 4, "two tries, and none of the data"
+        assert Hub.requested_paths == ["/"] * 4, "two tries, and none of the data"
         server.shutdown()
     assert list(loaded_tasks.tasks) == ["own_text"] and "nobody/nothing" in loaded_tasks.failures["far"]
     assert len(log_lines) == 1 and log_lines[0].startswith(f"{endpoint} does not answer (")

@@ -22,15 +22,15 @@ class FakeCuda:
         self._answers: dict[str, dict[str, Any]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
-        """What `runs.run` says of a case. Raises RuntimeError where the process has died."""
-        asked = json.dumps(asdict(case))
-        if asked not in self._answers:
-            print(asked, file=self._process.stdin, flush=True)
+        """Returns the report of `runs.run` on a case. Raises RuntimeError where the process has died."""
+        request = json.dumps(asdict(case))
+        if request not in self._answers:
+            print(request, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
             if not answer:
                 raise RuntimeError(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}")
-            self._answers[asked] = json.loads(answer)
-        return self._answers[asked]
+            self._answers[request] = json.loads(answer)
+        return self._answers[request]
 
     def close(self) -> None:
         self._process.stdin.close()

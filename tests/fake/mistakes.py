@@ -16,6 +16,7 @@ import megatron.model.embedding
 import megatron.model.init
 import megatron.mpu
 import megatron.mpu.layers
+from megatron.data.batch import Documents
 from megatron.model import Stage
 from megatron.model.attention import AttentionBackends
 from megatron.mpu import ParallelGroups
@@ -26,7 +27,7 @@ from tests.fake.streams import FakeStream
 
 
 @contextlib.contextmanager
-def around(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
+def patched(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
     """`owner.name(..)` becomes `change(original, ..)`."""
     original = getattr(owner, name)
     with mock.patch.object(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs)):
@@ -58,13 +59,16 @@ def wide_starts(original: Any, *args: Any) -> Any:
     return inputs._replace(cu_seqlens=inputs.cu_seqlens.long())
 
 
-def padded_starts(original: Any, begins: np.ndarray) -> tuple[np.ndarray, int]:
-    starts, longest = original(begins)
-    return np.pad(starts, (0, begins.size + 1 - len(starts)), constant_values=begins.size), longest
+def padded_starts(original: Any, begins: np.ndarray) -> Documents:
+    documents = original(begins)
+    starts = torch.nn.functional.pad(
+        documents.cu_seqlens, (0, begins.size + 1 - len(documents.cu_seqlens)), value=begins.size
+    )
+    return replace(documents, cu_seqlens=starts)
 
 
-def cast_later(original: Any, stage: Stage, dtype: torch.dtype, *rest: Any) -> Stage:
-    original(stage, torch.float32, *rest)
+def cast_later(original: Any, stage: Stage, dtype: torch.dtype, *arguments: Any) -> Stage:
+    original(stage, torch.float32, *arguments)
     for module in stage.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(param.detach().to(dtype)))
@@ -72,15 +76,15 @@ def cast_later(original: Any, stage: Stage, dtype: torch.dtype, *rest: Any) -> S
 
 
 MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "tensor on the cpu": lambda: around(megatron.model.embedding.Embedding, "forward", made_on_cpu),
-    "item in the loss": lambda: around(StepLoss, "of", item_in_loss),
-    "swapped groups": lambda: around(megatron.mpu, "build_groups", swapped),
-    "skipped collective": lambda: around(megatron.mpu.layers, "sum_over_ranks", skipped_on_odd_ranks),
-    "int64 cu_seqlens": lambda: around(Stage, "attention_inputs", wide_starts),
-    "documents by tokens": lambda: around(megatron.data.batch, "document_starts", padded_starts),
-    "mask of seq x seq": lambda: around(AttentionBackends, "form", lambda original, *args: None),
-    "update without a wait": lambda: around(UpdateSchedule, "_wait_for", lambda original, *args: None),
-    "update of what gathers reads": lambda: around(update_schedule, "all_gather_streams", lambda original, stage: ()),
-    "update before gradients": lambda: around(FakeStream, "wait_stream", lambda original, *args: None),
-    "whole stage at construction": lambda: around(megatron.model.init, "materialize", cast_later),
+    "tensor on the cpu": lambda: patched(megatron.model.embedding.Embedding, "forward", made_on_cpu),
+    "item in the loss": lambda: patched(StepLoss, "scaled_loss", item_in_loss),
+    "swapped groups": lambda: patched(megatron.mpu, "build_groups", swapped),
+    "skipped collective": lambda: patched(megatron.mpu.layers, "sum_over_ranks", skipped_on_odd_ranks),
+    "int64 cu_seqlens": lambda: patched(Stage, "attention_inputs", wide_starts),
+    "documents by tokens": lambda: patched(megatron.data.batch, "document_starts", padded_starts),
+    "mask of seq x seq": lambda: patched(AttentionBackends, "form", lambda original, *args: None),
+    "update without a wait": lambda: patched(UpdateSchedule, "_wait_for", lambda original, *args: None),
+    "update of what gathers reads": lambda: patched(update_schedule, "all_gather_streams", lambda original, stage: ()),
+    "update before gradients": lambda: patched(FakeStream, "wait_stream", lambda original, *args: None),
+    "whole stage at construction": lambda: patched(megatron.model.init, "materialize", cast_later),
 }

@@ -1,4 +1,4 @@
-"""What is seen of every operation: devices, collectives, memory, and what must not happen in a step."""
+"""Observes every operation: devices, collectives, memory, and what must not happen in a step."""
 
 import sys
 import weakref
@@ -32,9 +32,10 @@ COLLECTIVES = {
 
 
 class Observer(TorchDispatchMode):
-    """Notes, while it is entered, `findings` (mistakes), `collectives` in their order as (first rank,
-    stride between ranks, ranks, kind, bytes of the whole tensor), arguments of varlen kernels, FP8 products
-    as `scaled`, and bytes of storages on the device: `live` and `peak`. streams: notes who waits for whom."""
+    """Records all operations while it is entered. `findings`: mistakes. `collectives`, in their order: (first
+    rank, stride between ranks, ranks, kind, bytes of the full tensor). Also the arguments of varlen kernels,
+    FP8 products as `scaled`, and bytes of storages on the device: `live` and `peak`.
+    streams: records which stream waits for which."""
 
     supports_higher_order_operators = True
 
@@ -97,13 +98,13 @@ class Observer(TorchDispatchMode):
         from_device = any(tensor.device.type == "cuda" for tensor in inputs)
         for tensor in outputs:
             if tensor.device.type == "cpu" and (from_device or tensor.dim() > 0 and tensor.numel() > 0):
-                what = "a copy from the device to the host" if from_device else "a result on the CPU"
-                self._find(f"{what}, {list(tensor.shape)}", name)
+                description = "a copy from the device to the host" if from_device else "a result on the CPU"
+                self._find(f"{description}, {list(tensor.shape)}", name)
             elif tensor.device.type == "cuda" and tensor.shape[-2:] == self.square:
                 self._find(f"a tensor of seq x seq, {list(tensor.shape)}", name)
 
-    def _find(self, what: str, name: str) -> None:
-        finding = f"{what}: {name} at {our_line()}"
+    def _find(self, description: str, name: str) -> None:
+        finding = f"{description}: {name} at {caller_line()}"
         if finding not in self.findings:
             self.findings.append(finding)
 
@@ -121,20 +122,23 @@ class Observer(TorchDispatchMode):
         self.varlen.append({"documents": documents, "longest": max(longest), "workspace": workspace})
 
     def _note_scaled(self, func: Any, args: Any, kwargs: Any) -> None:
-        """(rows, columns, what is summed over, format of A, of B, shape of the scale of A, of B, dtype of
-        the result, whether sums may be fast) of a product A B, and what Hopper's tensor cores do not take."""
-        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        a, b = given["self"], given["mat2"]
+        """Records a scaled product A B, and finds what Hopper's tensor cores do not take.
+
+        The record: (rows, columns, summed length, format of A, of B, shape of the scale of A, of B, dtype of
+        the result, whether sums may be fast).
+        """
+        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        a, b = bound["self"], bound["mat2"]
         if a.stride(1) != 1 or b.stride(0) != 1:
             self._find(f"strides {a.stride()} and {b.stride()}; A is read by rows, B by columns", "_scaled_mm")
         if any(size % 16 for size in (*a.shape[1:], *b.shape)):
             self._find(f"{list(a.shape)} x {list(b.shape)}, not multiples of 16", "_scaled_mm")
         if a.dtype == b.dtype == torch.float8_e5m2:
             self._find("E5M2 x E5M2", "_scaled_mm")
-        scales = (tuple(given["scale_a"].shape), tuple(given["scale_b"].shape))
+        scales = (tuple(bound["scale_a"].shape), tuple(bound["scale_b"].shape))
         formats = (str(a.dtype).removeprefix("torch.float8_"), str(b.dtype).removeprefix("torch.float8_"))
-        result = str(given["out_dtype"]).removeprefix("torch.")
-        fast = bool(given.get("use_fast_accum", False))
+        result = str(bound["out_dtype"]).removeprefix("torch.")
+        fast = bool(bound.get("use_fast_accum", False))
         self.scaled[a.shape[0], b.shape[1], a.shape[1], *formats, *scales, result, fast] += 1
 
     def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
@@ -174,7 +178,7 @@ def _members(args: Any) -> tuple[int, int, int]:
     return ranks[0], stride, len(ranks)
 
 
-def our_line() -> str:
+def caller_line() -> str:
     """The nearest line of the package on the stack; autograd's own operations have none."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -27,18 +27,18 @@ def main() -> None:
     for stage in range(PIPE):
         rank = stage * TENSOR * DATA
         for blocks in (False, "block"):
-            seen = process.run(Case(TENSOR * PIPE * DATA, rank, {**LLAMA_70B, "compile": blocks}))
-            if seen["error"]:
-                sys.exit(seen["error"])
-            sizes = [seen[name] / 2**30 for name in ("parameters", "construction", "passes")]
+            report = process.run(Case(TENSOR * PIPE * DATA, rank, {**LLAMA_70B, "compile": blocks}))
+            if report["error"]:
+                sys.exit(report["error"])
+            sizes = [report[name] / 2**30 for name in ("parameters", "construction", "passes")]
             kind = "compiled" if blocks else "eager"
             print(f"{rank:<14}{kind:<10}{sizes[0]:>12.2f}{sizes[1]:>14.2f}{sizes[2]:>8.2f}")
     print(f"\n{'13B, rank of 8':<24}{'construction':>12}{'kept':>14}{'step':>8}   GiB")
     for stage in (1, 2, 3):
-        seen = process.run(Case(8, 0, {**LLAMA_13B, "zero_optimization": {"stage": stage}}, native=True))
-        if seen["error"]:
-            sys.exit(seen["error"])
-        sizes = [seen[name] / 2**30 for name in ("construction", "kept", "peak")]
+        report = process.run(Case(8, 0, {**LLAMA_13B, "zero_optimization": {"stage": stage}}, native=True))
+        if report["error"]:
+            sys.exit(report["error"])
+        sizes = [report[name] / 2**30 for name in ("construction", "kept", "peak")]
         print(f"{f'ZeRO {stage}':<24}{sizes[0]:>12.2f}{sizes[1]:>14.2f}{sizes[2]:>8.2f}")
     process.close()
 

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
-from megatron.data.batch import Batch, collate, share_prefixes
+from megatron.data.batch import Batch, collate
+from megatron.data.preferences.responses import Responses, share_prefixes
 from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
 from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
@@ -42,8 +43,8 @@ EOD = 0
 
 
 def run(case: Case) -> dict[str, Any]:
-    """What the observer saw of a case; `error` names what stopped it and our line."""
-    streams, seen = Streams(), dict[str, Any](error=None)
+    """Returns the observations of a case; `error` names what stopped it and our line."""
+    streams, report = Streams(), dict[str, Any](error=None)
     observer = Observer(streams)
     mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
     with fake_cuda(case.capability, streams), resizes_seen(observer), process_group(case), mistake:
@@ -53,55 +54,57 @@ def run(case: Case) -> dict[str, Any]:
             groups = megatron.mpu.build_groups(**sizes, device=DEVICE, expert=args.expert_parallel_size)
             with FakeTensorMode(), shared_out_evenly(args):
                 if case.native:
-                    _run_native(args, groups, observer, seen)
+                    _run_native(args, groups, observer, report)
                 else:
-                    _run(case, args, groups, observer, seen)
+                    _run(case, args, groups, observer, report)
         except Exception as problem:
-            seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
-    return seen | {"findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
+            report["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
+    return report | {"findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
                    "varlen": observer.varlen,
                    "scaled": [[*call, times] for call, times in observer.scaled.items()]}  # fmt: skip
 
 
-def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
-    """Two whole steps: the first makes gradients and optimizer states, the second is what is seen. kept,
-    peak: bytes before it, and at most within it; parts: bytes that the engine says it keeps."""
+def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, report: dict[str, Any]) -> None:
+    """Runs two steps: the first makes gradients and optimizer states, the second is observed.
+
+    kept, peak: bytes before it, and at most within it; parts: bytes that the engine says it keeps.
+    """
     batches = [make_batch(args, Case(), None)] * args.gradient_accumulation_steps
     with observer:
         engine = build_engine(args, groups, engine=NativeEngine)
-        seen["construction"] = observer.peak
+        report["construction"] = observer.peak
         observer.findings.clear()  # what is copied to the device once; in steps nothing is
         if not args.compile:
             engine.train_step(batches, 1e-4)
     if args.compile:
         engine.train_step(batches, 1e-4)
-        seen["compiled"] = compiled()
+        report["compiled"] = compiled()
     observer.begin_step(args.seq_length)
     with observer:
-        seen["kept"] = observer.live
+        report["kept"] = observer.live
         engine.train_step(batches, 1e-4)
-        seen["peak"] = observer.peak
-    seen["parts"] = {part: sum(map(local_bytes, tensors)) for part, tensors in engine.tensors().items()}
+        report["peak"] = observer.peak
+    report["parts"] = {part: sum(map(local_bytes, tensors)) for part, tensors in engine.tensors().items()}
     if args.compile:
-        seen["compiled again"], seen["calls compiled"] = compiled(), calls_compiled()
+        report["compiled again"], report["calls compiled"] = compiled(), calls_compiled()
 
 
-def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
+def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, report: dict[str, Any]) -> None:
     with observer:
         engine = build_engine(args, groups, engine=ModelStep)
-        seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
-        seen["construction"] = observer.peak
+        report["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
+        report["construction"] = observer.peak
     steps = range(max(1, len(case.documents)))
-    batches = [make_batch(args, case, *(given[i] if given else None for given in (case.documents, case.prefixes)))
+    batches = [make_batch(args, case, *(rows[i] if rows else None for rows in (case.documents, case.prefixes)))
                for i in steps]  # fmt: skip
     if args.compile:
         engine.forward_and_backward(batches[0])
-        seen["compiled"] = compiled()
+        report["compiled"] = compiled()
     observer.begin_step(args.seq_length)
     with observer:
         for batch in batches:
             engine.forward_and_backward(batch)
-            seen["passes"] = observer.peak
+            report["passes"] = observer.peak
             engine.finish()
             if case.validates:
                 engine.token_logprobs([batch])
@@ -110,7 +113,7 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         if case.inference:
             score_and_generate(engine, batches[0])
     if args.compile:
-        seen["compiled again"], seen["calls compiled"] = compiled(), calls_compiled()
+        report["compiled again"], report["calls compiled"] = compiled(), calls_compiled()
 
 
 def local_bytes(tensor: Tensor) -> int:
@@ -138,13 +141,18 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
     values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
-        made = lambda *given, **more: FakeStream(streams)  # noqa: E731
-        stubs = {"Stream": made, "Event": made, "current_stream": lambda *given: streams.current, "stream": streams.on}
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, _value=value, **kwargs: _value))
+        make_stream = lambda *args, **kwargs: FakeStream(streams)  # noqa: E731
+        stubs = {
+            "Stream": make_stream,
+            "Event": make_stream,
+            "current_stream": lambda *args: streams.current,
+            "stream": streams.on,
+        }
         for name, stub in stubs.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
-            stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
+            stack.enter_context(mock.patch.object(torch._C, name, lambda *args: 0, create=True))
         # Seeds are numbers, and generators real.
         for place in ("megatron.mpu.random", "megatron.model.attention.seeded_attention", "megatron.model.moe.router"):
             stack.enter_context(mock.patch(f"{place}.fork_seed", lambda seed, device: contextlib.nullcontext()))
@@ -164,9 +172,10 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
 def shared_out_evenly(args: NeoXArgs) -> Any:
     """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
-    each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
+    rows_per_rank = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
     return mock.patch(
-        "megatron.model.moe.dispatch.read_sizes", lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))
+        "megatron.model.moe.dispatch.read_sizes",
+        lambda counts, peer_counts: ([rows_per_rank] * len(counts), [rows_per_rank] * len(peer_counts)),
     )
 
 
@@ -212,9 +221,9 @@ class ModelStep(EngineBase):
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         init_stage(stage, args, groups, self.dtype)
-        named = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-        self.watch = GradientWatch(list(named), groups.device, most_skips(args))
-        self.watch.watch(list(named.values()))
+        trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        self.watch = GradientWatch(list(trained), groups.device, most_skips(args))
+        self.watch.watch(list(trained.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         stage.train()
 
@@ -228,20 +237,20 @@ class ModelStep(EngineBase):
         self._loss.begin(1 / weight.clamp(min=1.0))
         self.stage.zero_grad()
         hidden = None if self.groups.is_first_stage else self.received(batch)
-        out = self.stage(hidden, batch, partial(self._loss.of, batch=batch))
+        out = self.stage(hidden, batch, partial(self._loss.scaled_loss, batch=batch))
         if isinstance(out, HiddenStates):
             out.hidden_states.backward(torch.empty_like(out.hidden_states))
         else:
             out.backward()
 
     def finish(self) -> None:
-        """What stands between the last backward and the update."""
+        """Runs all work between the last backward and the update."""
         self.watch.judge()
-        cut, whole = [], []
+        sharded, replicated = [], []
         for _, _, param, spec in parameters_with_specs(self.stage, self.args):
-            (whole if spec.axis is None or self.groups.size("tensor") == 1 else cut).append(param)
-        norm = gradient_norm(cut, whole, self.groups) + self.watch.verdict
-        clip_gradients([*cut, *whole], norm, 1.0)
+            (replicated if spec.axis is None or self.groups.size("tensor") == 1 else sharded).append(param)
+        norm = gradient_norm(sharded, replicated, self.groups) + self.watch.verdict
+        clip_gradients([*sharded, *replicated], norm, 1.0)
 
     def received(self, batch: Batch) -> HiddenStates:
         rows, seq = batch.tokens.shape
@@ -270,7 +279,7 @@ def make_batch(
     if case.pairs:
         labels = torch.empty(rows if prefixes is None else len(prefixes))
         responses = torch.empty(batch.tokens.shape, dtype=torch.int64)
-        batch = replace(batch, response_ids=responses, preference_labels=labels, reference_logprobs=labels)
+        batch = replace(batch, method=Responses(responses, labels, labels))
     return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
 
 
@@ -284,7 +293,7 @@ def score_and_generate(engine: ModelStep, batch: Batch) -> None:
     cache, blocks = stage.empty_cache(32, 16), 14
     numbers = partial(torch.zeros, dtype=torch.int64, device=DEVICE)
     for width, positions in ((seq, None), (1, numbers(rows, 1))):
-        view = cache.of(numbers(rows * width), numbers(rows, blocks))
+        view = cache.with_rows(numbers(rows * width), numbers(rows, blocks))
         context = InferenceContext(cache=view, last_tokens=numbers(rows), logit_positions=numbers(rows))
         tokens = numbers(rows, width)
         with torch.no_grad():

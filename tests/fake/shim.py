@@ -30,8 +30,8 @@ def lacking() -> str | None:
 
 def build() -> Path:
     """The library for this torch, compiled for who asks first. Raises RuntimeError with what is lacking."""
-    compile_with = compiler()
-    if (reason := lacking()) is not None or compile_with is None:
+    compiler_path = compiler()
+    if (reason := lacking()) is not None or compiler_path is None:
         raise RuntimeError(reason)
     torch = _torch_folder()
     version = importlib.metadata.version("torch") + sys.implementation.cache_tag
@@ -43,7 +43,7 @@ def build() -> Path:
         if not library.exists():
             unfinished = library.with_suffix(".unfinished")
             arguments = ["-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", f"-L{torch}/lib"]
-            command = [compile_with, *arguments, str(SOURCE), "-o", str(unfinished), "-lc10", "-ltorch_cpu"]
+            command = [compiler_path, *arguments, str(SOURCE), "-o", str(unfinished), "-lc10", "-ltorch_cpu"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

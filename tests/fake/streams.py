@@ -10,51 +10,51 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 Clock = dict[int, int]
-"""Of each stream, by number, how much of its work is known to be done."""
+"""Tracks how much of each stream's work is known to be done."""
 
 
 class Streams:
     """All streams of a case, and who touched which storage last. current: where work goes now."""
 
     def __init__(self) -> None:
-        self._made = 0
+        self._num_streams = 0
         self.current = self.default = FakeStream(self)
         self._written = WeakIdKeyDictionary()  # of a storage (stream, its work's number)
         self._read = WeakIdKeyDictionary()  # Clock of those who read it since
 
     def number(self) -> int:
-        self._made += 1
-        return self._made
+        self._num_streams += 1
+        return self._num_streams
 
     @contextlib.contextmanager
     def on(self, stream: "FakeStream | None") -> Iterator[None]:
         """`torch.cuda.stream`."""
-        before, self.current = self.current, stream or self.current
+        previous, self.current = self.current, stream or self.current
         try:
             yield
         finally:
-            self.current = before
+            self.current = previous
 
     def work(self, func: Any, args: Any, kwargs: Any, output: Any) -> str | None:
         """Note an operation; what it has not waited for, in words."""
         stream, changed = self.current, []
         if isinstance(func, torch._ops.OpOverload):  # others, of functions, change nothing
             schema = func._schema
-            if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
+            if any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns):
                 return None  # a view
-            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+            bound = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
             names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             if schema.name.startswith("c10d::"):  # says of itself that it changes nothing
                 names = [schema.arguments[0].name]
-            changed = [given.get(name) for name in names]
+            changed = [bound.get(name) for name in names]
         written, read = _storages([changed, output]), _storages([args, kwargs])
         number = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         problem = None
         for storage in [*read, *written]:
-            if not stream.knows(*self._written.get(storage, (stream.number, 0))):
+            if not stream.has_waited_for(*self._written.get(storage, (stream.number, 0))):
                 problem = "reads, or writes, what another stream writes, without a wait for it"
         for storage in written:
-            if not all(stream.knows(*other) for other in self._read.get(storage, {}).items()):
+            if not all(stream.has_waited_for(*writer) for writer in self._read.get(storage, {}).items()):
                 problem = "writes what another stream still reads, without a wait for it"
             self._written[storage], self._read[storage] = (stream.number, number), {}
         for storage in read:
@@ -68,12 +68,12 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 class FakeStream:
-    """A stream, or an event: what it knows to be done."""
+    """A stream, or an event: what it has_waited_for to be done."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self.number, self.clock = streams, streams.number(), Clock()
 
-    def knows(self, stream: int, number: int) -> bool:
+    def has_waited_for(self, stream: int, number: int) -> bool:
         """Whether this much of a stream's work is done before what comes now."""
         return self.clock.get(stream, 0) >= number
 

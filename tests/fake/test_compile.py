@@ -31,13 +31,13 @@ CASES: dict[str, Case] = {
 def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
     assert_layout(fake_cuda, [case])
-    seen = compiled(fake_cuda, case, GRAPHS[case.world])
+    report = compiled(fake_cuda, case, GRAPHS[case.world])
     if case.world > 1:  # else the steps that were counted ran eagerly
-        assert seen["kernels"]["_c10d_functional.wait_tensor"] > 0
+        assert report["kernels"]["_c10d_functional.wait_tensor"] > 0
 
 
 @pytest.mark.parametrize("name", with_more(["one", "tp2", "tp2 sp"], "tp2 sp", product=["one", "tp2"]))
-def test_packed_steps_with_validation_between(name: str, fake_cuda: FakeCuda) -> None:
+def test_validation_amid_packed_steps(name: str, fake_cuda: FakeCuda) -> None:
     """However documents lie, and although every batch is validated after its step: the first step's graph."""
     layout: dict[str, Any] = {"one": {}, "tp2": TP2, "tp2 sp": SP2}[name]
     case = Case(2 if layout else 1, 0, {**COMPILE, **PACKED, **layout}, STEPS, validates=True)
@@ -51,15 +51,15 @@ def test_prompts_that_pairs_share_may_change(fake_cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.product)], ids=["eager", "compiled"])
-def test_what_recomputation_runs_again(eager: bool, fake_cuda: FakeCuda) -> None:
+def test_recomputed_kernels(eager: bool, fake_cuda: FakeCuda) -> None:
     """Attention of each block, of every other, or selectively none and no product; kept bytes lie between."""
     selective = {"checkpoint_activations": True, "recompute_granularity": "selective"}
     forms = {"none": {}, "selective": selective, "half": {**RECOMPUTE, "recompute_every": 2}, "full": RECOMPUTE}
     cases = {name: Case(values={**({} if eager else COMPILE), **values}) for name, values in forms.items()}
-    seen = {name: clean(fake_cuda, case) for name, case in cases.items()}
-    counts = {name: one["kernels"]["aten._scaled_dot_product_cudnn_attention"] for name, one in seen.items()}
+    reports = {name: clean(fake_cuda, case) for name, case in cases.items()}
+    counts = {name: report["kernels"]["aten._scaled_dot_product_cudnn_attention"] for name, report in reports.items()}
     assert counts == {"none": LAYERS, "selective": LAYERS, "half": 3 * LAYERS // 2, "full": 2 * LAYERS}
-    products = {name: one["kernels"]["aten.mm"] for name, one in seen.items()}
+    products = {name: report["kernels"]["aten.mm"] for name, report in reports.items()}
     assert products["selective"] == products["none"] < products["half"] < products["full"]
-    peaks = [seen[name]["passes"] for name in ("full", "half", "none")]
-    assert peaks == sorted(peaks) and peaks[0] < seen["selective"]["passes"] < peaks[-1]
+    peaks = [reports[name]["passes"] for name in ("full", "half", "none")]
+    assert peaks == sorted(peaks) and peaks[0] < reports["selective"]["passes"] < peaks[-1]

@@ -22,9 +22,11 @@ QWEN: dict[str, Any] = {
 SHARED_OUT: dict[str, Any] = {"model_parallel_size": TP, "expert_parallel_size": EP, "sequence_parallel": True,
                               "zero_optimization": {"stage": 2}}  # fmt: skip
 # Of one tensor rank: all experts, and of a block all other parameters; elements.
-OF_EXPERTS = EXPERTS * 3 * WIDTH * HIDDEN // TP
-OF_BLOCK = ((HEADS + 2 * KV) * HEAD_DIM * HIDDEN + HEADS * HEAD_DIM * HIDDEN) // TP + 2 * HIDDEN + EXPERTS * HIDDEN
-OF_REST = 2 * VOCAB * HIDDEN // TP + HIDDEN
+EXPERT_ELEMENTS = EXPERTS * 3 * WIDTH * HIDDEN // TP
+BLOCK_ELEMENTS = (
+    ((HEADS + 2 * KV) * HEAD_DIM * HIDDEN + HEADS * HEAD_DIM * HIDDEN) // TP + 2 * HIDDEN + EXPERTS * HIDDEN
+)
+OTHER_ELEMENTS = 2 * VOCAB * HIDDEN // TP + HIDDEN
 ROWS = SEQ * TOP_K // TP  # choices of a micro-batch that are of a tensor rank's experts
 
 
@@ -35,19 +37,21 @@ def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
     return Counter({(*group, 2 * ROWS * HIDDEN): layers * (2 + 2 + 2), (*group, 8 * EXPERTS // TP): layers * 2})
 
 
-def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:
-    collectives = Counter(tuple(one) for one in seen["collectives"])
-    between = {key: number for key, number in collectives.items() if key[3] == "all_to_all"}
-    assert between == derived(rank, layers)
+def assert_step(report: dict[str, Any], rank: int, layers: int) -> None:
+    collectives = Counter(tuple(collective) for collective in report["collectives"])
+    all_to_alls = {key: number for key, number in collectives.items() if key[3] == "all_to_all"}
+    assert all_to_alls == derived(rank, layers)
     # fp32 master weights and two moments: of this rank's experts whole, since it has no replica.
-    experts, dense = layers * OF_EXPERTS // EP, layers * OF_BLOCK + OF_REST
-    kept = 12 * (experts + dense // DP)
-    assert seen["kept"] == pytest.approx(kept, rel=1e-3)
+    experts, dense = layers * EXPERT_ELEMENTS // EP, layers * BLOCK_ELEMENTS + OTHER_ELEMENTS
+    retained_bytes = 12 * (experts + dense // DP)
+    assert report["kept"] == pytest.approx(retained_bytes, rel=1e-3)
     # Backward begins with all weights in bf16 and ends with all gradients in fp32.
-    least = max(2 * (experts + dense), 4 * (experts + dense // DP))
-    block = OF_EXPERTS // EP + OF_BLOCK
-    made = 10 * max(block, OF_REST) + 2 * ROWS * (6 * HIDDEN + 8 * WIDTH) + layers * 2 * SEQ * HIDDEN // TP
-    assert kept + least <= seen["peak"] <= kept + least + made, (seen["peak"] - kept - least) / made
+    min_extra = max(2 * (experts + dense), 4 * (experts + dense // DP))
+    block = EXPERT_ELEMENTS // EP + BLOCK_ELEMENTS
+    max_extra = 10 * max(block, OTHER_ELEMENTS) + 2 * ROWS * (6 * HIDDEN + 8 * WIDTH) + layers * 2 * SEQ * HIDDEN // TP
+    assert retained_bytes + min_extra <= report["peak"] <= retained_bytes + min_extra + max_extra, (
+        report["peak"] - retained_bytes - min_extra
+    ) / max_extra
 
 
 @pytest.mark.parametrize("rank", with_more([0, 3, 6], product=[0, 6]))
@@ -59,11 +63,11 @@ def test_shared_out_over_eight_gpus(rank: int, fake_cuda: FakeCuda) -> None:
 @pytest.mark.timeout(1200)
 def test_30b_over_eight_gpus(fake_cuda: FakeCuda) -> None:
     """The whole model; other ranks see the same (by the layers of the test above)."""
-    seen = clean(fake_cuda, Case(TP * DP, 5, {**QWEN, **SHARED_OUT}, native=True))
-    assert_step(seen, 5, LAYERS)
-    whole = LAYERS * (OF_EXPERTS + OF_BLOCK) + OF_REST
-    assert 29e9 < TP * whole < 32e9
-    assert max(seen["construction"], seen["peak"]) < 80e9 * 0.9
+    report = clean(fake_cuda, Case(TP * DP, 5, {**QWEN, **SHARED_OUT}, native=True))
+    assert_step(report, 5, LAYERS)
+    full_elements = LAYERS * (EXPERT_ELEMENTS + BLOCK_ELEMENTS) + OTHER_ELEMENTS
+    assert 29e9 < TP * full_elements < 32e9
+    assert max(report["construction"], report["peak"]) < 80e9 * 0.9
 
 
 SMALL: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "moe_router_type": "topk",
@@ -80,5 +84,5 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"tp2 sp"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    seen = compiled(fake_cuda, COMPILED[name])
-    assert seen["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"
+    report = compiled(fake_cuda, COMPILED[name])
+    assert report["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"

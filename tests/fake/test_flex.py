@@ -24,17 +24,17 @@ CASES: dict[str, Case] = {
     "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
     "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),
 }  # fmt: skip
-MORE = ("rows, by itself", "sinks, by itself")  # what is not compiled takes a second or two
+FAST_CASES = ("rows, by itself", "sinks, by itself")  # what is not compiled takes a second or two
 
 
-@pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {"documents", *MORE}))
+@pytest.mark.parametrize("name", with_more(CASES, *FAST_CASES, product=CASES.keys() - {"documents", *FAST_CASES}))
 def test_blocks_of_flex_attention(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
-    seen = (compiled if "compile" in case.values else clean)(fake_cuda, case)
+    report = (compiled if "compile" in case.values else clean)(fake_cuda, case)
     calls = LAYERS * max(1, len(case.documents))
-    again = 2 if "recompute" in name else 1
-    assert seen["kernels"]["flex_attention"] == again * calls
-    assert seen["kernels"]["flex_attention_backward"] == calls and not seen["varlen"]
+    num_forwards = 2 if "recompute" in name else 1
+    assert report["kernels"]["flex_attention"] == num_forwards * calls
+    assert report["kernels"]["flex_attention_backward"] == calls and not report["varlen"]
 
 
 @pytest.mark.product

@@ -26,11 +26,11 @@ def linears(tensor: int) -> list[tuple[int, int]]:
 def derived(recipe: str, blocks: int, tensor: int = 1, wgrad: bool = True) -> Counter[tuple[Any, ...]]:
     """Products of a step: of each linear the output, which alone may sum fast, and both gradients."""
     gradient = "e4m3fn" if recipe in ("rowwise", "mxfp8") else "e5m2"
-    counted: Counter[tuple[Any, ...]] = Counter()
-    for out, into in linears(tensor):
-        products = [(TOKENS, out, into, FORWARD, True), (TOKENS, into, out, gradient, False)]
+    products_seen: Counter[tuple[Any, ...]] = Counter()
+    for out, inner in linears(tensor):
+        products = [(TOKENS, out, inner, FORWARD, True), (TOKENS, inner, out, gradient, False)]
         if wgrad:
-            products.append((out, into, TOKENS, gradient, False))
+            products.append((out, inner, TOKENS, gradient, False))
         for rows, columns, summed, kind, fast in products:
             scales: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
             if recipe == "rowwise" and fast:
@@ -38,36 +38,36 @@ def derived(recipe: str, blocks: int, tensor: int = 1, wgrad: bool = True) -> Co
             if recipe == "mxfp8":  # tiles of 128 x 4, flat
                 scales = tuple((-(-lines // 128) * 128 * -(-summed // 128) * 4,) for lines in (rows, columns))  # type: ignore[assignment]
             fast_sums = fast and recipe != "mxfp8"
-            counted[rows, columns, summed, kind, FORWARD, *scales, "bfloat16", fast_sums] += blocks
-    return counted
+            products_seen[rows, columns, summed, kind, FORWARD, *scales, "bfloat16", fast_sums] += blocks
+    return products_seen
 
 
-def seen_products(seen: dict[str, Any]) -> Counter[tuple[Any, ...]]:
-    return Counter({tuple(tuple(x) if isinstance(x, list) else x for x in call): n for *call, n in seen["scaled"]})
+def seen_products(report: dict[str, Any]) -> Counter[tuple[Any, ...]]:
+    return Counter({tuple(tuple(x) if isinstance(x, list) else x for x in call): n for *call, n in report["scaled"]})
 
 
 @pytest.mark.parametrize("recipe", with_more(["tensorwise", "rowwise", "mxfp8", "te"], "te", "rowwise"))
 def test_products_of_inner_blocks(recipe: str, fake_cuda: FakeCuda) -> None:
-    """Those of the first and the last block, of heads and of attention are bf16."""
+    """Products of the first and the last block, of heads and of attention are bf16."""
     capability = (10, 0) if recipe == "mxfp8" else (9, 0)
-    seen = clean(fake_cuda, Case(values={**DEEP, "precision_fp8": recipe}, capability=capability))
-    assert seen_products(seen) == derived(recipe, INNER)
-    plain = fake_cuda.run(Case(values=DEEP))
-    assert plain["scaled"] == []
+    report = clean(fake_cuda, Case(values={**DEEP, "precision_fp8": recipe}, capability=capability))
+    assert seen_products(report) == derived(recipe, INNER)
+    baseline = fake_cuda.run(Case(values=DEEP))
+    assert baseline["scaled"] == []
     # As many products as without FP8.
-    assert _products(seen) == _products(plain)
+    assert _products(report) == _products(baseline)
 
 
-def _products(seen: dict[str, Any]) -> int:
-    kernels = Counter(seen["kernels"])
+def _products(report: dict[str, Any]) -> int:
+    kernels = Counter(report["kernels"])
     return sum(kernels[name] for name in ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten.matmul"))
 
 
 @pytest.mark.more
 def test_keys_of_layers_and_of_weight_gradients(fake_cuda: FakeCuda) -> None:
     keys = {**DEEP, "precision_fp8": "tensorwise", "te_fp8_wgrad": False, "num_layers_at_start_in_bf16": 3}
-    seen = clean(fake_cuda, Case(values={**keys, "num_layers_at_end_in_bf16": 0}))
-    assert seen_products(seen) == derived("tensorwise", 1, wgrad=False)
+    report = clean(fake_cuda, Case(values={**keys, "num_layers_at_end_in_bf16": 0}))
+    assert seen_products(report) == derived("tensorwise", 1, wgrad=False)
 
 
 @pytest.mark.parametrize("name", with_more(["tp2", "tp2 sp", "recompute"], product=["tp2", "recompute"]))
@@ -77,11 +77,11 @@ def test_layouts(name: str, fake_cuda: FakeCuda) -> None:
     tensor = keys.get("model_parallel_size", 1)
     case = Case(tensor, tensor - 1, {**DEEP, **keys, "precision_fp8": "tensorwise"})
     assert_layout(fake_cuda, [case])
-    expected, found = derived("tensorwise", INNER, tensor), seen_products(fake_cuda.run(case))
+    expected, products = derived("tensorwise", INNER, tensor), seen_products(fake_cuda.run(case))
     if name == "recompute":
-        assert found.keys() == expected.keys() and found.total() > expected.total()
+        assert products.keys() == expected.keys() and products.total() > expected.total()
     else:
-        assert found == expected
+        assert products == expected
 
 
 COMPILED: dict[str, Case] = {
@@ -97,5 +97,5 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"te, ZeRO 3"}))
 def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
-    """Of blocks in bf16, in FP8 with scales as inputs, of logits two (over ranks three), for any scales."""
+    """bf16 blocks have one graph, FP8 blocks (scales are inputs) one, logits two (three over ranks)."""
     compiled(fake_cuda, COMPILED[name], graphs=5 if "tp2" in name else 4)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.posttrain import CUT
+from benchmarks.posttrain import MAX_LENGTH
 from benchmarks.posttrain import SHAPES as PAIR_SHAPES
 from benchmarks.train_throughput import keys_of, parse
 from tests.fake.checks import clean
@@ -33,18 +33,18 @@ def starts(keys: dict[str, Any], mean: int) -> list[list[int]]:
 
 def pairs_of_400m() -> dict[str, Any]:
     """A pair of the longest answers, a row each."""
-    shape, seq = PAIR_SHAPES["400M"], CUT - SHORTER
+    shape, seq = PAIR_SHAPES["400M"], MAX_LENGTH - SHORTER
     return {**DPO, "num_layers": shape["layers"], "hidden_size": shape["hidden"], "num_attention_heads": shape["heads"],
             "intermediate_size": shape["ffn"], "padded_vocab_size": shape["vocab"], "seq_length": seq,
             "max_position_embeddings": seq}  # fmt: skip
 
 
-PLAIN, PACKED = "aten._scaled_dot_product_cudnn_attention_backward", "torch_attn._varlen_attn_backward"
+CUDNN_BACKWARD, PACKED = "aten._scaled_dot_product_cudnn_attention_backward", "torch_attn._varlen_attn_backward"
 SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
-    "1.4B": (step_of("--shape", "1.4B"), None, PLAIN),
+    "1.4B": (step_of("--shape", "1.4B"), None, CUDNN_BACKWARD),
     "1.4B packed": (step_of("--shape", "1.4B", "--documents", "512", "--only", "native"), 512, PACKED),
-    "7B shape": (step_of("--shape", "7B-8layers", "--style", "llama"), None, PLAIN),
-    "DPO of 400M": (pairs_of_400m(), None, PLAIN),
+    "7B shape": (step_of("--shape", "7B-8layers", "--style", "llama"), None, CUDNN_BACKWARD),
+    "DPO of 400M": (pairs_of_400m(), None, CUDNN_BACKWARD),
 }
 
 
@@ -53,10 +53,10 @@ SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
 def test_the_step_fits(name: str, fake_cuda: FakeCuda) -> None:
     keys, mean, kernel = SHAPES[name]
     documents = [] if mean is None else [starts(keys, mean)]
-    seen = clean(fake_cuda, Case(values=keys, documents=documents, pairs="train_impl" in keys))
-    assert seen["kernels"][kernel] == keys["num_layers"]
-    state = STATE_BYTES * seen["parameters"] / 2
-    assert seen["passes"] + state < MEMORY, f"{(seen['passes'] + state) / 1e9:.0f} GB"
+    report = clean(fake_cuda, Case(values=keys, documents=documents, pairs="train_impl" in keys))
+    assert report["kernels"][kernel] == keys["num_layers"]
+    state = STATE_BYTES * report["parameters"] / 2
+    assert report["passes"] + state < MEMORY, f"{(report['passes'] + state) / 1e9:.0f} GB"
     if mean is not None:
         count = sum(map(len, documents[0]))
-        assert {call["documents"] < 2 * count for call in seen["varlen"]} == {True}
+        assert {call["documents"] < 2 * count for call in report["varlen"]} == {True}

@@ -52,7 +52,7 @@ def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
 def big_ranks() -> list[int]:
     """The first, the last, one in the middle and two more; each with its neighbour in the tensor group."""
     chosen = [0, BIG_WORLD - 1, BIG_WORLD // 2, *random.Random(18).sample(range(BIG_WORLD), 2)]
-    return sorted({rank for one in chosen for rank in (one, one ^ 1)})
+    return sorted({rank for chosen_rank in chosen for rank in (chosen_rank, chosen_rank ^ 1)})
 
 
 @pytest.mark.parametrize("ranks", [(0, 1023), pytest.param(big_ranks(), marks=pytest.mark.product)])
@@ -62,8 +62,8 @@ def test_ranks_of_a_thousand(ranks: list[int], fake_cuda: FakeCuda) -> None:
 
 def test_attention_kernels(fake_cuda: FakeCuda) -> None:
     """Whole rows run on one fused kernel a layer; windows on the varlen one, without masks."""
-    plain, windows = clean(fake_cuda, Case()), clean(fake_cuda, Case(values=WINDOW))
-    assert plain["kernels"]["aten._scaled_dot_product_cudnn_attention_backward"] == LAYERS
+    causal, windows = clean(fake_cuda, Case()), clean(fake_cuda, Case(values=WINDOW))
+    assert causal["kernels"]["aten._scaled_dot_product_cudnn_attention_backward"] == LAYERS
     assert windows["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS
     assert {(call["documents"], call["longest"]) for call in windows["varlen"]} == {(MICRO_BATCH, SEQ)}
 
@@ -81,14 +81,14 @@ def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> 
 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:
     """Recomputation keeps blocks' inputs and one's insides; sequence parallelism parts between linears."""
-    plain, recomputed = (fake_cuda.run(Case(values={"num_layers": 4, **keys})) for keys in ({}, RECOMPUTE))
+    baseline, recomputed = (fake_cuda.run(Case(values={"num_layers": 4, **keys})) for keys in ({}, RECOMPUTE))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
-    weights_and_gradients = 2 * plain["parameters"]
-    inside = (plain["passes"] - weights_and_gradients) / 4
-    assert recomputed["passes"] <= weights_and_gradients + 4 * hidden + 2 * inside
-    cut, by_sequence = fake_cuda.run(Case(2, 1, TP2)), fake_cuda.run(Case(2, 1, SP2))
+    weights_and_gradients = 2 * baseline["parameters"]
+    block_bytes = (baseline["passes"] - weights_and_gradients) / 4
+    assert recomputed["passes"] <= weights_and_gradients + 4 * hidden + 2 * block_bytes
+    tensor_parallel, sequence_parallel = fake_cuda.run(Case(2, 1, TP2)), fake_cuda.run(Case(2, 1, SP2))
     # Of each block at least both inputs of the norms and both sums, [seq, batch, hidden] in bf16.
-    assert by_sequence["passes"] <= cut["passes"] - LAYERS * 4 * hidden / 2
+    assert sequence_parallel["passes"] <= tensor_parallel["passes"] - LAYERS * 4 * hidden / 2
 
 
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
@@ -110,23 +110,25 @@ def test_prompts_that_pairs_share(values: dict[str, Any], kernel: str, fake_cuda
 def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     """After a step, log-probabilities of its rows, then their tokens into a cache and one token more."""
     case = Case(2, 1, TP2, inference=True)
-    seen = clean(fake_cuda, case)
+    report = clean(fake_cuda, case)
     hidden, forward = 2 * SEQ * MICRO_BATCH * HIDDEN, 2 * LAYERS + 1
-    more = Counter({(0, 1, 2, "all_reduce", hidden): 2 * forward})  # the rows scored, and read into the cache
-    more[0, 1, 2, "all_reduce", 2 * MICRO_BATCH * HIDDEN] = forward  # one token a row
-    more[0, 1, 2, "all_gather", 2 * 3 * 4 * SEQ * MICRO_BATCH] = 1  # cross-entropy, as in training
-    more[0, 1, 2, "all_gather", 2 * MICRO_BATCH * VOCAB] = 2  # the last logits of each row, bf16
-    assert Counter(map(tuple, seen["collectives"])) == derived(case) + more
+    extra_collectives = Counter(
+        {(0, 1, 2, "all_reduce", hidden): 2 * forward}
+    )  # the rows scored, and read into the cache
+    extra_collectives[0, 1, 2, "all_reduce", 2 * MICRO_BATCH * HIDDEN] = forward  # one token a row
+    extra_collectives[0, 1, 2, "all_gather", 2 * 3 * 4 * SEQ * MICRO_BATCH] = 1  # cross-entropy, as in training
+    extra_collectives[0, 1, 2, "all_gather", 2 * MICRO_BATCH * VOCAB] = 2  # the last logits of each row, bf16
+    assert Counter(map(tuple, report["collectives"])) == derived(case) + extra_collectives
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.product)], ids=["eager", "compiled"])
-def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("overrides", [{}, pytest.param(COMPILE, marks=pytest.mark.product)], ids=["eager", "compiled"])
+def test_async_tensor_parallel(overrides: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Linears gather with one product and scatter with another, columns gather again; no more differs."""
-    values = {**SP2, **more, "async_tensor_parallel": True}
-    seen, without = clean(fake_cuda, Case(2, 1, values)), derived(Case(2, 1, SP2))
+    values = {**SP2, **overrides, "async_tensor_parallel": True}
+    report, expected = clean(fake_cuda, Case(2, 1, values)), derived(Case(2, 1, SP2))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
     for kind in ("all_gather", "reduce_scatter"):
-        without[0, 1, 2, kind, hidden] -= 4 * LAYERS
-    assert Counter(map(tuple, seen["collectives"])) == without
+        expected[0, 1, 2, kind, hidden] -= 4 * LAYERS
+    assert Counter(map(tuple, report["collectives"])) == expected
     for kernel in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-        assert seen["kernels"][f"symm_mem.{kernel}"] == 4 * LAYERS
+        assert report["kernels"][f"symm_mem.{kernel}"] == 4 * LAYERS

@@ -27,7 +27,7 @@ INNER, RANK = HEADS * HEAD_DIM, HIDDEN // 16
 SHARED = 2 * GROUPS * STATE
 MAMBA2 = (HIDDEN * (2 * INNER + SHARED + HEADS) + 5 * (INNER + SHARED) + INNER * HIDDEN + INNER + HEADS) // 2
 MAMBA = (HIDDEN * 2 * INNER + 5 * INNER + INNER * (RANK + 2 * STATE) + INNER * RANK + INNER + INNER * HIDDEN) // 2
-OTHERS = (4 * HIDDEN**2 + 3 * HIDDEN * 512 + 2 * VOCAB * HIDDEN) // 2 + 5 * HIDDEN
+OTHER_ELEMENTS = (4 * HIDDEN**2 + 3 * HIDDEN * 512 + 2 * VOCAB * HIDDEN) // 2 + 5 * HIDDEN
 IN_FP32 = (2 * HEADS + INNER * STATE + INNER) // 2
 
 
@@ -46,7 +46,7 @@ def derived() -> Counter[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", with_more(CASES, "tp2", product=["packed", "ZeRO 3"]))  # half a minute each
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    seen = compiled(fake_cuda, CASES[name])
+    report = compiled(fake_cuda, CASES[name])
     if name == "tp2":
-        assert Counter(tuple(one) for one in seen["collectives"]) == derived()
-        assert seen["parameters"] == 2 * (MAMBA2 + MAMBA + OTHERS) + 4 * IN_FP32
+        assert Counter(tuple(collective) for collective in report["collectives"]) == derived()
+        assert report["parameters"] == 2 * (MAMBA2 + MAMBA + OTHER_ELEMENTS) + 4 * IN_FP32

@@ -8,7 +8,7 @@ from megatron.generation import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
 from tests.model.runs import MODELS
-from tests.model.stages import groups_of, random_weights, small, stage_with
+from tests.model.stages import groups_of, make_stage, random_weights, small
 
 POSITIONS = 128
 _ALL = {"norm": "rmsnorm", "pos_emb": "none", "no_weight_tying": True, "max_position_embeddings": POSITIONS}
@@ -17,16 +17,16 @@ _KINDS = ["mamba", "attention", "mamba2", "mlp", "flash"]
 MAMBA: dict[str, Any] = {**_ALL, "attention_config": [[["mamba"], 4]], "num_layers": 4}
 MAMBA_2: dict[str, Any] = {**MAMBA, **_HEADS, "attention_config": [[["mamba2"], 4]]}
 # One head of keys, one group of heads: tensor ranks share them.
-_ONE = {"num_kv_heads": 1, "mamba_num_groups": 1}
-HYBRID = {**MAMBA_2, **_ONE, "attention_config": _KINDS, "num_layers": 5, "pos_emb": "rotary"}
+_SHARED_HEADS = {"num_kv_heads": 1, "mamba_num_groups": 1}
+HYBRID = {**MAMBA_2, **_SHARED_HEADS, "attention_config": _KINDS, "num_layers": 5, "pos_emb": "rotary"}
 STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID}
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
 UNTIED |= {name: {**values, "max_position_embeddings": 32} for name, values in STATE_MODELS.items()}
 
 
-class Few(CharLevelTokenizer):
-    """Of fewer tokens, so that the end of document comes now and then."""
+class SmallTokenizer(CharLevelTokenizer):
+    """A tokenizer of few tokens, so that the end of document is sampled now and then."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -37,6 +37,6 @@ def random_model(values: dict[str, Any], world_size: int = 1, tokens: int = 10, 
     args = for_inference(small(**values).for_world(world_size))
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.params_dtype]
-    stage = stage_with(args, random_weights(args), groups).to(dtype)
+    stage = make_stage(args, random_weights(args), groups).to(dtype)
     stage.dtype = dtype
-    return Model(args, groups, Few(tokens), stage, dtype, columns)
+    return Model(args, groups, SmallTokenizer(tokens), stage, dtype, columns)

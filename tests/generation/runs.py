@@ -42,7 +42,7 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [tokens[i : i + n].tolist() for i, n in enumerate(lengths)]
 
 
-GIVEN = prompts([1, 6, 17, 32])
+GOLDEN_PROMPTS = prompts([1, 6, 17, 32])
 
 
 def model_of(args: NeoXArgs) -> Model:
@@ -58,22 +58,24 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
 
 def greedy(rank: int, world_size: int, runs: Sequence[str],
            changes: Mapping[str, Any]) -> list[tuple[list[Completion], Tensor]]:  # fmt: skip
-    """For the pool: of each run, 32 tokens after `GIVEN`, log-probabilities of the first `[rows, vocab]`."""
+    """For the pool: of each run, 32 tokens after `GOLDEN_PROMPTS`, first log-probs `[rows, vocab]`."""
     outputs = []
     for run in runs:
         model = golden_model(run, changes)
-        completions = complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))
+        completions = complete(
+            model, GOLDEN_PROMPTS, SamplingParams(), maximum_tokens=32, seeds=range(len(GOLDEN_PROMPTS))
+        )
         vocab = model.tokenizer.vocab_size
-        requests = [Request(prompt, maximum_tokens=1, logprobs=vocab) for prompt in GIVEN]
-        first = [dict(events[0].logprobs[0].top) for events in answers(Batcher(model), requests)]
-        outputs.append((completions, torch.tensor([[row[i] for i in range(vocab)] for row in first])))
+        requests = [Request(prompt, maximum_tokens=1, logprobs=vocab) for prompt in GOLDEN_PROMPTS]
+        first_logprobs = [dict(events[0].logprobs[0].top) for events in answers(Batcher(model), requests)]
+        outputs.append((completions, torch.tensor([[row[i] for i in range(vocab)] for row in first_logprobs])))
     return outputs
 
 
-def answers(batcher: Batcher, requests: Sequence[Request], late: Sequence[Request] = ()) -> list[list[Event]]:
+def answers(batcher: Batcher, requests: Sequence[Request], late_requests: Sequence[Request] = ()) -> list[list[Event]]:
     """The events of each; the late ones come one by one while the first run."""
     events: dict[int, list[Event]] = {}
-    ids, left = [batcher.add(request) for request in requests], list(late)
+    ids, left = [batcher.add(request) for request in requests], list(late_requests)
     while batcher.busy or left:
         for event in batcher.step():
             events.setdefault(event.id, []).append(event)
@@ -89,8 +91,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[GeneratedSample]:
     """For the pool: `sample` of a golden run with the configuration's temperature."""
     model = golden_model(run, {"maximum_tokens": 24, **changes})
-    given = [Prompt(str(i), tokens) for i, tokens in enumerate(prompts([3, 9, 1, 30, 12]))]
-    return generate_samples(model, given, QUIET)
+    sample_prompts = [Prompt(str(i), tokens) for i, tokens in enumerate(prompts([3, 9, 1, 30, 12]))]
+    return generate_samples(model, sample_prompts, QUIET)
 
 
 def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -> list[Completion]:
@@ -100,12 +102,14 @@ def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -
 
 
 def command(rank: int, world_size: int, argv: Sequence[str], script: str = "generate.py",
-            typed: str | None = None) -> tuple[int, str, str]:  # fmt: skip
-    """For the pool: a script as typed, without a process group made before; exit code, stdout, stderr. typed:
-    what a pipe, the standard input of rank 0, brings."""
-    if typed is not None and rank == 0:
+            stdin_text: str | None = None) -> tuple[int, str, str]:  # fmt: skip
+    """For the pool: runs a script without a process group; returns exit code, stdout, stderr.
+
+    stdin_text: the content of a pipe that is the standard input of rank 0.
+    """
+    if stdin_text is not None and rank == 0:
         reader, writer = os.pipe()
-        os.write(writer, typed.encode())
+        os.write(writer, stdin_text.encode())
         os.close(writer)
         sys.stdin = open(reader)
     out, err = io.StringIO(), io.StringIO()
@@ -116,6 +120,6 @@ def command(rank: int, world_size: int, argv: Sequence[str], script: str = "gene
 
 
 def run_script(*argv: object, ranks: int = 1, script: str = "generate.py",
-               typed: str | None = None) -> tuple[int, str, str]:  # fmt: skip
+               stdin_text: str | None = None) -> tuple[int, str, str]:  # fmt: skip
     """`command` on ranks of the pool; what it is on rank 0."""
-    return run_ranks(command, ranks, [str(word) for word in argv], script, typed, init=False, timeout=600)[0]
+    return run_ranks(command, ranks, [str(word) for word in argv], script, stdin_text, init=False, timeout=600)[0]

@@ -19,13 +19,13 @@ TOKENS = 12
 
 
 class Adapted(NamedTuple):
-    """base, folder: HuggingFace's folder and peft's. imported, alone: the same in ours."""
+    """base, folder: HuggingFace's folder and peft's. imported, adapters: the same in ours."""
 
     model: Any
     base: Path
     folder: Path
     imported: Path
-    alone: Path
+    adapters: Path
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
     keys = [f"maximum_tokens={TOKENS}", "temperature=0", f"log_dir={tmp_path}/logs"]
     out = ["-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")]
-    ended = run_ranks(command, ranks, [*words, *out, "--set", "text_gen_type=input-file", *keys], init=False)
-    assert [code for code, _, _ in ended] == [0] * ranks, ended
+    results = run_ranks(command, ranks, [*words, *out, "--set", "text_gen_type=input-file", *keys], init=False)
+    assert [code for code, _, _ in results] == [0] * ranks, results
     return [line["text"] for line in lines(tmp_path / "out.jsonl")]
 
 
@@ -56,27 +56,34 @@ def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks:
     words = ["--hf-model", str(adapted.base), *layout]
     assert generated(tmp_path, ranks, *words, "--adapter", str(adapted.folder)) == expected
     half = [f"{adapted.folder}=0.5", f"{adapted.folder}=0.5"]
-    assert generated(tmp_path, ranks, *words, *(word for one in half for word in ("--adapter", one))) == expected
+    assert (
+        generated(tmp_path, ranks, *words, *(word for adapter in half for word in ("--adapter", adapter))) == expected
+    )
 
-    alone = adapted.alone
-    words = [str(alone / "configs" / "adapter.yml"), "--set", f"vocab_file={adapted.base}/tokenizer.json", *layout[1:]]
+    adapters_path = adapted.adapters
+    words = [
+        str(adapters_path / "configs" / "adapter.yml"),
+        "--set",
+        f"vocab_file={adapted.base}/tokenizer.json",
+        *layout[1:],
+    ]
     words += ["tokenizer_type=HFTokenizer"]
-    assert generated(tmp_path, ranks, *words, f"load={alone.parent}") == expected
-    beside = ["lora=null", f"load={adapted.imported.parent}", "--adapter", str(alone)]
-    assert generated(tmp_path, ranks, *words, *beside) == expected
+    assert generated(tmp_path, ranks, *words, f"load={adapters_path.parent}") == expected
+    separate_words = ["lora=null", f"load={adapted.imported.parent}", "--adapter", str(adapters_path)]
+    assert generated(tmp_path, ranks, *words, *separate_words) == expected
 
 
 def test_ask_opens_adapters_by_every_name(adapted: Adapted) -> None:
-    alone, expected = adapted.alone, asking.theirs(adapted.model, asking.QUESTIONS[0], None)
-    names = [["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(alone.parent)],
-             ["--model", str(adapted.imported), "--adapter", str(alone)],
+    adapters_path, expected = adapted.adapters, asking.hf_answer(adapted.model, asking.QUESTIONS[0], None)
+    names = [["--model", str(adapted.folder)], ["--model", str(adapters_path)], ["--model", str(adapters_path.parent)],
+             ["--model", str(adapted.imported), "--adapter", str(adapters_path)],
              ["--model", str(adapted.base), "--adapter", str(adapted.folder)]]  # fmt: skip
     for words in names:
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)
         assert json.loads(out)["answers"][0]["answer"] == expected, words
-    for model, adapter, facts in ((alone, adapted.folder, "holds adapters itself"),
-                                  (adapted.base, alone, "trained on other weights than"),
+    for model, adapter, facts in ((adapters_path, adapted.folder, "has its own adapters; name its base"),
+                                  (adapted.base, adapters_path, "trained on other weights than"),
                                   (adapted.base, adapted.base, "holds no adapters")):  # fmt: skip
         code, _, err = asking.run("--model", str(model), "--adapter", str(adapter), "q")
         assert code == 1 and facts in err

@@ -16,37 +16,39 @@ from megatron.generation.model import Model
 from megatron.generation.samples import GeneratedSample, Prompt, generate_samples
 from megatron.generation.scoring.logprobs import score
 from megatron.model.init import stage_parameters
-from tests.generation.runs import GIVEN, LAYOUTS, QUIET, golden_model, sampled, written
+from tests.generation.runs import GOLDEN_PROMPTS, LAYOUTS, QUIET, golden_model, sampled, written
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
 SAMPLED = {"temperature": 0.9, "top_k": 100, "top_p": 0.95}
-ONE = LAYOUTS["one process"][1]
+ONE_PROCESS = LAYOUTS["one process"][1]
 
 
-def rows(found: Any) -> list[tuple]:
-    """What must not depend on the layout: everything but time."""
-    return [(s.context, s.text, s.length, s.finished, s.message) for s in found]
+def rows(generated: Any) -> list[tuple]:
+    """Returns every field that must not depend on the layout: all but time."""
+    return [(s.context, s.text, s.length, s.finished, s.message) for s in generated]
 
 
 def test_samples_are_the_same_in_every_layout() -> None:
     run = "llama_pp1_mp1"
-    one, other = (run_ranks(sampled, 1, run, {**ONE, **SAMPLED, **seed})[0] for seed in ({}, {"seed": 1}))
-    assert rows(one) != rows(other), "the seed must matter"
-    assert len({s.text for s in one}) == 5
+    expected, reseeded = (
+        run_ranks(sampled, 1, run, {**ONE_PROCESS, **SAMPLED, **seed})[0] for seed in ({}, {"seed": 1})
+    )
+    assert rows(expected) != rows(reseeded), "the seed must matter"
+    assert len({s.text for s in expected}) == 5
     for name in ("tp2+sp", "pp2", "dp2", "tp2 x pp2"):
         ranks, layout = LAYOUTS[name]
         for everyone in run_ranks(sampled, ranks, run, {**layout, **SAMPLED}):
-            assert rows(everyone) == rows(one), name
+            assert rows(everyone) == rows(expected), name
 
 
 def shared_out(rank: int, world_size: int) -> int:
     """For the pool: how many rows this rank ran."""
     ran = []
 
-    def counting(model: Model, prompts: Any, *rest: Any, **more: Any) -> list[Completion]:
+    def counting(model: Model, prompts: Any, *args: Any, **kwargs: Any) -> list[Completion]:
         ran.append(len(prompts))
-        return complete(model, prompts, *rest, **more)
+        return complete(model, prompts, *args, **kwargs)
 
     samples.complete = counting  # type: ignore[attr-defined] # this process is the pool's throw-away fork
     sampled(rank, world_size, "neox_pp1_mp1", LAYOUTS["dp2"][1])
@@ -60,25 +62,27 @@ def test_data_parallel_ranks_share_the_prompts() -> None:
 def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[list[GeneratedSample], list[list[float]]]:
     """For the pool: sampled texts with log-probabilities, and those that scoring finds."""
     model = golden_model("neox_pp1_mp1", {**layout, "temperature": 0.7, "maximum_tokens": 5, "return_logprobs": 2})
-    generated = generate_samples(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
-    written = [[one["token"] for one in each.logprobs or ()] for each in generated]
-    return generated, [one.logprobs for one in score(model, list(zip(GIVEN, written, strict=True)))]
+    generated = generate_samples(model, [Prompt("", prompt, None) for prompt in GOLDEN_PROMPTS], QUIET)
+    written = [[entry["token"] for entry in sample.logprobs or ()] for sample in generated]
+    return generated, [entry.logprobs for entry in score(model, list(zip(GOLDEN_PROMPTS, written, strict=True)))]
 
 
 @pytest.mark.parametrize("name", ["one process", "tp2 x pp2"])
 def test_log_probabilities_are_those_of_scoring(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     for generated, expected in run_ranks(reported, ranks, layout):
-        for each, logprobs in zip(generated, expected, strict=True):
-            assert each.logprobs is not None and len(each.logprobs) == each.length > 0
-            assert [one["logprob"] for one in each.logprobs] == pytest.approx(logprobs, abs=1e-5)
-            assert all(len(one["top"]) == 2 and one["top"][0][1] >= one["logprob"] - 1e-6 for one in each.logprobs)
-            assert list(json.loads(each.line()))[-1] == "logprobs"
+        for sample, logprobs in zip(generated, expected, strict=True):
+            assert sample.logprobs is not None and len(sample.logprobs) == sample.length > 0
+            assert [entry["logprob"] for entry in sample.logprobs] == pytest.approx(logprobs, abs=1e-5)
+            assert all(
+                len(entry["top"]) == 2 and entry["top"][0][1] >= entry["logprob"] - 1e-6 for entry in sample.logprobs
+            )
+            assert list(json.loads(sample.line()))[-1] == "logprobs"
 
 
 def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[Event]]:
     """For the pool: greedy and sampled tokens of a model whose head prefers the given vocabulary rows."""
-    model = golden_model("neox_pp1_mp1", ONE)
+    model = golden_model("neox_pp1_mp1", ONE_PROCESS)
     param = {f"{layer}.{name}": value for layer, name, value in stage_parameters(model.stage)}
     with torch.no_grad():
         param["7.norm.weight"].zero_()
@@ -87,7 +91,9 @@ def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list
         for token, value in bias.items():
             param["8.final_linear.weight"][token] = value
     events: list[Event] = []
-    done = complete(model, GIVEN, SamplingParams(1.0), maximum_tokens=4, seeds=range(4), on_event=events.append)
+    done = complete(
+        model, GOLDEN_PROMPTS, SamplingParams(1.0), maximum_tokens=4, seeds=range(4), on_event=events.append
+    )
     return [c.tokens for c in done], [c.finished for c in done], events
 
 
@@ -106,7 +112,7 @@ def test_the_end_of_document_ends_a_row() -> None:
 
 def unstarted(rank: int, world_size: int) -> list[GeneratedSample]:
     """For the pool: a prompt whose greedy continuation is the end of the document, for transformers too."""
-    return generate_samples(golden_model("llama_pp1_mp1", ONE), [Prompt("g", GIVEN[0], "cut")], QUIET)
+    return generate_samples(golden_model("llama_pp1_mp1", ONE_PROCESS), [Prompt("g", GOLDEN_PROMPTS[0], "cut")], QUIET)
 
 
 def test_a_sample_that_does_not_start_says_so() -> None:
@@ -143,7 +149,7 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
     content = bytearray(layer.read_bytes())
     content[len(content) // 2] ^= 1
     layer.write_bytes(content)
-    values = {**own_run, **ONE, "load": str(tmp_path), "iteration": 2}
+    values = {**own_run, **ONE_PROCESS, "load": str(tmp_path), "iteration": 2}
     with pytest.raises(AssertionError, match=rf"{DamagedError.__name__}: .*layer_03-model_01.*\(checksum\)"):
         run_ranks(written, 1, values, 1)
 
@@ -156,4 +162,4 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
 ])  # fmt: skip
 def test_weights_of_another_model_are_refused(own_run: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        run_ranks(written, 1, {**own_run, **ONE, **changes}, 1)
+        run_ranks(written, 1, {**own_run, **ONE_PROCESS, **changes}, 1)

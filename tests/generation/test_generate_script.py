@@ -52,38 +52,40 @@ def test_unconditional_without_an_optimizer_or_deepspeed(words: list[str], tmp_p
 def test_two_ranks_write_the_file_that_one_writes(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Once upon a time\n\n  The cat \nA")
     argv = [*words, "text_gen_type=input-file", "-i", f"{tmp_path}/in.txt"]
-    two = run_ranks(command, 2, [*argv, "--set", "pipe_parallel_size=2", "sample_output_file=null"], init=False)
-    assert [(code, err) for code, _, err in two] == [(0, "")] * 2
-    assert two[1][1] == "", "only rank 0 speaks"
+    outputs = run_ranks(command, 2, [*argv, "--set", "pipe_parallel_size=2", "sample_output_file=null"], init=False)
+    assert [(code, err) for code, _, err in outputs] == [(0, "")] * 2
+    assert outputs[1][1] == "", "only rank 0 speaks"
     samples = lines(tmp_path / "in.txt.output.jsonl")
     assert [sample["context"] for sample in samples] == ["Once upon a time", "The cat", "A"]
     assert all(sample["text"] for sample in samples)
     assert run(*argv, "-o", f"{tmp_path}/one.jsonl")[0] == 0
-    for sample in (one := lines(tmp_path / "one.jsonl")) + samples:
+    for sample in (single_rank := lines(tmp_path / "one.jsonl")) + samples:
         del sample["duration_seconds"]
-    assert one == samples
+    assert single_rank == samples
 
 
 def test_prompt_end_and_long_contexts(words: list[str], tmp_path: Path) -> None:
     long = "the quick brown fox " * 20
     (tmp_path / "in.txt").write_text(f"two\nlines<END>{long}<END>  <END>")
-    more = ["text_gen_type=input-file", "prompt_end=<END>", "temperature=0", "top_k=3", "maximum_tokens=60"]
-    code, out, err = run(*words, *more, "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl")
+    overrides = ["text_gen_type=input-file", "prompt_end=<END>", "temperature=0", "top_k=3", "maximum_tokens=60"]
+    code, out, err = run(*words, *overrides, "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl")
     assert (code, err) == (0, "")
     assert "top_k" in out and "temperature 0" in out
-    first, second = lines(tmp_path / "out.jsonl")
+    short_sample, long_sample = lines(tmp_path / "out.jsonl")
     tokens = len(HFTokenizer(TOKENIZER).tokenize(long.strip()))
-    assert (first["context"], second["context"]) == ("two\nlines", long.strip()) and second["length"] <= 60
-    assert second["message"].startswith("WARNING: ") and f" 4 of the context's {tokens} " in second["message"]
+    assert (short_sample["context"], long_sample["context"]) == ("two\nlines", long.strip()) and long_sample[
+        "length"
+    ] <= 60
+    assert long_sample["message"].startswith("WARNING: ") and f" 4 of the context's {tokens} " in long_sample["message"]
     assert "2 of 2 prompts are too long" in out
     files = ["-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/skipped.jsonl"]
-    more = [*more, "maximum_tokens=40"]
-    code, out, _ = run(*words, *more, "eval_overlong=skip", *files)
+    overrides = [*overrides, "maximum_tokens=40"]
+    code, out, _ = run(*words, *overrides, "eval_overlong=skip", *files)
     assert code == 0 and "1 of 2 prompts are too long" in out and "skipped" in out
-    kept, skipped = lines(tmp_path / "skipped.jsonl")
-    assert kept["text"] and kept["message"] is None and skipped["context"] == long.strip()
+    short_sample, skipped = lines(tmp_path / "skipped.jsonl")
+    assert short_sample["text"] and short_sample["message"] is None and skipped["context"] == long.strip()
     assert skipped["text"] is None and "eval_overlong: skip" in skipped["message"]
-    code, _, err = run(*words, *more, "eval_overlong=refuse", *files)
+    code, _, err = run(*words, *overrides, "eval_overlong=refuse", *files)
     assert code == 1 and "sample_input_file: 1 prompts" in err and "number 2" in err
 
 

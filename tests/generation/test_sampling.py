@@ -41,16 +41,20 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     logits[:, 5], logits[:, 3] = 9.0, 1.0  # the first is one of the ends
     samplings = [SamplingParams(logit_bias=tuple(bias.items())), SamplingParams(), SamplingParams()]
     tokens = [[1, 2], [1, 2], [1, 2]]
-    least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
-    sampler = TokenSampler(samplings, [(2, sequence) for sequence in tokens], VOCAB, torch.device("cpu"), least)
+    minimum_lengths = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
+    sampler = TokenSampler(
+        samplings, [(2, sequence) for sequence in tokens], VOCAB, torch.device("cpu"), minimum_lengths
+    )
     biased = transformers.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     for _ in range(4):
         expected = []
         for row, sequence in enumerate(tokens):
             ids, scores = torch.tensor([sequence]), logits[row : row + 1].clone()
             scores = biased(ids, scores) if row == 0 else scores
-            ends = [end for end in least[row][1] if end < VOCAB]
-            least_of_row = transformers.MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")
+            ends = [end for end in minimum_lengths[row][1] if end < VOCAB]
+            least_of_row = transformers.MinNewTokensLengthLogitsProcessor(
+                2, minimum_lengths[row][0], ends, device="cpu"
+            )
             scores = least_of_row(ids, scores)
             expected.append(int(scores.argmax()))
         chosen = sampler.sample(logits, [])
@@ -63,11 +67,11 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
 
 def test_rows_are_filtered_each_in_its_own_way() -> None:
     """In transformers' order; rows of one batch as if they were alone."""
-    given = [(10, 0.8, 0.0), (0, 0.0, 0.0), (3, 0.0, 0.0), (0, 0.5, 0.0), (0, 0.0, 0.1), (600, 0.95, 0.01), (1, 1, 1)]
+    filters = [(10, 0.8, 0.0), (0, 0.0, 0.0), (3, 0.0, 0.0), (0, 0.5, 0.0), (0, 0.0, 0.1), (600, 0.95, 0.01), (1, 1, 1)]
     kinds = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper, transformers.MinPLogitsWarper)
-    logits = LOGITS[: len(given)]
-    filtered = filter_logits(logits, *zip(*given, strict=True))
-    for row, values in enumerate(given):
+    logits = LOGITS[: len(filters)]
+    filtered = filter_logits(logits, *zip(*filters, strict=True))
+    for row, values in enumerate(filters):
         expected = logits[row : row + 1].clone()
         for value, kind in zip(values, kinds, strict=True):
             expected = kind(value)(None, expected) if value else expected
@@ -83,10 +87,10 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> No
     logits = LOGITS[:1, :50].expand(draws, -1)
     uniforms = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws).tolist()
     counts = torch.bincount(chooser_of([sampling] * draws).sample(logits, uniforms), minlength=50)
-    one = [sampling.top_k], [sampling.top_p], [sampling.min_p]
-    kept = filter_logits(LOGITS[:1, :50] / sampling.temperature, *one)
-    torch.testing.assert_close(counts.float(), kept.softmax(-1)[0] * draws, rtol=0, atol=1.0)
-    assert (counts == 0).sum() >= (kept == float("-inf")).sum()
+    filters = [sampling.top_k], [sampling.top_p], [sampling.min_p]
+    filtered = filter_logits(LOGITS[:1, :50] / sampling.temperature, *filters)
+    torch.testing.assert_close(counts.float(), filtered.softmax(-1)[0] * draws, rtol=0, atol=1.0)
+    assert (counts == 0).sum() >= (filtered == float("-inf")).sum()
 
 
 def test_what_is_filtered_is_never_chosen() -> None:
@@ -95,12 +99,12 @@ def test_what_is_filtered_is_never_chosen() -> None:
         assert chooser_of([SamplingParams(1.0, top_k=2)]).sample(logits, [uniform]).item() in (1, 2)
 
 
-def test_greedy_rows_beside_sampled_ones() -> None:
+def test_greedy_and_sampled_rows_of_one_batch() -> None:
     """Temperature 0 takes the most likely, whatever the filters."""
     samplings = [SamplingParams(0.0, 5, 0.5), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
-    both = chooser_of(samplings)
-    assert both.sampled_rows == [1, 3] and chooser_of(samplings[::2]).sampled_rows == []
-    chosen = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
+    sampler = chooser_of(samplings)
+    assert sampler.sampled_rows == [1, 3] and chooser_of(samplings[::2]).sampled_rows == []
+    chosen = sampler.sample(LOGITS[:4], [0.7, 0.2]).tolist()
     assert chosen[::2] == LOGITS[:4:2].argmax(-1).tolist()
     for i, (sampling, draw) in enumerate(zip(samplings, [0.7, 0.7, 0.2, 0.2], strict=True)):
         assert chooser_of([sampling]).sample(LOGITS[i : i + 1], [draw]).item() == chosen[i]
@@ -123,7 +127,7 @@ def openai(logits: Tensor, generated: list[int], frequency: float, presence: flo
 
 
 def test_frequency_and_presence_penalties_are_openai_s() -> None:
-    """Of generated tokens alone, row by row; a row without penalties between them is left as it is."""
+    """Penalties count generated tokens only, row by row; a row without penalties is unchanged."""
     mixed = SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5)
     samplings = [SamplingParams(frequency_penalty=0.5), SamplingParams(), mixed]
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])

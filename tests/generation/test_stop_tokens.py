@@ -17,7 +17,7 @@ TOKENS = 24
 
 
 def generated(folder: Path, prompt: list[int]) -> list[int]:
-    """Of transformers: greedy, with what the folder says of ends."""
+    """Returns transformers' greedy tokens, with the end tokens that the folder declares."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, LlamaForCausalLM)
     ids = torch.tensor([prompt])
@@ -52,24 +52,24 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
         import_hf(HFFolder(folder), tmp_path)
     model = loaded(str(folder), **({"load": str(tmp_path)} if source == "checkpoint" else {}))
     completions = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
-    for one, text in zip(completions, expected, strict=True):
-        assert one.finished == (len(text) < TOKENS)
-        assert one.tokens == (text[:-1] if one.finished else text)
+    for completion, text in zip(completions, expected, strict=True):
+        assert completion.finished == (len(text) < TOKENS)
+        assert completion.tokens == (text[:-1] if completion.finished else text)
 
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
-    ours = language_model(loaded(str(folder)))
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
-    asked = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS])
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    neox_model = language_model(loaded(str(folder)))
+    hf_model = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
+    requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS])
+    assert neox_model.generate_until(requests) == hf_model.generate_until(requests, disable_tqdm=True)
 
 
 def test_what_a_model_declares() -> None:
-    def of(**files: object) -> tuple[int, ...]:
+    def eos_ids(**files: object) -> tuple[int, ...]:
         return declared_eos_ids({f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
 
-    assert of(generation_config={"eos_token_id": [3, 1]}, config={"eos_token_id": 2}) == (3, 1)
-    assert of(generation_config={"eos_token_id": 5}) == (5,)
-    assert of(generation_config={"do_sample": True}, config={"eos_token_id": 2}) == (), "as transformers"
-    assert of(config={"eos_token_id": [2, 4]}) == (2, 4)
-    assert of(config={"eos_token_id": None}) == of() == ()
+    assert eos_ids(generation_config={"eos_token_id": [3, 1]}, config={"eos_token_id": 2}) == (3, 1)
+    assert eos_ids(generation_config={"eos_token_id": 5}) == (5,)
+    assert eos_ids(generation_config={"do_sample": True}, config={"eos_token_id": 2}) == (), "as transformers"
+    assert eos_ids(config={"eos_token_id": [2, 4]}) == (2, 4)
+    assert eos_ids(config={"eos_token_id": None}) == eos_ids() == ()

@@ -32,7 +32,7 @@ def process_group(device: "torch.device") -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def only_gpu(request: pytest.FixtureRequest, device: "torch.device") -> None:
-    """What the mark `only_gpu("reason")` does: it leaves a test out of a rehearsal."""
+    """The mark `only_gpu("reason")` leaves a test out of a rehearsal."""
     mark = request.node.get_closest_marker("only_gpu")
     if mark is not None and device.type != "cuda":
         pytest.skip(f"only on a GPU: {mark.args[0]}")

@@ -36,7 +36,7 @@ class Outcomes:
     def __init__(self, path: Path, passed: frozenset[str]) -> None:
         self.path, self.passed = path, passed
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.ended = {row["name"] for row in map(json.loads, lines) if row.get("outcome")}
+        self.finished = {row["name"] for row in map(json.loads, lines) if row.get("outcome")}
         self.rows: dict[str, dict[str, Any]] = {}
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Outcomes:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        done = [item for item in items if _name(item.nodeid) in self.ended]
+        done = [item for item in items if _name(item.nodeid) in self.finished]
         items[:] = [item for item in items if item not in done]
         items.sort(key=lambda item: _name(item.nodeid) in self.passed)
         config.hook.pytest_deselected(items=done)

@@ -24,7 +24,7 @@ from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training import Training
-from tests.model.stages import gradients, random_weights, small, stage_with
+from tests.model.stages import gradients, make_stage, random_weights, small
 from tests.objectives.steps import as_head
 from tests.training.runs import begin
 
@@ -54,7 +54,7 @@ def stage_on(args: NeoXArgs, device: torch.device) -> Stage:
         layer: {name: factor * value if value.dim() > 1 else value for name, value in tensors.items()}
         for layer, tensors in weights.items()
     }
-    return stage_with(args, scaled, ParallelGroups.single(device)).to(DTYPES[args.params_dtype])
+    return make_stage(args, scaled, ParallelGroups.single(device)).to(DTYPES[args.params_dtype])
 
 
 def loss_and_gradients(stage: Stage, batch: Batch) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:

@@ -111,8 +111,8 @@ def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: t
         branches = torch.zeros_like(branches) if kind == "rows" else branches
         shared = kind == "shared prompts"
         positions = torch.where(branches == 2, place - answer, place) if shared else place.expand(2, seq)
-        given = (spec, positions, branches, contexts, seq)
-        masked, blocks = (tree_inputs(*given, form, lambda *_: None) for form in (None, "blocks"))
+        tree = (spec, positions, branches, contexts, seq)
+        masked, blocks = (tree_inputs(*tree, form, lambda *_: None) for form in (None, "blocks"))
         expected = outcome("math", masked, leaves, torch.float32, **run)
         actual = outcome("flex", blocks, leaves, torch.bfloat16, **run)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -121,19 +121,19 @@ def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: t
 
 
 @pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")
-@pytest.mark.parametrize(("compiled", "more"), [
+@pytest.mark.parametrize(("compiled", "changes"), [
     (False, {}), ("block", {}), ("block", {"attn_logit_softcapping": 2.0, "attention_sinks": True}),
 ], ids=str)  # fmt: skip
-def test_packed_rows_on_flex_attention(compiled: Any, more: dict[str, Any], device: torch.device) -> None:
+def test_packed_rows_on_flex_attention(compiled: Any, changes: dict[str, Any], device: torch.device) -> None:
     """Through the model: in the graph of a block and by itself, beside the plain formula in fp32."""
-    keys, found = {**WIDE, "num_kv_heads": 2, **more}, []
+    keys, results = {**WIDE, "num_kv_heads": 2, **changes}, []
     flex = {"attention_backend": "flex", "precision": "bfloat16", "compile": compiled}
     for kernel in (flex, {"attention_backend": "math"}):
         args = small(**keys, **kernel)
         stage, batch = stage_on(args, device).train(), document_batch(args).to(device)
         assert (inputs_of(stage, batch, batch.positions).blocks is not None) == (args.attention_backend == "flex")
-        found.append(loss_and_gradients(stage, batch))
-    (loss, grads), (expected, expected_grads) = found
+        results.append(loss_and_gradients(stage, batch))
+    (loss, grads), (expected, expected_grads) = results
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
     assert_gradients(grads, expected_grads, 8e-2)
 
@@ -141,22 +141,22 @@ def test_packed_rows_on_flex_attention(compiled: Any, more: dict[str, Any], devi
 @torch.no_grad()
 def test_a_packed_batch_takes_the_varlen_kernel(device: torch.device) -> None:
     values = {**WIDE, "precision": "bfloat16"}
-    plain = small(**{**WIDE, "attention_backend": "math"})
-    batch = document_batch(plain).to(device)
+    math_args = small(**{**WIDE, "attention_backend": "math"})
+    batch = document_batch(math_args).to(device)
     stage = stage_on(small(**values), device)
     assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
     read = partial(token_logprobs, labels=batch.labels.t(), group=None)
-    logprobs, expected = stage(None, batch, read), stage_on(plain, device)(None, batch, read)
+    logprobs, expected = stage(None, batch, read), stage_on(math_args, device)(None, batch, read)
     # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.
     assert (logprobs - expected).abs().mean() < 0.1
 
 
 @pytest.mark.only_gpu("it names kernels of GPUs")
 def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:
-    bf16, fast = chosen(small(precision="bfloat16", **WIDE), "cuda").by_kind, torch.cuda.get_device_capability()
+    bf16, fast = chosen(small(precision="bfloat16", **WIDE), "cuda").backend_by_kind, torch.cuda.get_device_capability()
     assert bf16["plain"].name == ("cudnn" if fast == (9, 0) else "flash")
     assert bf16["from a cache"].name in ("cudnn", "flash", "efficient")
-    assert chosen(small(**WIDE), "cuda").by_kind["plain"].name in ("efficient", "math")
+    assert chosen(small(**WIDE), "cuda").backend_by_kind["plain"].name in ("efficient", "math")
 
 
 @pytest.mark.only_gpu("on a CPU flash takes fp32")
@@ -180,8 +180,8 @@ def test_dropout_is_a_function_of_its_seed(precision: str, device: torch.device)
     stage = stage_on(args, device).train()
     batch = random_batch(args, seed=3).to(device)
     with torch.no_grad():
-        one, again = (stage(None, batch) for _ in range(2))
+        logits, repeated = (stage(None, batch) for _ in range(2))
         torch.manual_seed(99)
-        third, without = stage(None, batch), stage.eval()(None, batch)
-    assert torch.equal(one, again) and torch.equal(one, third)
-    assert not torch.equal(one, without)
+        reseeded, eval_logits = stage(None, batch), stage.eval()(None, batch)
+    assert torch.equal(logits, repeated) and torch.equal(logits, reseeded)
+    assert not torch.equal(logits, eval_logits)

@@ -37,15 +37,15 @@ def weights_after(values: dict[str, Any]) -> tuple[int, Weights]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_is_bit_equal(precision: str, tmp_path: Path, repeatable: None) -> None:
-    through = weights_after(values_of(precision, tmp_path / "through"))
+    uninterrupted = weights_after(values_of(precision, tmp_path / "through"))
     parts = values_of(precision, tmp_path / "parts")
     assert weights_after({**parts, "exit_interval": 3})[0] == 3
     resumed = weights_after(parts)
-    assert through[0] == resumed[0] == 6
-    assert bit_equal(through[1], resumed[1])
+    assert uninterrupted[0] == resumed[0] == 6
+    assert bit_equal(uninterrupted[1], resumed[1])
 
 
-def read_again(rank: int, world: int, values: dict[str, Any]) -> tuple[str, int, Weights, Tensor]:
+def reload(rank: int, world: int, values: dict[str, Any]) -> tuple[str, int, Weights, Tensor]:
     """On a rank: device, iteration, fp32 weights and log-probabilities of a run from its checkpoint."""
     training = begin(values)
     logprobs = training.engine.token_logprobs([random_batch(training.engine.args, rows=4)])[0]
@@ -61,7 +61,7 @@ def test_a_cpu_reads_what_was_written_there(precision: str, tmp_path: Path, devi
         weights = training.engine.weights(master=True)
         logprobs = training.engine.token_logprobs([random_batch(training.engine.args, rows=4)])[0].cpu()
     hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    on_cpu = on_ranks(read_again, 1, {**values, "distributed_backend": "gloo"}, env=hidden)[0]
+    on_cpu = on_ranks(reload, 1, {**values, "distributed_backend": "gloo"}, env=hidden)[0]
     assert on_cpu[:2] == ("cpu", 6)
     assert bit_equal(on_cpu[2], weights), "the checkpoint holds the same bits"
     # Log-probabilities near -6; bf16 rounds logits of size one to 2^-8 of themselves.

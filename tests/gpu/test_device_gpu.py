@@ -1,4 +1,4 @@
-"""What a machine with GPUs says of itself, and that the collectives of training run on one rank."""
+"""A machine with GPUs describes itself, and the collectives of training run on one rank."""
 
 import json
 from collections.abc import Callable
@@ -35,26 +35,26 @@ def test_every_gpu_is_asked_and_computes(capsys: pytest.CaptureFixture[str]) -> 
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "all_reduce": lambda out, given: dist.all_reduce(out),
-    "broadcast": lambda out, given: dist.broadcast(out, 0),
-    "all_gather": lambda out, given: all_gather_single(out.zero_(), given),
-    "reduce_scatter": lambda out, given: reduce_scatter_single(out.zero_(), given),
-    "all_to_all": lambda out, given: dist.all_to_all_single(out.zero_(), given),
+    "all_reduce": lambda out, source: dist.all_reduce(out),
+    "broadcast": lambda out, source: dist.broadcast(out, 0),
+    "all_gather": lambda out, source: all_gather_single(out.zero_(), source),
+    "reduce_scatter": lambda out, source: reduce_scatter_single(out.zero_(), source),
+    "all_to_all": lambda out, source: dist.all_to_all_single(out.zero_(), source),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_with_one_rank(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    given = torch.arange(1024, device=device).to(dtype)
-    out = given.clone()
-    COLLECTIVES[name](out, given)
-    assert torch.equal(out, given)
+    source = torch.arange(1024, device=device).to(dtype)
+    out = source.clone()
+    COLLECTIVES[name](out, source)
+    assert torch.equal(out, source)
 
 
 def test_the_group_is_the_devices_and_objects_are_gathered(device: torch.device) -> None:
     assert dist.get_backend() == {"cuda": "nccl", "cpu": "gloo"}[device.type]
-    found: list[object] = [None]
-    dist.all_gather_object(found, {"rank": 0})
+    objects: list[object] = [None]
+    dist.all_gather_object(objects, {"rank": 0})
     dist.barrier()
-    assert found == [{"rank": 0}]
+    assert objects == [{"rank": 0}]

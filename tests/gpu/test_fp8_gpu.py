@@ -12,29 +12,29 @@ from megatron.model import build_stage
 from megatron.mpu.fp8 import DelayedScaling, Formats, MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
 from megatron.mpu.groups import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.loop import batches_of
 from megatron.training.precision_policy import PrecisionChoice
 from megatron.training.precision_trial import gpu_clock, settle_precision
 from tests.gpu.runs import run
+from tests.training.batches import batches_of
 from tests.training.runs import ADAMW, LLAMA, config
 
 pytestmark = pytest.mark.gpu
-LEAST = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
+MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_position_embeddings": 128}
 
 
-def made(recipe: str, device: torch.device) -> ScaledProduct:
+def build_product(recipe: str, device: torch.device) -> ScaledProduct:
     if recipe == "te":
         return DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0).add("a")
-    plain = {"tensorwise": partial(TensorwiseProduct, Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct}
-    return plain[recipe]()
+    product_types = {"tensorwise": partial(TensorwiseProduct, Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct}
+    return product_types[recipe]()
 
 
-@pytest.fixture(params=list(LEAST))
+@pytest.fixture(params=list(MIN_CAPABILITY))
 def recipe(request: pytest.FixtureRequest, device: torch.device) -> str:
     name = request.param
-    if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < LEAST[name]:
-        pytest.skip(f"{name} needs compute capability {LEAST[name]}, this GPU has {have}")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY[name]:
+        pytest.skip(f"{name} needs compute capability {MIN_CAPABILITY[name]}, this GPU has {capability}")
     return name
 
 
@@ -43,20 +43,20 @@ def test_casts_and_products_are_the_cpu_s(recipe: str, device: torch.device) -> 
     x = (torch.randn(160, 256, generator=make) * torch.logspace(-2, 2, 256)).bfloat16()
     weight = (torch.randn(384, 256, generator=make) * 0.02).bfloat16()
     grad = (torch.randn(160, 384, generator=make) * 1e-6).bfloat16()
-    ours, theirs = made(recipe, device), made(recipe, torch.device("cpu"))
+    product, cpu_product = build_product(recipe, device), build_product(recipe, torch.device("cpu"))
     for matrix, operand in ((x, "input"), (weight, "weight"), (grad, "gradient")):
         for transposed in (False, True):
-            here = ours.cast(matrix.to(device), operand, transposed)  # type: ignore[arg-type]
-            there = theirs.cast(matrix, operand, transposed)  # type: ignore[arg-type]
-            assert here.values.cpu().view(torch.uint8).equal(there.values.view(torch.uint8))
-            assert here.scale.cpu().float().equal(there.scale.float())
+            actual = product.cast(matrix.to(device), operand, transposed)  # type: ignore[arg-type]
+            expected = cpu_product.cast(matrix, operand, transposed)  # type: ignore[arg-type]
+            assert actual.values.cpu().view(torch.uint8).equal(expected.values.view(torch.uint8))
+            assert actual.scale.cpu().float().equal(expected.scale.float())
     on_gpu = [tensor.to(device) for tensor in (x, weight, grad)]
     for name, (a, b) in {"output": (0, 1), "input_gradient": (2, 1), "weight_gradient": (2, 0)}.items():
-        here = getattr(ours, name)(on_gpu[a], on_gpu[b]).cpu().double()
-        there = getattr(theirs, name)((x, weight, grad)[a], (x, weight, grad)[b]).double()
+        actual = getattr(product, name)(on_gpu[a], on_gpu[b]).cpu().double()
+        expected = getattr(cpu_product, name)((x, weight, grad)[a], (x, weight, grad)[b]).double()
         # Hopper sums an output in 14 bits (fast accumulation), all else is one rounding to bf16.
         bound = 2**-8 if name != "output" else 2**-6
-        assert (here - there).norm() <= bound * there.norm(), name
+        assert (actual - expected).norm() <= bound * expected.norm(), name
 
 
 @pytest.mark.only_gpu("a CPU has no clock for it; tests/training/test_precision_trial.py has one that is told")
@@ -64,11 +64,11 @@ def test_auto_takes_what_is_faster(device: torch.device) -> None:
     """The choice is that of the times that are said, by the GPU's clock; a run trains by what it took."""
     compiled = "block" if any(map(shutil.which, ("gcc", "clang"))) else False
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_kv_heads": 16}
-    given = config(
+    values = config(
         LLAMA, {**SHAPE, "padded_vocab_size": 512}, precision="bfloat16", precision_fp8="auto", compile=compiled
     )
     for shape in ({}, {**wide, "seq_length": 2048, "max_position_embeddings": 2048}):
-        args = NeoXArgs.from_dict({**given, **shape, "train_micro_batch_size_per_gpu": 8}).for_world(1)
+        args = NeoXArgs.from_dict({**values, **shape, "train_micro_batch_size_per_gpu": 8}).for_world(1)
         groups, lines, slices = ParallelGroups.single(device), list[str](), list[float]()
 
         def clock(work: Any, budget: float, slices: list[float] = slices) -> float:
@@ -82,19 +82,19 @@ def test_auto_takes_what_is_faster(device: torch.device) -> None:
         assert 0 < bf16 and 0 < fp8 and sum(slices) == pytest.approx(2.0), line
         if fp8 != bf16:  # as rounded for the line
             assert settled.precision_fp8 == ("tensorwise" if fp8 < bf16 else "off"), line
-    with run({**given, **ADAMW, "train_micro_batch_size_per_gpu": 4}) as training:
+    with run({**values, **ADAMW, "train_micro_batch_size_per_gpu": 4}) as training:
         assert training.args.precision_fp8 in ("tensorwise", "off") and training.engine.args is training.args
         assert training.engine.train_step(next(batches_of(training)), 1e-3).loss.isfinite()
 
 
-def losses(steps: int, **more: Any) -> list[float]:
-    given = config(LLAMA, ADAMW, SHAPE, precision="bfloat16", train_micro_batch_size_per_gpu=4, **more)
-    with run(given) as training:
+def losses(steps: int, **overrides: Any) -> list[float]:
+    values = config(LLAMA, ADAMW, SHAPE, precision="bfloat16", train_micro_batch_size_per_gpu=4, **overrides)
+    with run(values) as training:
         batches = batches_of(training)
         return [float(training.engine.train_step(next(batches), 1e-3).loss) for _ in range(steps)]
 
 
-def test_losses_stay_beside_bf16(recipe: str, device: torch.device) -> None:
+def test_losses_with_bf16(recipe: str, device: torch.device) -> None:
     bf16, fp8 = losses(10), losses(10, precision_fp8=recipe)
     assert bf16 != fp8
     assert max(abs(a - b) / b for a, b in zip(fp8, bf16, strict=True)) < 1e-2

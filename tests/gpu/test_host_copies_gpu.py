@@ -27,7 +27,7 @@ def test_copies_are_those_of_the_cpu() -> None:
         for tensor in sources.values():
             tensor.zero_()
         copies.wait()
-        assert all(one.is_pinned() for one in copied.values() if one.numel())
+        assert all(host_copy.is_pinned() for host_copy in copied.values() if host_copy.numel())
         assert saved(copied) == saved(expected)
         held.append(copies.held)
     assert held[0] > 0 and held[1:] == [2 * held[0]] * 2, "the first round's are alive while the second is made"
@@ -45,16 +45,19 @@ def test_no_copy_waits_for_the_device() -> None:
 
 def test_memory_that_cannot_be_locked_leaves_no_error() -> None:
     """Memory is refused that is locked already; kernels launched later do not hear of it."""
-    real = module._of_cuda(GPU)
+    real = module._cuda_page_locking(GPU)
 
-    def twice(address: int, size: int) -> None:
+    def lock_twice(address: int, size: int) -> None:
         real.lock(address, size)
         try:
             real.lock(address, size)
         finally:
             real.unlock(address)
 
-    copies, source = HostCopies(GPU, module.PageLocking(twice, real.unlock, real.wait)), torch.ones(3000, device=GPU)
+    copies, source = (
+        HostCopies(GPU, module.PageLocking(lock_twice, real.unlock, real.wait)),
+        torch.ones(3000, device=GPU),
+    )
     assert torch.equal(copies.copy(source), torch.ones(3000))
     assert copies.problem is not None and copies.held == 0
     assert float((source + 1).sum()) == 6000

@@ -25,18 +25,18 @@ def test_loss_and_gradients_are_those_of_the_cpu(name: str, rows: str, device: t
     args = small(**{**(MODELS | WITH_STATES)[name], "attention_backend": "auto"})
     batch = {"whole": random_batch, "documents": document_batch}[rows](args)
     on_cpu = loss_and_gradients(stage_on(args, CPU).train(), batch)
-    there = loss_and_gradients(stage_on(args, device).train(), batch.to(device))
-    torch.testing.assert_close(there[0], on_cpu[0], rtol=1e-4, atol=0)
-    assert_gradients(there[1], on_cpu[1], 1e-4)
+    on_device = loss_and_gradients(stage_on(args, device).train(), batch.to(device))
+    torch.testing.assert_close(on_device[0], on_cpu[0], rtol=1e-4, atol=0)
+    assert_gradients(on_device[1], on_cpu[1], 1e-4)
 
 
-def alone(batch: Batch) -> list[tuple[slice, Batch]]:
+def separate_documents(batch: Batch) -> list[tuple[slice, Batch]]:
     """Each document of a packed batch in a row of its own, and its places among all of the batch."""
-    seq, cut = batch.tokens.shape[1], []
-    for row, first, last in documents(batch):
-        rows = [x[row : row + 1, first:last] for x in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)]
-        cut.append((slice(row * seq + first, row * seq + last), Batch(*rows)))
-    return cut
+    seq, parts = batch.tokens.shape[1], []
+    for row, begin, end in documents(batch):
+        rows = [x[row : row + 1, begin:end] for x in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)]
+        parts.append((slice(row * seq + begin, row * seq + end), Batch(*rows)))
+    return parts
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def logprobs_of(stage: Any, batch: Batch) -> Tensor:
 
 # fp32 sums in another order; bf16 rounds each activation to 2^-8 of itself, over two blocks.
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bfloat16", 2e-2)])
-def test_packed_rows_are_their_documents_alone(precision: str, bound: float, device: torch.device) -> None:
+def test_packed_rows_equal_their_separate_documents(precision: str, bound: float, device: torch.device) -> None:
     """8 x 2048 with heads of 128; and unlike the same rows with documents that see each other."""
     rows, seq = (8, 2048) if device.type == "cuda" else (2, 128)
     args = small(**PACKED, precision=precision, seq_length=seq, max_position_embeddings=seq)
@@ -56,15 +56,15 @@ def test_packed_rows_are_their_documents_alone(precision: str, bound: float, dev
     loss, summed = loss_and_gradients(stage, packed.to(device))
     logprobs, expected, total = logprobs_of(stage, packed.to(device)), torch.empty(rows * seq), torch.zeros(())
     gradients: dict[tuple[int, str], Tensor] = {}
-    for places, document in alone(packed):
+    for places, document in separate_documents(packed):
         expected[places] = logprobs_of(stage, document.to(device))
-        own_loss, own = loss_and_gradients(stage, document.to(device))
+        own_loss, document_gradients = loss_and_gradients(stage, document.to(device))
         total = total + own_loss
-        gradients = {key: value + gradients.get(key, 0) for key, value in own.items()}
+        gradients = {key: value + gradients.get(key, 0) for key, value in document_gradients.items()}
     torch.testing.assert_close(loss, total, rtol=bound, atol=0)
     assert (logprobs - expected).norm() <= bound * expected.norm()
     assert_gradients(summed, gradients, 2 * bound)
-    mixed = replace(packed, cu_seqlens=None, max_seqlen=0)
+    mixed = replace(packed, documents=None)
     blind = (logprobs_of(stage, mixed.to(device)) - expected).norm() / expected.norm()
     assert blind > 2 * bound, "documents that see each other must show"
 
@@ -85,11 +85,11 @@ def test_products_by_group_are_those_of_the_cpu(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(100, 64, generator=generator), torch.randn(4, 64, 32, generator=generator)
     ends = torch.tensor([30, 30, 97, 98], dtype=torch.int32)
-    found = []
+    results = []
     for place in (CPU, device):
         leaves = [leaf.to(place, torch.bfloat16).requires_grad_() for leaf in (x, weights)]
         out = grouped_mm(*leaves, ends.to(place))[:98]
         out.float().square().sum().backward()
-        found.append([out, leaves[0].grad[:98], leaves[1].grad])  # type: ignore[index]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs.float().cpu(), ours.float(), rtol=2e-2, atol=2e-1)  # type: ignore[union-attr]
+        results.append([out, leaves[0].grad[:98], leaves[1].grad])  # type: ignore[index]
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual.float().cpu(), expected.float(), rtol=2e-2, atol=2e-1)  # type: ignore[union-attr]

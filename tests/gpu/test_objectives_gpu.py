@@ -10,7 +10,7 @@ from megatron.data.preferences.preference_sets import preference_samples_per_epo
 from megatron.generation import SamplingParams, complete
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import train
-from tests.generation.runs import GIVEN, LAYOUTS, golden_model
+from tests.generation.runs import GOLDEN_PROMPTS, LAYOUTS, golden_model
 from tests.gpu.runs import PRECISIONS, run
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import metric_rows
@@ -50,9 +50,9 @@ def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["neox_pp1_mp1", "llama_pp1_mp1"])
 def test_greedy_text_is_that_of_the_cpu(name: str, device: torch.device) -> None:
-    texts, sampling, seeds = [], SamplingParams(), range(len(GIVEN))
+    texts, sampling, seeds = [], SamplingParams(), range(len(GOLDEN_PROMPTS))
     for backend, kind in (("gloo", "cpu"), ("nccl", device.type)):
         model = golden_model(name, {**LAYOUTS["one process"][1], "distributed_backend": backend, "precision": "fp32"})
         assert model.groups.device.type == kind
-        texts.append([c.tokens for c in complete(model, GIVEN, sampling, maximum_tokens=32, seeds=seeds)])
+        texts.append([c.tokens for c in complete(model, GOLDEN_PROMPTS, sampling, maximum_tokens=32, seeds=seeds)])
     assert texts[0] == texts[1]

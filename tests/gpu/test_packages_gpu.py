@@ -45,9 +45,9 @@ def test_products_of_transformer_engine_are_ours(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((120, 256), (128, 256), (120, 128))
     x, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
-    ours, theirs = TensorwiseProduct(Formats()), EngineProduct(TransformerEngine(), Formats(), True, False)
-    for name, given in (("output", (x, weight)), ("input_gradient", (grad, weight)), ("weight_gradient", (grad, x))):
-        expected, actual = getattr(ours, name)(*given).float(), getattr(theirs, name)(*given).float()
+    native, engine = TensorwiseProduct(Formats()), EngineProduct(TransformerEngine(), Formats(), True, False)
+    for name, operands in (("output", (x, weight)), ("input_gradient", (grad, weight)), ("weight_gradient", (grad, x))):
+        expected, actual = getattr(native, name)(*operands).float(), getattr(engine, name)(*operands).float()
         # A scale that is rounded in another way turns some values of 8 bits to their neighbours.
         assert (actual - expected).norm() <= 2e-2 * expected.norm(), name
 
@@ -59,15 +59,15 @@ def test_norms_equal_torchs(package: str, device: torch.device) -> None:
         pytest.skip(f"it needs {problem}")
     norms = apex_norms() if package == "apex" else transformer_engine_norms()
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(shape, generator=generator) for shape in ((7, 3, 256), 256, 256))
-    x, weight, bias = (value.bfloat16().to(device).requires_grad_() for value in drawn)
-    for name, given in (
+    values = (torch.randn(shape, generator=generator) for shape in ((7, 3, 256), 256, 256))
+    x, weight, bias = (value.bfloat16().to(device).requires_grad_() for value in values)
+    for name, options in (
         ("layer_norm", ((256,), weight, bias, 1e-5)), ("layer_norm", ((256,), weight, None, 1e-5)),
         ("rms_norm", ((256,), weight, 1e-6, False)), ("rms_norm", ((256,), weight, 1e-6, True)),
     ):  # fmt: skip
         results = []
         for functions in (norms, TORCH_NORMS):
-            out = getattr(functions, name)(x, *given)
+            out = getattr(functions, name)(x, *options)
             results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (x, weight))])
         for actual, expected in zip(*results, strict=True):
             assert (actual.float() - expected.float()).norm() <= BOUND * expected.float().norm(), name
@@ -82,10 +82,10 @@ def test_adam_of_apex_equals_torchs(device: torch.device) -> None:
     values = [torch.randn(shape, generator=generator) for shape in ((300, 7), (5,))]
     gradients = [[torch.randn(value.shape, generator=generator).to(device) for value in values] for _ in range(5)]
     results = []
-    for make, more in ((ApexAdam, {}), (torch.optim.AdamW, {"fused": True})):
+    for make, options in ((ApexAdam, {}), (torch.optim.AdamW, {"fused": True})):
         params = [torch.nn.Parameter(value.to(device)) for value in values]
         groups = [{"params": [param], "weight_decay": decay} for param, decay in zip(params, (0.1, 0.0), strict=True)]
-        optimizer: Any = make(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, **more)
+        optimizer: Any = make(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, **options)
         for i, step in enumerate(gradients):
             for param, gradient in zip(params, step, strict=True):
                 param.grad = gradient.clone()

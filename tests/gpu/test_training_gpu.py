@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.training import NonFiniteError, train
-from megatron.training.loop import batches_of
 from tests.gpu.runs import PRECISIONS, fp16, no_waiting, run
+from tests.training.batches import batches_of
 from tests.training.runs import LLAMA, NEOX, bit_equal, config
 from tests.training.test_nonfinite import poison
 
@@ -36,15 +36,15 @@ def test_it_learns(precision: str, engine: str, zero: int, device: torch.device)
 def test_an_overflow_halves_the_scale_and_leaves_the_weights() -> None:
     with run(config(NEOX, fp16(32), train_micro_batch_size_per_gpu=8)) as training:
         batch, engine = next(batches_of(training)), training.engine
-        before = engine.weights(master=True)
+        initial = engine.weights(master=True)
         result = engine.train_step(batch, 1e-3)
         assert result.skipped and result.loss_scale == 2.0**31
-        assert bit_equal(before, engine.weights(master=True))
+        assert bit_equal(initial, engine.weights(master=True))
         tries = 1
         while result.skipped and tries < 40:
             result, tries = engine.train_step(batch, 1e-3), tries + 1
         assert not result.skipped and result.loss_scale == 2.0 ** (32 - (tries - 1))
-        assert not bit_equal(before, engine.weights(master=True))
+        assert not bit_equal(initial, engine.weights(master=True))
 
 
 def test_a_scale_that_never_fits_ends_the_run() -> None:
@@ -85,8 +85,8 @@ def test_steps_with_experts_do_not_wait(compiled: bool | str) -> None:
 
 @pytest.mark.only_gpu("torch watches waits for CUDA alone")
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"precision": "bfloat16", "hidden_dropout": 0.1}])
-def test_deepspeeds_steps_wait_in_the_update_alone(changes: dict[str, Any]) -> None:
-    """Its norm and overflow are its own."""
+def test_deepspeeds_steps_wait_only_in_the_update(changes: dict[str, Any]) -> None:
+    """DeepSpeed computes its own norm and overflow."""
     values = config(NEOX, changes, train_micro_batch_size_per_gpu=2, zero_optimization={"stage": 1})
     with run({**values, "engine": "deepspeed"}) as training:
         batches, engine = batches_of(training), training.engine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu.runs import on_ranks
-from tests.training.runs import LLAMA, NEOX, SGD, SP2, TABLE, config, curves, furthest, whole
+from tests.training.runs import LLAMA, NEOX, SGD, SP2, TABLE, config, curves, full_curve, furthest
 
 pytestmark = pytest.mark.gpu
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -26,8 +26,8 @@ STEPS = 4
 
 
 def configuration(name: str, layout: dict[str, Any]) -> dict[str, Any]:
-    more = {"train_micro_batch_size_per_gpu": 4, "distributed_backend": "nccl", "engine": "native"}
-    return config(LAYOUTS[name][0], SGD, more, layout)
+    keys = {"train_micro_batch_size_per_gpu": 4, "distributed_backend": "nccl", "engine": "native"}
+    return config(LAYOUTS[name][0], SGD, keys, layout)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def ran(device: torch.device) -> dict[str, tuple[float, float, float]]:
     """How far losses, gradient norms and weights of each layout are from one process's."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    alone = [configuration(name, {}) for name in LAYOUTS]
-    cut = [configuration(name, LAYOUTS[name][1]) for name in LAYOUTS]
-    both, (single,) = on_ranks(curves, 2, cut, STEPS), on_ranks(curves, 1, alone, STEPS)
+    one_process = [configuration(name, {}) for name in LAYOUTS]
+    sharded = [configuration(name, LAYOUTS[name][1]) for name in LAYOUTS]
+    ranks, (single,) = on_ranks(curves, 2, sharded, STEPS), on_ranks(curves, 1, one_process, STEPS)
     return {
-        name: furthest(whole([parts[i] for parts in both], cut[i]), whole([single[i]], alone[i]))
+        name: furthest(full_curve([parts[i] for parts in ranks], sharded[i]), full_curve([single[i]], one_process[i]))
         for i, name in enumerate(LAYOUTS)
     }
 

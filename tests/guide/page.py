@@ -32,10 +32,10 @@ def recipes(text: str) -> dict[str, list[Block]]:
 def _blocks(title: str, body: str) -> list[Block]:
     blocks = []
     fenced = re.compile(r"([^\n]*)\n\n?```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-    for before, language, text in fenced.findall(body):
-        label = re.search(r"`([\w./-]+)`(, new file)?:$", before)
+    for prose, language, text in fenced.findall(body):
+        label = re.search(r"`([\w./-]+)`(, new file)?:$", prose)
         if label is None and language not in ("console", "yaml"):
-            raise ValueError(f"{title}: a block of {language} after {before!r}, which names no file")
+            raise ValueError(f"{title}: a block of {language} after {prose!r}, which names no file")
         blocks.append(Block(language, text, label[1], bool(label[2])) if label else Block(language, text))
     return blocks
 
@@ -56,7 +56,7 @@ def apply(block: Block, folder: Path) -> None:
             shutil.copyfile(folder / source, folder / target)
     elif block.new:
         file = folder / block.path
-        assert not file.exists(), f"{block.path} is there already"
+        assert not file.exists(), f"{block.path} already exists"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.text)
     elif block.language == "diff":
@@ -67,11 +67,13 @@ def patched(text: str, block: Block) -> str:
     """The text of a file with the lines of a diff put into their place, which must be one."""
     for hunk in re.split(r"^@@.*\n", block.text, flags=re.MULTILINE):
         lines = hunk.splitlines()
-        before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
-        after = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+        old_lines = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+        new_lines = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
         if hunk:
-            assert text.count(before) == 1, f"{block.path} has these lines {text.count(before)} times:\n{before}"
-            text = text.replace(before, after)
+            assert text.count(old_lines) == 1, (
+                f"{block.path} has these lines {text.count(old_lines)} times:\n{old_lines}"
+            )
+            text = text.replace(old_lines, new_lines)
     return text
 
 

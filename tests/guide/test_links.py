@@ -1,4 +1,4 @@
-"""What docs/development.md and CONTRIBUTING.md say of the code is there: files, names, commands, the map."""
+"""The code has all that docs/development.md and CONTRIBUTING.md name: files, names, commands, the map."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PAGES = (PAGE, ROOT / "CONTRIBUTING.md")
 
 
 def wrong(page: Path, label: str, target: str) -> str | None:
-    """What is wrong with a link; one whose text is a name in code leads to the file that defines it."""
+    """Returns the fault of a link; a link whose text is a name in code leads to the file that defines it."""
     path = (page.parent / target).resolve()
     if not path.exists():
         return f"{target} is not there"
@@ -28,15 +28,15 @@ def test_links_lead_to_what_they_name(page: Path) -> None:
     assert page_links and not [problem for link in page_links if (problem := wrong(page, *link))]
 
 
-def test_headings_and_targets_of_make_are_there() -> None:
+def test_headings_and_targets_of_make_exist() -> None:
     text = PAGE.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"`make ([a-z-]+)`", page.read_text(encoding="utf-8")))
-        assert named <= targets, f"{page.name}: {named - targets}"
+        make_targets = set(re.findall(r"`make ([a-z-]+)`", page.read_text(encoding="utf-8")))
+        assert make_targets <= targets, f"{page.name}: {make_targets - targets}"
 
 
 def test_the_test_on_the_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,33 @@ def train(**keys):
     assert [row["iteration"] for row in rows][-2:] == [1, 2] and Path("run/latest").read_text() == "global_step2"
     return rows
 """
+# Ends the first start of a run after its checkpoint, so that the second resumes from it.
+KILLER = """
+import os, signal
+from pathlib import Path
+from megatron.callbacks import Callback
+
+class Killer(Callback):
+    def on_step_end(self, run, step):
+        note = Path(f"killed_{run.args.save}")
+        if step.iteration == 3 and not note.exists() and run.groups.world_rank == 0:
+            note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 # One of each kind: a key, a part of the model, a loss, a training part, processes; the others are run by CI.
 ORDINARY = {"Add a config key", "Add a mixer", "Add a preference loss", "Add a callback", "Add a launcher"}
 # What shows that the run had the new part, beside having trained.
 TRAIN = "rows = train(**KEYS)\n"
 CHECKS = {
     "Add a config key": TRAIN + 'assert "run_note: a first try" in LOG()\n',
+    "Add an activation": TRAIN
+    + """
+import torch
+from megatron.model.mlp import ACTIVATIONS
+x = torch.linspace(-3, 3, 7)
+assert ACTIVATIONS["quick_gelu"](x).allclose(x / (1 + (-1.702 * x).exp()))
+assert "activation ...................... quick_gelu" in LOG()
+""",
     "Add an attention backend": TRAIN
     + """
 import tests.model.test_backends
@@ -60,6 +81,42 @@ assert "attention.values.weight" in layer and "attention.query_key_value.weight"
 import torch
 from megatron.objectives import loss_function
 assert loss_function("normal", "focal")(torch.tensor(0.5).log()).isclose(torch.tensor(0.5).log() * -0.25)
+""",
+    "Add a kind of training": TRAIN
+    + """
+import os, signal, subprocess
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.training.runs import LLAMA, config
+assert rows[-1]["train/late_tokens"] == 2 * rows[-2]["train/late_tokens"] > 0, rows[-1]
+conflicts = {"z_loss": {"z_loss": 1e-3}, "ga_dataset": {"ga_dataset": "b", "ga_mode": "interleaved"}}
+for key, conflict in conflicts.items():
+    try:
+        NeoXArgs.from_dict(config(LLAMA, KEYS, conflict))
+    except ConfigError as problem:
+        assert key in str(problem) and ("late_weight" in str(problem) or "late_tokens" in str(problem)), problem
+    else:
+        raise AssertionError("it is accepted")
+Path("killer.py").write_text(KILLER)
+LAYOUTS = {
+    "one": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_parallel_size": 2, "engine": "deepspeed"},
+    "zero3": {"zero_optimization": {"stage": 3}, "engine": "native"},
+}
+losses = {}
+for name, layout in LAYOUTS.items():
+    values = config(LLAMA, KEYS, layout, num_layers=2, train_iters=4, checkpoint_factor=2, save=name, load=name,
+                    num_gpus=1 if name == "one" else 2, callbacks=["killer.py:Killer"])
+    Path("keys.json").write_text(json.dumps(values))
+    command = [sys.executable, "deepy.py", "train.py", "keys.json"]
+    codes = [subprocess.run(command, capture_output=True).returncode for _ in range(2)]
+    assert codes[0] != 0 and codes[1] == 0, (name, codes)
+    rows = [json.loads(line) for line in Path(f"{name}/logs/metrics.jsonl").read_text().splitlines()]
+    rows = {row["iteration"]: row for row in rows if "train/lm_loss" in row}
+    losses[name] = [(rows[i]["train/lm_loss"], rows[i]["train/late_nll"]) for i in range(1, 5)]
+    counts = [rows[i]["train/late_tokens"] for i in range(1, 5)]
+    assert counts == [i * counts[0] for i in range(1, 5)], counts
+for name in LAYOUTS:
+    for (loss, late), (expected, expected_late) in zip(losses[name], losses["one"]):
+        assert abs(loss - expected) < 2e-5 * expected and abs(late - expected_late) < 2e-5 * expected_late, losses
 """,
     "Add a preference loss": """
 from tests.training.preference.test_pairs_train import pairs
@@ -151,6 +208,7 @@ def test_recipe(title: str, fork: Fork, tmp_path: Path) -> None:
     texts = [block.text for block in RECIPES[title] if block.language == "yaml" and not block.path]
     keys = {key: value for text in texts for key, value in yaml.safe_load(text).items()}
     code = f"{START}KEYS = {keys!r}\nLOG = lambda: Path('recipe.log').read_text()\n"
+    code += f"KILLER = {KILLER!r}\n"
     code += "".join(f"tool(*{words!r})\n" for words in commands(RECIPES[title]))
     fork(tmp_path, code + CHECKS[title])
     if commands(RECIPES[title]):

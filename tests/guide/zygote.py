@@ -48,8 +48,8 @@ def _run(folder: str, code: str, log: str) -> None:
     try:
         exec(compile(code, "recipe", "exec"), {"__name__": "recipe"})
         status = 0
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    except SystemExit as end:
+        status = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -28,15 +28,15 @@ def wait_for(*files):
     while not all(Path(file).exists() for file in files):
         time.sleep(0.01)
 """
-BOTH: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-"""Of a process, its streams as one."""
+PIPED_OUTPUT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+"""stdout and stderr of a process as one stream."""
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Of somebody who types, on CPUs."""
-    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+def environment(**variables: str) -> dict[str, str]:
+    """Returns the environment of somebody who types commands, on CPUs."""
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
 
 
 def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = None) -> None:
@@ -45,14 +45,14 @@ def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = Non
 
 
 def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
-          keys: Mapping[str, Any] | None = None, **more: Any) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+          keys: Mapping[str, Any] | None = None, **run_options: Any) -> "subprocess.CompletedProcess[str]":  # fmt: skip
     """A script on ranks, its streams as one; with a disk of so many kilobytes at `disk`, copied to `kept`."""
     write_script(folder, script, keys)
     command = [*DEEPY, "--num_gpus", str(ranks), "script.py", "model.yml", *words]
     if disk is not None:
         (folder / "disk").mkdir()
         command = [sys.executable, "-m", "tests.disks", str(folder / "disk"), str(disk), str(folder / "kept"), *command]
-    return subprocess.run(command, cwd=folder, env=environment(), timeout=200, **{**BOTH, **more})
+    return subprocess.run(command, cwd=folder, env=environment(), timeout=200, **{**PIPED_OUTPUT, **run_options})
 
 
 def write_program(path: Path, text: str) -> None:
@@ -87,7 +87,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServ
         server.server_close()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,4 +1,4 @@
-"""deepy.py as it is typed, and `neox`: which script each name starts."""
+"""deepy.py as it is run_deepy, and `neox`: which script each name starts."""
 
 import sys
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from megatron.neox_arguments.reading.command_line import parse_script
 args = parse_script(sys.argv[1:], "script.py")
 print(process_info().rank, args.hidden_size, args.num_layers, args.train_micro_batch_size_per_gpu)
 """
-Typed = Callable[..., tuple[int, str, str]]
+RunDeepy = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+def run_deepy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDeepy:
     """Exit code, stdout and stderr of words that start nothing, in this process."""
     write_script(tmp_path, SHOW)
     monkeypatch.chdir(tmp_path)
@@ -45,8 +45,8 @@ def test_two_ranks_get_the_resolved_args(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "rank_1.log").read_text() == "1 8 4 4\n"
 
 
-def test_print_config_starts_nothing(typed: Typed, tmp_path: Path) -> None:
-    code, out, _ = typed("script.py", "-d", ".", "model", "--print-config")
+def test_print_config_starts_nothing(run_deepy: RunDeepy, tmp_path: Path) -> None:
+    code, out, _ = run_deepy("script.py", "-d", ".", "model", "--print-config")
     assert code == 0 and "model.yml:2" in out
     assert not (tmp_path / "logs").exists()
 
@@ -61,11 +61,11 @@ def test_print_config_starts_nothing(typed: Typed, tmp_path: Path) -> None:
     ((str(ROOT / "eval.py"), "model.yml", "--set", "coord_check=true"), ["coord_check: true"]),
     ((str(ROOT / "generate.py"), "model.yml", "--set", "use_mup=true"), ["use_mup: true"]),
 ])  # fmt: skip
-def test_a_run_and_a_dry_run_are_refused_alike(typed: Typed, words: tuple[str, ...], facts: list[str]) -> None:
-    code, out, err = typed(*words)
+def test_a_run_and_a_dry_run_are_refused_alike(run_deepy: RunDeepy, words: tuple[str, ...], facts: list[str]) -> None:
+    code, out, err = run_deepy(*words)
     assert (code, out) == (1, "") and all(fact in err for fact in facts)
     assert all(line.startswith("deepy.py: error: ") for line in err.splitlines())
-    assert typed(*words, "--dry-run") == (code, out, err)
+    assert run_deepy(*words, "--dry-run") == (code, out, err)
 
 
 def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +98,15 @@ def test_each_name_starts_what_is_typed_in_a_clone(words, line):
     assert [word.removeprefix(f"{ROOT}/") for word in command] == line.split()
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("verify", "verify .*ckpts/verify .*datasets/verify"),
     ("trian", "trian: no such command.* train.*neox --help"),
     ("preproces-data", "preproces-data: no such command.* preprocess_data"),
     ("config_reference", "no such command"),
     ("a.yml", "a.yml: no such command.*neox --help"),
 ])  # fmt: skip
-def test_other_names_are_refused(name, said):
-    with pytest.raises(LaunchError, match=said):
+def test_other_names_are_refused(name, message):
+    with pytest.raises(LaunchError, match=message):
         script_line([name], ROOT)
 
 
@@ -132,21 +132,25 @@ def test_presets_are_named_as_files_of_ones_own_which_come_first(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def taken(*words):
+    def config_files_of(*words):
         command = parse_deepy(["train.py", *words], preset_root=ROOT)
         return [path.removeprefix(f"{ROOT}/") for path in command.presets], command.args
 
-    both = ["configs/pythia/14M.yml", "configs/local_setup.yml"]
-    presets, args = taken("pythia/14M", "local_setup.yml")
-    assert presets == both and args.hidden_size == 128
+    presets_of_run = ["configs/pythia/14M.yml", "configs/local_setup.yml"]
+    presets, args = config_files_of("pythia/14M", "local_setup.yml")
+    assert presets == presets_of_run and args.hidden_size == 128
     assert args.origin("hidden_size").startswith(f"{ROOT}/configs/pythia/14M.yml:")
-    assert taken("-d", "configs", "pythia/14M", "local_setup")[0] == taken("configs/pythia/14M.yml", both[1])[0] == both
-    assert args == load([str(ROOT / file) for file in both])
-    (tmp_path / "local_setup.yml").write_text((ROOT / both[1]).read_text() + "seed: 7\n")
-    presets, args = taken("pythia/14M", "local_setup")
-    assert presets == both[:1] and args.seed == 7
+    assert (
+        config_files_of("-d", "configs", "pythia/14M", "local_setup")[0]
+        == config_files_of("configs/pythia/14M.yml", presets_of_run[1])[0]
+        == presets_of_run
+    )
+    assert args == load([str(ROOT / file) for file in presets_of_run])
+    (tmp_path / "local_setup.yml").write_text((ROOT / presets_of_run[1]).read_text() + "seed: 7\n")
+    presets, args = config_files_of("pythia/14M", "local_setup")
+    assert presets == presets_of_run[:1] and args.seed == 7
     for name in ("pythia/15M", "../megatron/launch"):
         with pytest.raises(ConfigError, match=name):
-            taken(name)
+            config_files_of(name)
     with pytest.raises(ConfigError, match="pythia/14M"):  # who asks for none gets none
         parse_deepy(["train.py", "pythia/14M"])

@@ -11,24 +11,24 @@ from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from megatron.launch import cuda_driver, devices
 from megatron.launch.cuda_driver import is_readable_arch_list, set_arch_list
 
-ASKED = 8  # what torch says when it is asked
+NUM_TORCH_GPUS = 8  # what torch says when it is asked
 NAME = "TORCH_CUDA_ARCH_LIST"
 
 
-@pytest.mark.parametrize(("build", "by_driver", "env", "expected"), [
+@pytest.mark.parametrize(("build", "driver_gpus", "env", "expected"), [
     ("cuda = '12.8'; hip = None", 2, {}, ["0", "1"]),
     ("cuda = '12.8'; hip = None", 2, {"CUDA_VISIBLE_DEVICES": "GPU-a, 3"}, ["GPU-a", "3"]),
     ("cuda = '12.8'; hip = None", 1, {"CUDA_VISIBLE_DEVICES": "3,9"}, ["3"]),
     ("cuda = '12.8'; hip = None", 0, {"CUDA_VISIBLE_DEVICES": ""}, []),
-    ("cuda = '12.8'; hip = None", None, {}, [str(gpu) for gpu in range(ASKED)]),
+    ("cuda = '12.8'; hip = None", None, {}, [str(gpu) for gpu in range(NUM_TORCH_GPUS)]),
     ("cuda = None; hip = None", 2, {}, []),
-    ("cuda = None; hip = '6.4'", None, {}, [str(gpu) for gpu in range(ASKED)]),
+    ("cuda = None; hip = '6.4'", None, {}, [str(gpu) for gpu in range(NUM_TORCH_GPUS)]),
 ])  # fmt: skip
-def test_gpus_are_those_that_torch_would_use(build, by_driver, env, expected, monkeypatch, tmp_path):
+def test_gpus_are_those_that_torch_would_use(build, driver_gpus, env, expected, monkeypatch, tmp_path):
     (tmp_path / "version.py").write_text(build)
     monkeypatch.setattr(devices, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    monkeypatch.setattr(devices, "device_count", lambda: by_driver)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: ASKED)
+    monkeypatch.setattr(devices, "device_count", lambda: driver_gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: NUM_TORCH_GPUS)
     assert devices.visible_gpus(env) == expected
 
 
@@ -55,7 +55,7 @@ def test_a_driver_that_does_not_answer_has_not_said_none(state, count, monkeypat
 
 
 def deepspeed_reads(monkeypatch, value: str) -> str:
-    """What DeepSpeed's builder makes of the variable when it compiles on first use."""
+    """DeepSpeed's builder reads the variable when it compiles on first use."""
     monkeypatch.setenv(NAME, value)
     builder = FusedAdamBuilder()
     builder.jit_mode = True
@@ -88,6 +88,6 @@ def test_other_devices_and_none():
     assert env == {NAME: "8.0;10.0"}
     unset: dict[str, str] = {}
     assert set_arch_list(unset, lambda: [(9, 0)]) is None and unset == {}
-    kept = {NAME: "9.0a"}
-    assert set_arch_list(kept, lambda: []) is None and kept == {NAME: "9.0a"}
+    variables = {NAME: "9.0a"}
+    assert set_arch_list(variables, lambda: []) is None and variables == {NAME: "9.0a"}
     assert is_readable_arch_list("") and not is_readable_arch_list("9.0,8.0")

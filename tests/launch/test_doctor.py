@@ -36,7 +36,7 @@ def listening():
 
 
 def doctor(folder: Path, *words: str, prefix: Sequence[str] = (), path: str) -> dict[str, str]:
-    """What the command as typed, with a folder of packages before others, finds failed."""
+    """Returns the failed checks of the typed command, with a folder of packages first on the path."""
     line = [*DEEPY, "doctor", "--save", str(folder), *words, "--json"]
     env = environment(PYTHONPATH=f"{path}:{ROOT}")
     done = subprocess.run([*prefix, *line], cwd=ROOT, capture_output=True, text=True, timeout=200, env=env)
@@ -118,7 +118,7 @@ def test_table_and_verdict():
     assert "\033[31mfailed \033[0m" in table(checks, colours=True)
 
 
-@pytest.mark.parametrize(("version", "state", "said"), [
+@pytest.mark.parametrize(("version", "state", "message"), [
     ("0.19.8", "ok", "0.19.8"),
     ("0.19.2", "failed", "gradients"),
     ("0.18.5", "failed", "ZeRO-1 with bf16"),
@@ -126,9 +126,9 @@ def test_table_and_verdict():
     ("0.20.0", "warning", "not tested"),
     (None, "failed", "not installed"),
 ])  # fmt: skip
-def test_deepspeed(version, state, said):
+def test_deepspeed(version, state, message):
     check = deepspeed_check(version)
-    assert (check.state, said in check.found) == (state, True)
+    assert (check.state, message in check.found) == (state, True)
     assert state == "ok" or check.advice == "pip install deepspeed==0.19.8"
 
 
@@ -152,10 +152,10 @@ def test_ports_and_peers(listening):
     assert "127.0.0.1 answers" in peer_check(f"localhost:{listening}", 1).found
     assert "refuses" in peer_check(f"127.0.0.1:{free_port()}", 1).found
     assert "no address" in peer_check("no-such-machine.invalid", 1).found
-    with socket.socket() as busy, socket.socket() as first, socket.socket() as second:
+    with socket.socket() as busy, socket.socket() as first_client, socket.socket() as second_client:
         busy.bind(("127.0.0.1", 0))
         busy.listen(0)
-        for client in (first, second):  # fill the queue: what comes next gets no answer
+        for client in (first_client, second_client):  # fill the queue: what comes next gets no answer
             client.setblocking(False)
             client.connect_ex(busy.getsockname())
         silent = peer_check("127.0.0.1", busy.getsockname()[1], timeout_s=0.3)
@@ -163,9 +163,9 @@ def test_ports_and_peers(listening):
 
 
 def test_addresses():
-    found = [split_address(text, 2) for text in ("a:1", "a", "[fe80::1]:1", "fe80::1")]
-    assert found == [("a", 1), ("a", 2), ("fe80::1", 1), ("fe80::1", 2)]
-    with pytest.raises(ValueError, match="no port"):
+    addresses = [split_address(text, 2) for text in ("a:1", "a", "[fe80::1]:1", "fe80::1")]
+    assert addresses == [("a", 1), ("a", 2), ("fe80::1", 1), ("fe80::1", 2)]
+    with pytest.raises(ValueError, match="is not a port"):
         split_address("a:b", 2)
 
 
@@ -173,7 +173,7 @@ OFI = {"libnccl-net.so": "/opt/ofi/libnccl-net.so"}
 LIBFABRIC = {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}
 
 
-@pytest.mark.parametrize(("env", "network", "state", "said"), [
+@pytest.mark.parametrize(("env", "network", "state", "message"), [
     ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
     (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "/opt/ofi/libnccl-net.so (NCCL_NET="),
     (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric"),
@@ -184,17 +184,21 @@ LIBFABRIC = {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}
     ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
     ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
 ])  # fmt: skip
-def test_transport(env, network, state, said):
+def test_transport(env, network, state, message):
     check = transport_check(env, network, several=True)
-    assert (check.state, said in check.found) == (state, True), check
+    assert (check.state, message in check.found) == (state, True), check
 
 
 def test_nccl_library(tmp_path):
     """The choice itself has a table of its own: test_nccl.py."""
     torch_nccl = Nccl((2, 28, 9), "/venv/libnccl.so.2")
     old, new = (library(tmp_path / version / "libnccl.so.2", version) for version in ("2.26.6", "2.29.2"))
-    gone = nccl_check(torch_nccl, {"NCCL_LIBRARY": "/gone"}, ())
-    assert gone.state == "failed" and "NCCL_LIBRARY=/gone" in gone.found and "module" in gone.advice
+    missing_library = nccl_check(torch_nccl, {"NCCL_LIBRARY": "/gone"}, ())
+    assert (
+        missing_library.state == "failed"
+        and "NCCL_LIBRARY=/gone" in missing_library.found
+        and "module" in missing_library.advice
+    )
     assert "no torch with CUDA" in nccl_check(None, {"NCCL_LIBRARY": old}, ()).found
     assert nccl_check(torch_nccl, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
     # A module has put it there, and torch did not take it; then: torch did, or could not even be imported.

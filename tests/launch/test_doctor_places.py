@@ -28,9 +28,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         if self.path == "/elsewhere":
             self.server.leaked.append(self.headers.get("authorization"))
-        model, _, rest = self.path.strip("/").partition("/resolve/")
+        model, _, revision_path = self.path.strip("/").partition("/resolve/")
         status, code = ANSWERS[model][self.headers.get("authorization") == f"Bearer {SECRET}"]
-        assert rest == "main/config.json"
+        assert revision_path == "main/config.json"
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
@@ -47,7 +47,7 @@ def hub(tmp_path) -> Iterator[dict[str, str]]:
     assert not server.leaked
 
 
-@pytest.mark.parametrize(("model", "token", "state", "said"), [
+@pytest.mark.parametrize(("model", "token", "state", "message"), [
     ("org/open", None, "ok", "no token"),
     ("hf://org/large", "HF_TOKEN", "ok", "HF_TOKEN"),
     ("org/private", "HF_TOKEN", "ok", "HF_TOKEN"),
@@ -59,11 +59,11 @@ def hub(tmp_path) -> Iterator[dict[str, str]]:
     ("org/data", None, "failed", "no config.json"),
     ("org/down", None, "failed", "503"),
 ])  # fmt: skip
-def test_models_on_the_hub(hub, tmp_path, model, token, state, said):
+def test_models_on_the_hub(hub, tmp_path, model, token, state, message):
     if token == "file":
         (tmp_path / "token").write_text(SECRET + "\n")
     check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token == "HF_TOKEN" else {}))
-    assert check.state == state and re.search(said.replace("FOLDER", str(tmp_path)), check.found), check
+    assert check.state == state and re.search(message.replace("FOLDER", str(tmp_path)), check.found), check
     assert SECRET not in str(check)
 
 
@@ -76,7 +76,7 @@ def test_models_without_a_network_and_in_folders(tmp_path):
     (snapshot / "config.json").touch()
     assert model_check("org/open", env).state == "warning"
     assert model_check("org/open", env | {"HF_HUB_OFFLINE": "1"}).state == "ok"
-    assert "no folder" in model_check(f"{tmp_path}/none", {}).found
+    assert "is not a folder" in model_check(f"{tmp_path}/none", {}).found
     assert "config.json" in model_check(str(tmp_path), {}).found
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "no weights" in model_check(str(tmp_path), {}).found
@@ -119,7 +119,7 @@ def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
 
 
 def test_the_size_of_a_checkpoint():
-    """Of blocks that all have experts too: there is no dense width then, and none that could not be."""
+    """Blocks that all have experts have no dense width, so none is refused."""
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "padded_vocab_size": 96}
     model |= {"max_position_embeddings": 16, "activation": "swiglu", "moe_num_experts": 4, "moe_intermediate_size": 50}
     args = NeoXArgs.from_dict({**model, "mlp_multiple_of": 64})

@@ -9,6 +9,7 @@ import pytest
 from megatron.launch import enter, process_info
 from megatron.launch.devices import interface_to
 from megatron.launch.environment import LaunchError, ProcessInfo, first_host, first_of_list
+from megatron.launch.slurm import step_node, task_counts, tasks_asked_for
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import small
 from tests.training.runs import BASE
@@ -54,15 +55,15 @@ def test_slurm_step_with_a_given_rendezvous():
     assert (info.master_addr, info.master_port) == ("10.0.0.1", 40000)
 
 
-def without(name: str) -> dict[str, str]:
-    return {other: value for other, value in TORCHRUN.items() if other != name}
+def drop_variable(name: str) -> dict[str, str]:
+    return {key: value for key, value in TORCHRUN.items() if key != name}
 
 
 @pytest.mark.parametrize(("env", "message"), [
     (MPI, "mpirun -x MASTER_ADDR"),
-    (POD | {"PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE is 2"),
-    *((without(name), f"not name {name}") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")),
-    (without("MASTER_ADDR"), "MASTER_ADDR is not"),
+    (POD | {"PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE=2 "),
+    *((drop_variable(name), f"but not {name};") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")),
+    (drop_variable("MASTER_ADDR"), "MASTER_ADDR is not"),
     (TORCHRUN | {"RANK": "8"}, "rank 8 .* 8"),
     (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4 "),
     (TORCHRUN | {"RANK": "first"}, "RANK='first'"),
@@ -72,7 +73,15 @@ def test_what_is_missing_or_contradictory_is_named(env, message):
         process_info(env)
 
 
-@pytest.mark.parametrize(("nodes", "first"), [
+@pytest.mark.parametrize("name", ["SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"])
+def test_task_counts(name):
+    assert task_counts({name: "4(x2),1"}, name) == (4, 4, 1) and task_counts({}, name) == (1,)
+    read = tasks_asked_for if name == "SLURM_TASKS_PER_NODE" else lambda env: step_node(env, True)
+    with pytest.raises(LaunchError, match=f"^{name}='four'"):
+        read({"SLURM_STEP_ID": "0", name: "four"})
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [
     ("n1", "n1"),
     ("n1,n2", "n1"),
     ("nid[003-007,9],m1", "nid003"),
@@ -84,8 +93,8 @@ def test_what_is_missing_or_contradictory_is_named(env, message):
     ("rack[0-63]_blade[0-41]", "rack0_blade0"),  # of slurm.conf's manual
     ("c[01,03]s[2]n[007-009].site", "c01s2n007.site"),
 ])  # fmt: skip
-def test_first_host(nodes, first):
-    assert first_of_list(nodes) == first_host(nodes) == first
+def test_first_host(nodes, expected):
+    assert first_of_list(nodes) == first_host(nodes) == expected
 
 
 @pytest.mark.parametrize("nodes", ["", ",n1", "n[1-2", "n1-2]", "n[]", "n[a-c]", "bgl[000x133]", "n[[1-2]]", "n1 n2"])
@@ -110,30 +119,32 @@ def test_entering_sets_what_torch_reads(monkeypatch):
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")] == ["3", "4", "4711"]
 
 
-@pytest.mark.parametrize("backend, given, expected", [
+@pytest.mark.parametrize("backend, env, expected", [
     ("nccl", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
     ("gloo", {}, {}),
 ])  # fmt: skip
-def test_gpu_memory_is_in_segments_that_grow(backend: str, given: dict[str, str], expected: dict[str, str],
+def test_gpu_memory_is_in_segments_that_grow(backend: str, env: dict[str, str], expected: dict[str, str],
                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(os, "environ", env)
     enter(small(distributed_backend=backend))
-    assert {name: value for name, value in given.items() if "ALLOC" in name} == expected
+    assert {name: value for name, value in env.items() if "ALLOC" in name} == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo is left alone")
 def test_gloo_takes_the_interface_that_leads_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On machines with GPUs too, for objects and CPU tensors. What the user has set stays."""
-    here = next(address for _, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET))
+    host_address = next(
+        address for _, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)
+    )
 
-    def interface(world_size: int, local_world_size: int, given: str | None = None) -> str | None:
+    def interface(world_size: int, local_world_size: int, configured: str | None = None) -> str | None:
         sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
-        env = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": here, "MASTER_PORT": "29500", **sizes}
-        monkeypatch.setattr(os, "environ", env | ({"GLOO_SOCKET_IFNAME": given} if given is not None else {}))
+        env = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": host_address, "MASTER_PORT": "29500", **sizes}
+        monkeypatch.setattr(os, "environ", env | ({"GLOO_SOCKET_IFNAME": configured} if configured is not None else {}))
         enter(small(distributed_backend="nccl"))
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
     assert interface(1, 1) == interface(4, 4) == "lo"
-    assert interface(8, 4) == interface_to(here) is not None
+    assert interface(8, 4) == interface_to(host_address) is not None
     assert interface(8, 4, "hsn0") == "hsn0"

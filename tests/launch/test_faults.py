@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from tests.launch.runs import BOTH, DEEPY, ROOT, environment, wait_until
+from tests.launch.runs import DEEPY, PIPED_OUTPUT, ROOT, environment, wait_for
 from tests.training.runs import LLAMA, config, metric_rows
 
 STEPS = 16
@@ -32,7 +32,7 @@ sys.exit(train.main())
 """
 
 
-class Ended(NamedTuple):
+class ProcessEnd(NamedTuple):
     """log: file with all that was printed."""
 
     code: int
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
         return dict(losses)
 
 
-def run(folder: Path, *words: str, kill: bool = False) -> Ended:
+def run(folder: Path, *words: str, kill: bool = False) -> ProcessEnd:
     """A run of STEPS steps. kill: rank 1 after step 11, once the checkpoint of step 10 is there."""
     save = folder / "sf_model_organisms" / "exp_1" / "run"
     values = {**VALUES, "save": str(save), "load": str(save), "num_gpus": 2}
@@ -53,7 +53,7 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
     (folder / "waiting.py").write_text(WAITING)
     script = str(folder / "waiting.py") if kill else "train.py"
     command = [*DEEPY, script, str(folder / "model.yml"), *words]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **BOTH)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **PIPED_OUTPUT)
     overdue = threading.Timer(250, process.kill)
     overdue.start()
     log = folder / "job.log"
@@ -62,10 +62,10 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
             for line in process.stdout:
                 file.write(line)
                 if kill and re.search(r"iteration +11/", line):
-                    wait_until(lambda: (save / "latest").exists() and (save / "latest").read_text() == "global_step10")
+                    wait_for(lambda: (save / "latest").exists() and (save / "latest").read_text() == "global_step10")
                     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
                     kill = False
-        return Ended(process.wait(), log, save)
+        return ProcessEnd(process.wait(), log, save)
     finally:
         overdue.cancel()
         process.kill()
@@ -90,7 +90,7 @@ EXPERIMENT = "grep -oE 'sf_model_organisms/[^/\"]+' <log> | head -1"
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> ProcessEnd:
     return run(tmp_path_factory.mktemp("healthy"))
 
 
@@ -101,7 +101,7 @@ def last_values(log: Path) -> tuple[float, ...]:
     return tuple(float(bash(f"{lines} '{pattern}'", log)[1]) for pattern in patterns)
 
 
-def test_the_log_of_a_healthy_run_answers_every_question(healthy: Ended) -> None:
+def test_the_log_of_a_healthy_run_answers_every_question(healthy: ProcessEnd) -> None:
     log = healthy.log
     assert healthy.code == 0, log.read_text()
     assert bash(ANY_TROUBLE, log) == (1, "")
@@ -114,7 +114,7 @@ def test_the_log_of_a_healthy_run_answers_every_question(healthy: Ended) -> None
 
 
 @pytest.mark.ends_processes
-def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy: Ended, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy: ProcessEnd, tmp_path: Path) -> None:
     killed = run(tmp_path, "--max-restarts", "2", kill=True)
     log = killed.log.read_text()
     assert killed.code == 0, log
@@ -124,6 +124,6 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy
     assert bash(EXPERIMENT, killed.log) == (0, "sf_model_organisms/exp_1\n") and bash(CRASHED, killed.log)[0] == 1
     restarts = {row["iteration"]: row["runtime/restarts"] for row in metric_rows(killed.save, "runtime/restarts")}
     assert restarts == {step: int(step > 10) for step in range(1, STEPS + 1)}
-    where = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]
-    assert "most recent call" in where.partition("going on from")[0], "where rank 0 was"
+    log_end = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]
+    assert "most recent call" in log_end.partition("going on from")[0], "where rank 0 was"
     assert "most recent call" not in log and "error:" not in log, "the run went on"

@@ -17,26 +17,26 @@ from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignme
 from megatron.launch.run import Run
 from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import Outcome
-from tests.launch.runs import wait_until
+from tests.launch.runs import wait_for
 
 
-def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:
+def run_of(ranks: list[int | None], node: int, port: int, **options) -> Run:
     nodes = tuple(Node(f"h{k}" if k == node else "", count if k == node else None) for k, count in enumerate(ranks))
-    return Run("nodes", (), nodes, Path(), None, Path(), node, "127.0.0.1", port, **more)
+    return Run("nodes", (), nodes, Path(), None, Path(), node, "127.0.0.1", port, **options)
 
 
 @contextmanager
-def assembled(ranks: list[int], **more) -> Iterator[tuple[list[LauncherRendezvous], list[RankAssignment]]]:
+def assembled(ranks: list[int], **options) -> Iterator[tuple[list[LauncherRendezvous], list[RankAssignment]]]:
     port = free_port()
     with ThreadPoolExecutor() as pool:
-        runs = [run_of(ranks, node, port, **more) for node in range(len(ranks))]
+        runs = [run_of(ranks, node, port, **options) for node in range(len(ranks))]
         launchers = list(pool.map(lambda run: LauncherRendezvous(run, 200), runs))
         yield launchers, list(pool.map(lambda launcher: launcher.assemble(0), launchers))
         list(pool.map(lambda launcher: launcher.leave(Outcome(0)), launchers))
 
 
 def final_outcome(launcher: LauncherRendezvous) -> Outcome | None:
-    wait_until(lambda: launcher.outcome() is not None)
+    wait_for(lambda: launcher.outcome() is not None)
     return launcher.outcome()
 
 
@@ -47,16 +47,16 @@ def test_ranks_follow_the_machines_in_order():
         assert len({assignment.port for assignment in assignments}) == 1
         for launcher in launchers[:2]:
             launcher.report(Outcome(0))
-        wait_until(lambda: launchers[0]._heartbeat._done == {0, 1})
+        wait_for(lambda: launchers[0]._heartbeat._done == {0, 1})
         assert launchers[0].outcome() is None, "the run goes on as long as one machine's ranks do"
         launchers[2].report(Outcome(0))
         assert [final_outcome(launcher) for launcher in launchers] == [Outcome(0)] * 3
 
 
-def test_the_first_failure_is_everyones_and_all_start_again_together():
+def test_the_first_failure_ends_all_and_all_restart():
     with assembled([1, 2]) as (launchers, _):
         launchers[1].report(Outcome(137, "rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log"))
-        wait_until(lambda: launchers[1]._heartbeat.failure)
+        wait_for(lambda: launchers[1]._heartbeat.failure)
         launchers[0].report(Outcome(1, "rank 0 of 3 failed with exit code 1", True, "/a/rank_0.log"))
         host = socket.gethostname()
         expected = Outcome(137, f"node 1 (host {host}): rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log")
@@ -73,23 +73,23 @@ def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
     with assembled([1, 1]) as (launchers, _):
         supervisor = SshSupervisor(run_of([1, 1], 0, launchers[0]._run.master_port or 0))
         supervisor.send(10)
-        heard: list[list[int]] = [[], []]
+        received: list[list[int]] = [[], []]
 
         def listen() -> bool:
-            for signals, launcher in zip(heard, launchers, strict=True):
+            for signals, launcher in zip(received, launchers, strict=True):
                 signals += launcher.signals()
-            return all(heard)
+            return all(received)
 
         def beat() -> bool:
             supervisor.beat()
             return listen() and heartbeat.STARTER in launchers[0]._heartbeat._beats
 
-        wait_until(beat)
-        assert heard == [[10], [10]]
-        heard = [[], []]
+        wait_for(beat)
+        assert received == [[10], [10]]
+        received = [[], []]
         monkeypatch.setattr(heartbeat, "SILENT_S", 1.0)  # nobody beats any more
-        wait_until(listen)
-        assert heard == [[15], [15]]
+        wait_for(listen)
+        assert received == [[15], [15]]
 
 
 def test_a_machine_that_falls_silent_is_named(monkeypatch):
@@ -105,7 +105,7 @@ def test_a_machine_that_falls_silent_is_named(monkeypatch):
 
 
 def ends(timeout_s: float, *runs: Run) -> list[str]:
-    """What launchers that cannot assemble say, one for each of these."""
+    """Returns the error of each launcher of a group that cannot assemble."""
 
     def problem(run: Run) -> str:
         with pytest.raises(LaunchError) as refused:
@@ -116,11 +116,11 @@ def ends(timeout_s: float, *runs: Run) -> list[str]:
         return list(pool.map(problem, runs))
 
 
-def test_a_machine_that_does_not_come_is_named_and_node_0_too():
+def test_a_missing_machine_and_node_0_are_named():
     port, host = free_port(), socket.gethostname()
-    first, third = ends(3, run_of([1, 1, 1], 0, port), run_of([1, 1, 1], 2, port))
-    assert all(fact in first for fact in ("node 1 of 3", "3 s", f"node 0 (host {host}), node 2 (host {host})"))
-    assert "node 1" in third
+    first_end, third_end = ends(3, run_of([1, 1, 1], 0, port), run_of([1, 1, 1], 2, port))
+    assert all(fact in first_end for fact in ("node 1 of 3", "3 s", f"node 0 (host {host}), node 2 (host {host})"))
+    assert "node 1" in third_end
     port = free_port()
     with pytest.raises(LaunchError, match=f"node 0 .* 127.0.0.1:{port} .*1 s .*refused"):
         LauncherRendezvous(run_of([1, 1], 1, port), 1)
@@ -128,7 +128,7 @@ def test_a_machine_that_does_not_come_is_named_and_node_0_too():
 
 def test_contradictions_are_named():
     port = free_port()
-    assert "node_rank 1 is taken by host" in " ".join(ends(3, *(run_of([1, 1, 1], node, port) for node in (0, 1, 1))))
+    assert "node_rank 1 is used by host" in " ".join(ends(3, *(run_of([1, 1, 1], node, port) for node in (0, 1, 1))))
     with assembled([1, 1]) as (launchers, _):
         with pytest.raises(LaunchError, match=r"master_port: port \d+"):
             LauncherRendezvous(run_of([1, 1], 0, launchers[0]._run.master_port or 0), 1)

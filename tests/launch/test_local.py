@@ -19,7 +19,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
 from megatron.launch.run import Run
-from tests.launch.runs import alive, environment, logs_of, taken_port, wait_until, write_script
+from tests.launch.runs import alive, environment, logs_of, taken_port, wait_for, write_script
 
 LAUNCH = """
 import os, sys
@@ -50,7 +50,7 @@ Launch = Callable[..., Popen[str]]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts a script on N ranks under a launcher of its own; all of it is ended with the test."""
+    """Starts a script on N ranks under a launcher of its own; all of it is process_end with the test."""
     started: list[Popen[str]] = []
 
     def start(text: str, ranks: int = 2, stopped_s: float = 1.5, grace_s: float = 10.0, **options: Any) -> Popen[str]:
@@ -68,21 +68,21 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             process.kill()
 
 
-def ended(run: Popen[str]) -> tuple[int, str, str]:
+def process_end(run: Popen[str]) -> tuple[int, str, str]:
     out, err = run.communicate(timeout=200)
     return run.returncode, out, err or ""
 
 
 def pids(folder: Path, count: int) -> list[int]:
     """Process ids that `count` ranks have written down as pid_<rank>."""
-    wait_until(lambda: len([p for p in folder.glob("pid_*") if p.read_text()]) == count)
+    wait_for(lambda: len([p for p in folder.glob("pid_*") if p.read_text()]) == count)
     return [int(p.read_text()) for p in folder.glob("pid_*")]
 
 
 def test_every_rank_gets_its_place_and_keeps_its_output(launch: Launch, tmp_path: Path) -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
     run = launch(f"print(*[os.environ[n] for n in '{names}'.split()]); print('to stderr', file=sys.stderr)")
-    code, out, err = ended(run)
+    code, out, err = process_end(run)
     assert (code, err) == (0, "")
     threads, lines = max(1, len(os.sched_getaffinity(0)) // 2), logs_of(tmp_path)
     port = lines[0].split()[4]
@@ -120,7 +120,7 @@ if rank == 1:
 wait_for("handled")
 sys.exit(4)
 """
-ILL = "wait_for('pid_0', 'pid_1')\nif rank == 1: raise ValueError('rank one is ill')\ntime.sleep(60)"
+ILL = "if rank == 1: raise ValueError('rank one is ill')\ntime.sleep(60)"
 KILLED = "print('last words', rank)\nos.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
 
 
@@ -134,8 +134,10 @@ KILLED = "print('last words', rank)\nos.kill(os.getpid(), 9) if rank == 1 else t
     (KILLED, 137, r"error: rank 1 of 2 .*SIGKILL;.*logs/rank_1.log.*\nlast words 1"),
 ], ids=["first", "cause", "refusal", "handled", "killed"])  # fmt: skip
 def test_the_rank_to_blame_is_shown_last(launch: Launch, tmp_path: Path, script: str, code: int, facts: str) -> None:
-    found, out, _ = ended(launch(script, grace_s=1.0 if script == HANDLED else 10.0, stderr=STDOUT))
-    assert found == code and re.search(facts + r"\n\Z", out), out
+    all_started = "wait_for('pid_0', 'pid_1')\n"  # else the first to end has the other killed before it starts
+    run = launch(all_started + script, grace_s=1.0 if script == HANDLED else 10.0, stderr=STDOUT)
+    exit_code, out, _ = process_end(run)
+    assert exit_code == code and re.search(facts + r"\n\Z", out), out
     assert re.search("traceback|exception|error:", out, re.I), "what people grep for"
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
@@ -154,16 +156,16 @@ def test_a_rank_that_was_ended_from_outside_is_the_cause(launch: Launch, number:
     time.sleep(0.3)
     sys.exit(1)
     """
-    code, _, err = ended(launch(script))
+    code, _, err = process_end(launch(script))
     assert code == 128 + number and re.search(f"error: rank 1 of 2 .*{number.name}", err)
 
 
 @pytest.mark.ends_processes
 def test_signals_that_end_ranks_before_they_act_on_them_are_no_errors(launch: Launch, tmp_path: Path) -> None:
     run = launch("signal.signal(2, signal.SIG_DFL); touch(f'ready_{rank}'); time.sleep(60)")
-    wait_until(lambda: all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)))
+    wait_for(lambda: all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)))
     run.send_signal(signal.SIGINT)
-    code, out, err = ended(run)
+    code, out, err = process_end(run)
     assert (code, out) == (130, "") and "SIGINT" in err and "error" not in err and err.count("\n") == 2
 
 
@@ -180,7 +182,7 @@ def test_a_stopped_rank_ends_the_run_with_every_stack(launch: Launch) -> None:
         time.sleep(60)
     stops_here() if rank == 1 else waits_for_the_other()
     """
-    code, log, _ = ended(launch(script, stderr=STDOUT))
+    code, log, _ = process_end(launch(script, stderr=STDOUT))
     assert code == 128 + signal.SIGSTOP
     assert "in waits_for_the_other" in log and "in stops_here" in log
     assert re.search("error: rank 1 of 2 .*SIGSTOP", log.splitlines()[-1])
@@ -194,7 +196,7 @@ def test_a_short_stop_is_forgiven(launch: Launch) -> None:
         subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     """
-    code, _, err = ended(launch(script, stopped_s=60.0))
+    code, _, err = process_end(launch(script, stopped_s=60.0))
     assert (code, err) == (0, "")
 
 
@@ -210,9 +212,9 @@ def test_signals_reach_every_rank(launch: Launch, tmp_path: Path, number: signal
     time.sleep(60)
     """
     run = launch(script)
-    wait_until(lambda: all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)))
+    wait_for(lambda: all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)))
     run.send_signal(number)
-    code, out, err = ended(run)
+    code, out, err = process_end(run)
     assert (code, out) == (0, f"stopped by {int(number)}\n")
     assert len(err.splitlines()) == 1 and number.name in err, "it is acknowledged, and nothing else is said"
     assert logs_of(tmp_path)[1] == f"stopped by {int(number)}\n"
@@ -232,7 +234,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(launch: Launch,
     """
     run = launch(script, grace_s=1.0)
     left = pids(tmp_path, 3)
-    assert ended(run)[0] == 5
+    assert process_end(run)[0] == 5
     assert not any(alive(pid) for pid in left)
 
 
@@ -241,7 +243,7 @@ def test_ranks_end_when_the_launcher_is_killed_outright(launch: Launch, tmp_path
     run = launch("time.sleep(60)")
     left = pids(tmp_path, 2)
     run.kill()
-    wait_until(lambda: not any(alive(pid) for pid in left))
+    wait_for(lambda: not any(alive(pid) for pid in left))
 
 
 def test_rank_0_sees_a_terminal_when_there_is_one(launch: Launch, tmp_path: Path) -> None:
@@ -297,13 +299,13 @@ dist.barrier()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_on_one_machine_listens_on_loopback_alone(launch: Launch, tmp_path: Path) -> None:
+def test_a_run_on_one_machine_listens_only_on_loopback(launch: Launch, tmp_path: Path) -> None:
     """As `ss -ltn` shows it, although MASTER_ADDR is another address of this machine, where it has one."""
     address = "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards, suppress(OSError):
-        towards.connect(("192.0.2.1", 9))  # sends nothing
-        address = towards.getsockname()[0]
-    code, _, err = ended(launch(f"os.environ['MASTER_ADDR'] = {address!r}\n{LISTENING}"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        address = probe.getsockname()[0]
+    code, _, err = process_end(launch(f"os.environ['MASTER_ADDR'] = {address!r}\n{LISTENING}"))
     assert code == 0, err
     listening = [
         re.findall(r"listens at (\w+)", (tmp_path / "logs" / f"rank_{rank}.log").read_text()) for rank in (0, 1)

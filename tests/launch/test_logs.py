@@ -52,13 +52,13 @@ def test_a_full_disk_of_logs_ends_no_run_and_can_be_started_again_on(tmp_path: P
     assert re.search(r"deepy.py: restart 1 of 1 after rank 1 of 2 .*exit code 1\n", done.stdout)
     assert "rank 0 line 499" in done.stdout and "rank 0 goes on\n" in done.stdout
     assert "ValueError: not yet" in done.stdout and "OSError" not in done.stdout
-    for rank, kept in enumerate(logs_of(tmp_path / "kept")):
-        assert kept.startswith(f"rank {rank} start 0\n") and kept.endswith(f"rank {rank} goes on\n")
+    for rank, log in enumerate(logs_of(tmp_path / "kept")):
+        assert log.startswith(f"rank {rank} start 0\n") and log.endswith(f"rank {rank} goes on\n")
 
 
 def test_what_is_kept_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest, and how much was lost."""
-    monkeypatch.setattr(logfile, "KEPT", 10)
+    monkeypatch.setattr(logfile, "MAX_BYTES", 10)
     warnings: list[str] = []
     (tmp_path / "logs").write_text("in the way")
     log = LogFile(tmp_path / "logs" / "a.log", warnings.append)
@@ -148,23 +148,23 @@ def test_a_failed_run_is_started_again_until_it_ends_well(tmp_path: Path) -> Non
     assert [f"start {k}" in logs_of(tmp_path)[1] for k in range(3)] == [True] * 3, "logs of every start are kept"
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(1, "raise ValueError('not yet')"), (2, "os.abort()")])
-def test_the_log_of_a_run_that_goes_on_has_no_traceback(tmp_path: Path, ranks: int, how: str) -> None:
+@pytest.mark.parametrize(("ranks", "ending"), [(1, "raise ValueError('not yet')"), (2, "os.abort()")])
+def test_the_log_of_a_run_that_goes_on_has_no_traceback(tmp_path: Path, ranks: int, ending: str) -> None:
     """People grep a job's log for these words to know that it crashed; why it did is in the rank's own."""
     text = f"""
     while not os.path.getsize("logs/rank_0.log"): time.sleep(0.01)  # else rank 0 may be ended before its line
-    if start == 0 and rank == int(os.environ['WORLD_SIZE']) - 1: {how}
+    if start == 0 and rank == int(os.environ['WORLD_SIZE']) - 1: {ending}
     time.sleep(0 if start else 1)
     """
     code, log = run(tmp_path, text, "--max-restarts", "1", ranks=ranks)
     assert code == 0 and "rank 0 start 0\n" in log and "rank 0 start 1\n" in log
     assert not re.search("traceback|exception|error", log, re.IGNORECASE), log
-    own = tmp_path / "logs" / f"rank_{ranks - 1}.log"
-    assert re.search(rf"deepy.py: rank {ranks - 1} of {ranks} .*{own}\n", log)
-    assert ("ValueError: not yet" if "raise" in how else "Fatal Python error") in own.read_text()
+    rank_log = tmp_path / "logs" / f"rank_{ranks - 1}.log"
+    assert re.search(rf"deepy.py: rank {ranks - 1} of {ranks} .*{rank_log}\n", log)
+    assert ("ValueError: not yet" if "raise" in ending else "Fatal Python error") in rank_log.read_text()
 
 
-def test_no_more_than_asked(tmp_path: Path) -> None:
+def test_restarts_are_limited(tmp_path: Path) -> None:
     code, log = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", "--max-restarts", "1")
     assert code == 128 + signal.SIGKILL
     assert re.search(r"restart 1 of 1 after rank 1 of 2 .*SIGKILL\n", log)

@@ -1,4 +1,4 @@
-"""Which NCCL is preloaded: a table of versions, and how they are found."""
+"""The choice of the NCCL to preload: a table of versions, and how they are found."""
 
 import sys
 from pathlib import Path
@@ -8,35 +8,38 @@ import pytest
 from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl, choose, main, own_nccl, preloaded, read_version, site_nccl
 
-OWN, SITE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/opt/nccl/libnccl.so.2"
+TORCH_NCCL, SITE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/opt/nccl/libnccl.so.2"
 
 
 def library(path: Path, version: str) -> str:
-    """What is read of a libnccl: its own words, somewhere in the middle."""
+    """Writes a stand-in for libnccl: its version string stands somewhere in the middle."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\x7fELF" + bytes(5000) + b"NCCL version " + version.encode() + b"+cuda12.6\0" + bytes(100))
     return str(path)
 
 
-@pytest.mark.parametrize(("own", "site", "preload", "said"), [
+@pytest.mark.parametrize(("torch_nccl", "site", "preload", "message"), [
     # torch, the machine's module, what is preloaded
     (None, None, None, "none: there is no torch with CUDA"),
     (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
-    ((2, 28, 9), None, OWN, f"2.28.9, torch's own ({OWN})"),
-    ((2, 28, 9), (2, 26, 6), OWN, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
-    ((2, 28, 9), (2, 28, 8), OWN, "is left out"),
-    ((2, 28, 9), (2, 9, 9), OWN, "is left out"),  # numbers, not letters
+    ((2, 28, 9), None, TORCH_NCCL, f"2.28.9, torch's own ({TORCH_NCCL})"),
+    ((2, 28, 9), (2, 26, 6), TORCH_NCCL, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
+    ((2, 28, 9), (2, 28, 8), TORCH_NCCL, "is left out"),
+    ((2, 28, 9), (2, 9, 9), TORCH_NCCL, "is left out"),  # numbers, not letters
     ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
     ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
     ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
-    ((2, 28, 9), "unknown", OWN, "cannot be compared and is left out"),
-    ("unknown", (2, 29, 0), OWN, "cannot be compared and is left out"),
+    ((2, 28, 9), "unknown", TORCH_NCCL, "cannot be compared and is left out"),
+    ("unknown", (2, 29, 0), TORCH_NCCL, "cannot be compared and is left out"),
 ])  # fmt: skip
-def test_the_choice(own, site, preload, said):
-    found = {"unknown": None}  # a file whose version cannot be read
-    made = [version and Nccl(found.get(version, version), file) for version, file in ((own, OWN), (site, SITE))]
-    choice = choose(*made)
-    assert (choice.preload, said in choice.description) == (preload, True), choice
+def test_the_choice(torch_nccl, site, preload, message):
+    versions = {"unknown": None}  # a file whose version cannot be read
+    libraries = [
+        version and Nccl(versions.get(version, version), file)
+        for version, file in ((torch_nccl, TORCH_NCCL), (site, SITE))
+    ]
+    choice = choose(*libraries)
+    assert (choice.preload, message in choice.description) == (preload, True), choice
     assert "error" not in choice.description  # people look for that word in the logs of jobs
 
 
@@ -44,13 +47,19 @@ def test_where_nccl_is_looked_for(tmp_path):
     assert choose(Nccl((2, 28, 9)), Nccl((2, 26, 6), SITE)).preload is None
     assert choose(Nccl((2, 28, 9)), None).description == "2.28.9, torch's own (within its libraries)"
     assert choose(Nccl((2, 28, 9)), Nccl((2, 29, 2), SITE)).preload == SITE
-    named, first, second = (library(tmp_path / name / "libnccl.so.2", f"2.2{i}.0") for i, name in enumerate("abc"))
-    path = f"/nowhere::{tmp_path}:{Path(second).parent}"
+    named_library, first_library, second_library = (
+        library(tmp_path / name / "libnccl.so.2", f"2.2{i}.0") for i, name in enumerate("abc")
+    )
+    path = f"/nowhere::{tmp_path}:{Path(second_library).parent}"
     assert site_nccl({}) is None and site_nccl({"LD_LIBRARY_PATH": "/nowhere"}) is None
-    assert site_nccl({"LD_LIBRARY_PATH": path}) == Nccl((2, 22, 0), second)
-    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": f"/x.so {first}"}) == Nccl((2, 21, 0), first)
-    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": first, "NCCL_LIBRARY": named}) == Nccl((2, 20, 0), named)
-    with pytest.raises(LaunchError, match="NCCL_LIBRARY=/gone/libnccl.so.2 is no file"):
+    assert site_nccl({"LD_LIBRARY_PATH": path}) == Nccl((2, 22, 0), second_library)
+    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": f"/x.so {first_library}"}) == Nccl(
+        (2, 21, 0), first_library
+    )
+    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": first_library, "NCCL_LIBRARY": named_library}) == Nccl(
+        (2, 20, 0), named_library
+    )
+    with pytest.raises(LaunchError, match="NCCL_LIBRARY=/gone/libnccl.so.2 is not a file"):
         site_nccl({"NCCL_LIBRARY": "/gone/libnccl.so.2"})
     assert preloaded({"LD_PRELOAD": "/a.so:/b/libnccl.so  /c.so"}) == (["/b/libnccl.so"], ["/a.so", "/c.so"])
     (tmp_path / "empty").touch()

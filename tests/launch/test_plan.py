@@ -1,4 +1,4 @@
-"""Which machines a run has and who starts it, and the command lines that follow."""
+"""The machines of a run, its launcher, and the command lines that follow."""
 
 import os
 import re
@@ -80,6 +80,8 @@ def test_by_hand():
     (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "GPU 7"),
     (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, .* 6 ranks"),
     (None, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, {}, "PET_NNODES='1:4'"),
+    (0, {"MASTER_ADDR": "a", "PET_MASTER_PORT": "0"}, {"num_nodes": 2}, "PET_MASTER_PORT='0'"),
+    (0, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, {"num_nodes": 2}, "^MASTER_PORT='x'"),
     (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "a rank already"),
     (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
     (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun"),
@@ -90,7 +92,7 @@ def test_refused(node_rank, env, changes, message):
         planned(node_rank, env=env, **changes)
 
 
-TYPED = {"MAIN_NODE_IP": "10.0.0.9", "TOTAL_GPUS": "6"}
+TYPED_VARIABLES = {"MAIN_NODE_IP": "10.0.0.9", "TOTAL_GPUS": "6"}
 
 
 def in_a_job(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -106,9 +108,9 @@ def test_variables_are_taken_however_ranks_are_started(monkeypatch):
     assert planned(env={"GPUS": "1,3"}, include="localhost:0").node.devices == ("0",)
     assert planned(env={"GPUS": "1,3"}, num_gpus=1).node.devices == ("1",)
     for launcher in ("pdsh", "openmpi"):
-        assert planned(env=TYPED, hostfile="hosts", launcher=launcher).master_addr == "10.0.0.9"
-    assert planned(env=TYPED, hostfile="hosts", master_addr="b").master_addr == "b"
-    assert planned(env=TYPED, **in_a_job(monkeypatch)).master_addr == "10.0.0.9"
+        assert planned(env=TYPED_VARIABLES, hostfile="hosts", launcher=launcher).master_addr == "10.0.0.9"
+    assert planned(env=TYPED_VARIABLES, hostfile="hosts", master_addr="b").master_addr == "b"
+    assert planned(env=TYPED_VARIABLES, **in_a_job(monkeypatch)).master_addr == "10.0.0.9"
 
 
 def test_gpus_says_what_it_chose(monkeypatch, capsys):
@@ -128,8 +130,8 @@ def test_gpus_says_what_it_chose(monkeypatch, capsys):
 
 def test_the_main_node_is_one_of_the_machines(monkeypatch, capsys):
     """By name or by what names resolve to; master_addr is not asked."""
-    known = {"a": {"10.0.0.1"}, "b": {"10.0.0.9", "10.1.0.9"}}
-    monkeypatch.setattr("megatron.launch.typed_variables._addresses", lambda host: known.get(host, {host}))
+    addresses = {"a": {"10.0.0.1"}, "b": {"10.0.0.9", "10.1.0.9"}}
+    monkeypatch.setattr("megatron.launch.typed_variables._addresses", lambda host: addresses.get(host, {host}))
     job = in_a_job(monkeypatch)
     monkeypatch.setattr("megatron.launch.plan.has_slurm", lambda args, env: args.launcher == "slurm")
     for changes in ({"hostfile": "hosts"}, {"hostfile": "hosts", "node_rank": 1}, job):
@@ -142,8 +144,8 @@ def test_the_main_node_is_one_of_the_machines(monkeypatch, capsys):
     with pytest.raises(LaunchError, match="MAIN_NODE_IP"):
         dry_run("train.py", NeoXArgs.from_dict({**BASE, "train_batch_size": 60}), (), None, ["a:2,3", "b:0"])
     assert capsys.readouterr().err == ""
-    known["b"] = set()
-    assert planned(env=TYPED, hostfile="hosts").master_addr == "10.0.0.9"
+    addresses["b"] = set()
+    assert planned(env=TYPED_VARIABLES, hostfile="hosts").master_addr == "10.0.0.9"
     assert re.search("MAIN_NODE_IP=10.0.0.9 .* b ", capsys.readouterr().err)
 
 
@@ -152,9 +154,9 @@ def test_the_main_node_is_one_of_the_machines(monkeypatch, capsys):
     (None, {}), (None, {"launcher": "torchrun"}), (None, {"num_gpus": 1}), (None, {"num_nodes": 1}),
     (0, {"num_nodes": 1}),
 ])  # fmt: skip
-def test_of_several_machines_none_trains_alone(variable, node_rank, changes):
+def test_several_machines_never_train_separately(variable, node_rank, changes):
     with pytest.raises(LaunchError, match=f"^{variable}.*--num_nodes"):
-        planned(node_rank, env={variable: TYPED[variable]}, **changes)
+        planned(node_rank, env={variable: TYPED_VARIABLES[variable]}, **changes)
 
 
 def test_other_ranks_than_total_gpus_are_refused(monkeypatch):
@@ -167,21 +169,21 @@ def test_other_ranks_than_total_gpus_are_refused(monkeypatch):
         dry_run("train.py", NeoXArgs.from_dict({**BASE, "train_batch_size": 60}), (), None, ["a:2,3", "b:0"])
 
 
-def test_a_rank_asks_too(monkeypatch):
-    """Of torchrun, or of `python train.py` alone."""
+def test_a_rank_checks_typed_variables(monkeypatch):
+    """A rank of torchrun, or of `python train.py` without a launcher, checks them too."""
     args, env = NeoXArgs.from_dict({**BASE, "distributed_backend": "gloo"}), {"MAIN_NODE_IP": "10.0.0.9"}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
-    for found, variable in (
+    for rank_env, variable in (
         (env, "MAIN_NODE_IP"),
         ({**rank, "TOTAL_GPUS": "4"}, "TOTAL_GPUS"),
         ({"TOTAL_GPUS": "2"}, "TOTAL_GPUS"),
     ):
-        monkeypatch.setattr("os.environ", dict(found))
+        monkeypatch.setattr("os.environ", dict(rank_env))
         with pytest.raises(LaunchError, match=variable):
             enter(args)
     monkeypatch.setattr("os.environ", {**rank, "TOTAL_GPUS": "2"})
     assert enter(args).world_size == 2
-    monkeypatch.setattr("os.environ", dict(TYPED))
+    monkeypatch.setattr("os.environ", dict(TYPED_VARIABLES))
     assert enter(args.replace(init_only=True)).world_size == 1, "one process writes the weights of all"
 
 
@@ -236,17 +238,17 @@ def test_dry_run_of_hosts_prints_the_line_of_every_machine():
     Path("train.py").write_text("")
     Path("a.yml").write_text("".join(f"{key}: 8\n" for key in ("num_layers", "hidden_size", "num_attention_heads")))
     Path("b.yml").write_text("seq_length: 8\nmax_position_embeddings: 8\ntrain_batch_size: 10\n")
-    typed = "--hosts a:2,3 b:0,1,2 --dry-run train.py a b.yml --iteration 3 --set seed=5".split()
-    command = parse_deepy(typed)
+    typed_words = "--hosts a:2,3 b:0,1,2 --dry-run train.py a b.yml --iteration 3 --set seed=5".split()
+    command = parse_deepy(typed_words)
     lines = dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts)
-    rest = "train.py a b.yml --iteration 3 --set seed=5"
+    script_words = "train.py a b.yml --iteration 3 --set seed=5"
     for rank, (host, gpus) in enumerate({"a": "2,3", "b": "0,1,2"}.items()):
         place = f"--num_nodes 2 --node_rank {rank} --master_addr a --master_port 29500 --include localhost:{gpus}"
-        assert lines[rank] == f"{host}: python deepy.py {place} {rest}"
-    again = parse_deepy(shlex.split(lines[1].partition("deepy.py ")[2]))
-    run = plan(again.user_script, again.args, (), again.node_rank, again.hosts, {})
+        assert lines[rank] == f"{host}: python deepy.py {place} {script_words}"
+    parsed = parse_deepy(shlex.split(lines[1].partition("deepy.py ")[2]))
+    run = plan(parsed.user_script, parsed.args, (), parsed.node_rank, parsed.hosts, {})
     assert (run.node_rank, run.node.devices, run.master_addr) == (1, ("0", "1", "2"), "a")
-    assert (again.args.seed, again.args.iteration) == (5, 3)
+    assert (parsed.args.seed, parsed.args.iteration) == (5, 3)
     assert not Path("logs").exists(), "nothing is written"
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron.launch.devices import free_port
-from tests.launch.runs import BOTH, DEEPY, ROOT, environment, write_program
+from tests.launch.runs import DEEPY, PIPED_OUTPUT, ROOT, environment, write_program
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config, curves, metric_rows
 
@@ -40,10 +40,10 @@ def run_two_launchers(folder: Path, script: Path, *words: str) -> list[tuple[int
     started = []
     for rank in (1, 0):
         line = [*DEEPY, "--node_rank", str(rank), "--num_gpus", str(rank + 1), *common]
-        started.append(subprocess.Popen(line, cwd=folder, env=env, **BOTH))
+        started.append(subprocess.Popen(line, cwd=folder, env=env, **PIPED_OUTPUT))
     try:
-        said = [process.communicate(timeout=250)[0] for process in reversed(started)]
-        return [(process.returncode, out) for process, out in zip(reversed(started), said, strict=True)]
+        outputs = [process.communicate(timeout=250)[0] for process in reversed(started)]
+        return [(process.returncode, out) for process, out in zip(reversed(started), outputs, strict=True)]
     finally:
         for process in started:
             process.kill()
@@ -67,19 +67,21 @@ def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
 
 
 @pytest.mark.ends_processes
-def test_a_rank_that_dies_is_named_on_both_machines_which_start_again_together(tmp_path):
+def test_a_dead_rank_is_named_on_both_machines_and_both_restart(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": "logs"}))
-    (code, first), (other_code, second) = run_two_launchers(tmp_path, tmp_path / "script.py", "--max-restarts", "1")
-    assert (code, other_code) == (0, 0), first + second
+    (code, first_output), (other_code, second_output) = run_two_launchers(
+        tmp_path, tmp_path / "script.py", "--max-restarts", "1"
+    )
+    assert (code, other_code) == (0, 0), first_output + second_output
     log = tmp_path / "logs" / "rank_2.log"
     culprit = f"node 1 (host {socket.gethostname()}): rank 2 of 3"
-    assert re.search(rf"deepy.py: {re.escape(culprit)}.*SIGKILL.*{log}", first)
-    assert re.search(rf"deepy.py: rank 2 of 3 .*SIGKILL.*{log}", second)
-    assert "error" not in first + second, "it goes on"
-    for out in (first, second):
+    assert re.search(rf"deepy.py: {re.escape(culprit)}.*SIGKILL.*{log}", first_output)
+    assert re.search(rf"deepy.py: rank 2 of 3 .*SIGKILL.*{log}", second_output)
+    assert "error" not in first_output + second_output, "it goes on"
+    for out in (first_output, second_output):
         assert f"deepy.py: restart 1 of 1 after {culprit}" in out
-    assert "rank 0 of 3, local 0, start 1\n" in first and "rank 0 of 3" not in second
+    assert "rank 0 of 3, local 0, start 1\n" in first_output and "rank 0 of 3" not in second_output
     assert log.read_text() == "".join(f"rank 2 of 3, local 1, start {start}\n" for start in (0, 1))
 
 
@@ -105,7 +107,7 @@ def start(folder: Path, *words: str, **changes: Any) -> subprocess.Popen:
     env = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     env["PATH"] = f"{folder}/bin:{env['PATH']}"
     line = [*DEEPY, "-H", "hosts", "--master_port", str(free_port()), *words]
-    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, **BOTH)
+    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, **PIPED_OUTPUT)
 
 
 @pytest.mark.slurm  # pdsh and OpenMPI come with `make test-slurm`
@@ -132,6 +134,6 @@ def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
         if re.search(r"iteration +3/", line):
             run.send_signal(signal.SIGTERM)
             break
-    rest, _ = run.communicate(timeout=100)
-    assert run.returncode == 0, "".join(lines) + rest
+    remaining_output, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, "".join(lines) + remaining_output
     assert len(metric_rows(tmp_path / "run")) < 2000 and (tmp_path / "run" / "latest").exists()

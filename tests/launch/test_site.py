@@ -1,4 +1,4 @@
-"""What belongs to a cluster: its file as jobs and tools read it. No Slurm is needed."""
+"""Settings of a cluster: its file as jobs and tools read it. No Slurm is needed."""
 
 import re
 import shutil
@@ -63,9 +63,14 @@ def job(tmp_path):
     (tmp_path / ".env").write_text("A_SECRET=tr0ub4dor\nB=$NOT_SET\n")
 
     def run(**env: str) -> tuple[dict[str, str], subprocess.CompletedProcess[str]]:
-        more = {"PYTHON": sys.executable, "LOCALDIR": "/local", "USER": "me", "PYTHONPATH": str(tmp_path / "packages")}
+        job_variables = {
+            "PYTHON": sys.executable,
+            "LOCALDIR": "/local",
+            "USER": "me",
+            "PYTHONPATH": str(tmp_path / "packages"),
+        }
         command = ["bash", "-c", JOB, "job", str(clone / "slurm" / "job.sh")]
-        done = subprocess.run(command, env={**ENV, **more, **env}, capture_output=True, text=True)
+        done = subprocess.run(command, env={**ENV, **job_variables, **env}, capture_output=True, text=True)
         return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line), done
 
     return run
@@ -74,8 +79,8 @@ def job(tmp_path):
 def test_a_job_on_slingshot(job, tmp_path):
     torch_nccl = fake_torch(tmp_path / "packages", "2.28.9")
     old = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
-    given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
-    variables, done = job(MODULES=str(Path(old).parent), **given)
+    job_env = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
+    variables, done = job(MODULES=str(Path(old).parent), **job_env)
     assert done.returncode == 0, done.stderr
     loaded = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
     assert [*done.stdout.splitlines()[:3], done.stdout.splitlines()[-1]] == [*loaded, "secret of 9 letters"]
@@ -87,8 +92,8 @@ def test_a_job_on_slingshot(job, tmp_path):
     assert {name: variables.get(name) for name in expected} == expected
     assert "NCCL_ALGO" not in variables, "set to nothing, it is left out"
     assert len(re.findall(rf"^NCCL: 2.28.9, .*\({torch_nccl}\); 2.26.6 .*\({old}\)", done.stderr, re.M)) == 1
-    again, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
-    assert "NCCL_ALGO" not in again and again["NCCL_PROTO"] == "^LL128"
+    resubmitted, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
+    assert "NCCL_ALGO" not in resubmitted and resubmitted["NCCL_PROTO"] == "^LL128"
 
 
 def test_an_nccl_that_is_new_enough_is_preloaded(job, tmp_path):
@@ -111,8 +116,8 @@ def test_every_variable_of_a_site_says_what_it_is_for():
     bare = [line for line in lines if re.match("default (NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON)_", line)]
     assert len(bare) > 30
     # Those of one meaning stand below each other, and the first says it.
-    wanted = ["FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"]
-    assert [line.split()[1] for line in bare if " # " not in line] == wanted
+    expected = ["FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"]
+    assert [line.split()[1] for line in bare if " # " not in line] == expected
 
 
 def test_commands_take_what_the_environment_says_before_the_site():

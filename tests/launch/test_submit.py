@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.launch.submit import GO_ON, SUBMITTED_BY, main, nodes_given, submit_again
+from megatron.launch.submit import GO_ON, SUBMITTING_JOB, has_nodes_option, main, resubmit_command
 from tests.launch.runs import ROOT, write_program
 from tests.training.runs import ADAMW, LLAMA, config
 
 # As `scontrol show job` printed it in a job of pretrain_neox.sbatch: Slurm 22.05 (options typed) and 24.11
 # (none).
-TYPED = """\
+TYPED_LINES = """\
 JobId=12 JobName=my run
    Priority=4294901752 Nice=0 Account=(null) QOS=normal
    Requeue=0 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
@@ -56,7 +56,7 @@ ONE_NODE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40"}  # and not
 JOB = {"SLURM_JOB_ID": "8", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", **ONE_NODE}
 
 
-@pytest.mark.parametrize(("env", "given"), [
+@pytest.mark.parametrize(("env", "expected"), [
     # What was typed: as a batch job saw it in Slurm 22.05 and 24.11.
     (ONE_NODE, False),  # nothing
     ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}, False),  # --cpus-per-task=32
@@ -66,22 +66,22 @@ JOB = {"SLURM_JOB_ID": "8", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", **ONE_N
     ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "40(x2)"}, True),  # --nodes=1-2
     ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}, True),  # --ntasks-per-node=2
 ])  # fmt: skip
-def test_whether_nodes_were_typed(env, given):
-    assert nodes_given(env) == given
+def test_whether_nodes_were_typed(env, expected):
+    assert has_nodes_option(env) == expected
 
 
 def test_the_job_is_submitted_as_it_was_but_for_the_nodes(tmp_path):
     script = tmp_path / "pretrain_neox.sbatch"
     script.touch()
-    job = TYPED.replace("SCRIPT", str(script))
+    job = TYPED_LINES.replace("SCRIPT", str(script))
     logs = {"output": "/x/12-of-12.out", "error": "/100%/8-112.err"}
-    assert submit_again(job, 64, ["/c.yml", "--set", "lr=1 2"], logs) == [
+    assert resubmit_command(job, 64, ["/c.yml", "--set", "lr=1 2"], logs) == [
         "sbatch", "--export=ALL", "--job-name=my run", "--nodes=64", "--cpus-per-task=32", "--comment=a comment",
         "--exclude=n2", "--mem=500G", "--partition=debug", "--qos=normal", "--time=01:00:00", "--gres=gpu:4",
         "--no-requeue", "--output=/x/%j-of-%j.out", "--error=/100%%/8-112.err",
         str(script), "/c.yml", "--set", "lr=1 2",
     ]  # fmt: skip
-    bare = submit_again(BARE.replace("   TresPerNode=gres/gpu:4\n", ""), 2, [], {})
+    bare = resubmit_command(BARE.replace("   TresPerNode=gres/gpu:4\n", ""), 2, [], {})
     assert bare == [
         "sbatch", "--export=ALL", "--job-name=neox-training", "--nodes=2", "--partition=debug", "--gres=none",
         str(ROOT / "pretrain_neox.sbatch"),
@@ -135,13 +135,13 @@ def test_without_nodes_it_is_submitted_again_with_the_site_s(start, tmp_path):
     ]  # fmt: skip
     assert folder == str(tmp_path / "work")
     assert {name: env[name] for name in env if name.startswith("SLURM")} == {"SLURM_CONF": "/c"}
-    assert env[SUBMITTED_BY] == "8"
+    assert env[SUBMITTING_JOB] == "8"
     assert re.match("pretrain_neox.sbatch: .*64 nodes .*isambard\n", log)
     assert log.endswith("\nSubmitted batch job 13\n") and len(calls) == 3
 
 
 @pytest.mark.parametrize("env", [
-    {SUBMITTED_BY: "7"},
+    {SUBMITTING_JOB: "7"},
     {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
     {"SLURM_JOB_NUM_NODES": "16", "SLURM_TASKS_PER_NODE": "1(x16)"},
     {"SLURM_ARRAY_JOB_ID": "8"},

@@ -13,7 +13,7 @@ from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
-from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+from tests.model.stages import Weights, document_batch, groups_of, make_stage, random_weights, small
 from tests.pool import run_ranks
 
 LR = 0.5
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    stage, engine = stage_with(args, groups=groups), choose_engine(args, False).load()
+    stage, engine = make_stage(args, groups=groups), choose_engine(args, False).load()
     return parallelize(stage, LANGUAGE_MODELLING, args, groups, engine)
 
 
@@ -94,38 +94,38 @@ def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     return results
 
 
-def whole_weights(args: NeoXArgs, parts: Sequence[Any]) -> Weights:
+def full_weights(args: NeoXArgs, parts: Sequence[Any]) -> Weights:
     """The ranks' `weights` put together by `tensor_rank`; copies (data ranks', a tied head's) are equal."""
     weights: Weights = {}
     for layer, specs in layer_params(args).items():
         weights[layer] = {}
         for spec in specs:
-            by_rank: dict[int, Tensor] = {}
+            rank_values: dict[int, Tensor] = {}
             for part in parts:
                 value = part.weights.get(layer, {}).get(spec.name)
                 if value is not None:
-                    held = by_rank.setdefault(part.tensor_rank, value)
+                    held = rank_values.setdefault(part.tensor_rank, value)
                     assert held.equal(value), f"copies of {layer}.{spec.name} differ"
-            if by_rank or not args.quantized:  # else it is held packed
-                weights[layer][spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
+            if rank_values or not args.quantized:  # else it is held packed
+                weights[layer][spec.name] = unshard([rank_values[rank] for rank in sorted(rank_values)], spec)
     return weights
 
 
 def assert_steps(cells: Sequence[tuple[dict[str, Any], Step]], world_size: int, steps: Any = sgd_steps) -> None:
-    """Each configuration on so many ranks makes the step of one process that stands beside it: losses and
+    """Each configuration makes, on `world_size` ranks, the step of one process. Losses and
     log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
-    by_rank = run_ranks(steps, world_size, [values for values, _ in cells])
-    for (values, reference), *ours in zip(cells, *by_rank, strict=True):
+    rank_steps = run_ranks(steps, world_size, [values for values, _ in cells])
+    for (values, reference), *actual_steps in zip(cells, *rank_steps, strict=True):
         args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
-        for part in ours:
+        for part in actual_steps:
             torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
             torch.testing.assert_close(part.logprobs, reference.logprobs, rtol=1e-5, atol=2e-5)
-        before, expected = random_weights(args), whole_weights(args, [reference])
-        for layer, tensors in whole_weights(args, ours).items():
-            for name, after in tensors.items():
-                gradient = before[layer][name] - expected[layer][name]
-                difference = (after - expected[layer][name]).norm()
+        initial, expected = random_weights(args), full_weights(args, [reference])
+        for layer, tensors in full_weights(args, actual_steps).items():
+            for name, actual in tensors.items():
+                gradient = initial[layer][name] - expected[layer][name]
+                difference = (actual - expected[layer][name]).norm()
                 assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
                 # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
-                allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
+                allowed = 1e-5 * gradient.norm() + 1e-7 * initial[layer][name].norm()
                 assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"

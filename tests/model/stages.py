@@ -48,7 +48,7 @@ def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
 
 
 @torch.no_grad()
-def stage_with(args: NeoXArgs, weights: Weights | None = None, groups: ParallelGroups | None = None) -> Stage:
+def make_stage(args: NeoXArgs, weights: Weights | None = None, groups: ParallelGroups | None = None) -> Stage:
     """This rank's stage with its part of `weights`, by default random ones, in evaluation mode."""
     weights, groups = weights or random_weights(args), groups or ParallelGroups.single()
     stage, specs = materialize(build_stage(args, groups)), layer_params(args)
@@ -60,7 +60,7 @@ def stage_with(args: NeoXArgs, weights: Weights | None = None, groups: ParallelG
     return stage.eval()
 
 
-def whole_logits(
+def full_logits(
     stage: Stage, args: NeoXArgs, groups: ParallelGroups, tokens: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """`[batch, seq, padded vocabulary]`, the same on every rank."""
@@ -73,7 +73,7 @@ def whole_logits(
 
 
 def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
-    """What the attention of a block is given in training."""
+    """Returns the inputs that the attention of a block gets in training."""
     return stage.attention_inputs(stage.blocks[block].index, batch, positions, InferenceContext())
 
 
@@ -107,16 +107,15 @@ def document_batch(args: NeoXArgs, rows: int = 2, seed: int = 0) -> Batch:
         count = int(torch.randint(0, 5, (), generator=generator)) if row else 4
         cuts = sorted((torch.randperm(seq - 1, generator=generator)[:count] + 1).tolist())
         begins[row, [0, *cuts]] = True
-        for first, last in zip([0, *cuts], [*cuts, seq], strict=True):
-            room = args.max_position_embeddings - (last - first) + 1
+        for begin, end in zip([0, *cuts], [*cuts, seq], strict=True):
+            room = args.max_position_embeddings - (end - begin) + 1
             offset = int(torch.randint(0, room, (), generator=generator))
-            positions[row, first:last] = torch.arange(offset, offset + last - first)
-    starts, longest = document_starts(begins)
-    return replace(batch, positions=positions, cu_seqlens=torch.from_numpy(starts), max_seqlen=longest)
+            positions[row, begin:end] = torch.arange(offset, offset + end - begin)
+    return replace(batch, positions=positions, documents=document_starts(begins))
 
 
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
     """(row, first, last + 1) of every document."""
-    seq, bounds = batch.tokens.shape[1], sorted(set(batch.cu_seqlens.tolist()))
-    spans = [(first // seq, first % seq, last - first) for first, last in pairwise(bounds)]
-    return [(row, first, first + length) for row, first, length in spans]
+    seq, bounds = batch.tokens.shape[1], sorted(set(batch.documents.cu_seqlens.tolist()))
+    spans = [(begin // seq, begin % seq, end - begin) for begin, end in pairwise(bounds)]
+    return [(row, begin, begin + length) for row, begin, length in spans]

@@ -12,12 +12,12 @@ from megatron.model.attention import AttentionInputs, AttentionOptions, document
 from megatron.model.attention.backends import AttentionBackend
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import chosen, document_batch, documents, inputs_of, random_batch, small, stage_with
+from tests.model.stages import chosen, document_batch, documents, inputs_of, make_stage, random_batch, small
 
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Softmax over `[batch, heads, query, key]` scores in float64."""
     q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / math.sqrt(q.shape[-1]) + bias
@@ -41,7 +41,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
     out = chosen(small(attention_backend=name)).attend(q, k, v, AttentionInputs(mask=mask), AttentionOptions())
-    torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.double(), exact_attention(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_stays_bf16_with_a_bias() -> None:
@@ -52,33 +52,33 @@ def test_bf16_stays_bf16_with_a_bias() -> None:
 
 def test_all_three_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
     args = small(clip_qkv=0.1, pos_emb="none", num_layers=1)
-    stage, seen = stage_with(args), []
+    stage, clipped = make_stage(args), []
     backends = stage.layers["2"].attention.backends  # type: ignore[union-attr]
     attend = backends.attend  # type: ignore[union-attr]
-    monkeypatch.setattr(type(backends), "attend", lambda self, *given: seen.extend(given[:3]) or attend(*given))
+    monkeypatch.setattr(type(backends), "attend", lambda self, *values: clipped.extend(values[:3]) or attend(*values))
     stage(None, random_batch(args))
-    assert [float(each.detach().abs().max()) for each in seen] == pytest.approx([0.1] * 3)
+    assert [float(tensor.detach().abs().max()) for tensor in clipped] == pytest.approx([0.1] * 3)
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "learned", "none", "alibi"])
 def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seen = F.scaled_dot_product_attention, []
+    real, calls = F.scaled_dot_product_attention, []
 
     def watch(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        calls.append((kwargs["attn_mask"], kwargs["is_causal"]))
         return real(*args, **kwargs)
 
     args = small(pos_emb=pos_emb, attention_dropout=0.1)
-    stage = stage_with(args).train()
+    stage = make_stage(args).train()
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     stage(None, random_batch(args))
-    assert len(seen) == args.num_layers
-    for mask, is_causal in seen:
+    assert len(calls) == args.num_layers
+    for mask, is_causal in calls:
         assert (mask is None) == is_causal == (pos_emb != "alibi")
-    seen.clear()
+    calls.clear()
     stage(None, document_batch(args))
-    assert len({id(mask) for mask, _ in seen if mask is not None}) == 1, "one mask for all blocks"
-    assert not any(is_causal for _, is_causal in seen)
+    assert len({id(mask) for mask, _ in calls if mask is not None}) == 1, "one mask for all blocks"
+    assert not any(is_causal for _, is_causal in calls)
 
 
 def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
@@ -87,27 +87,27 @@ def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-@pytest.mark.parametrize("changes, alone", [
+@pytest.mark.parametrize("changes, separate_calls", [
     ({}, True), ({"attention_backend": "math"}, True), ({"sliding_window_width": 8}, False),
     ({"compile": "block"}, False),
 ])  # fmt: skip
 def test_documents_on_a_cpu_run_by_themselves(
-    changes: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], separate_calls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No query meets the keys of another document, not even to hide them."""
     args, lengths, real = small(**changes), [], F.scaled_dot_product_attention
 
-    def watch(q: Tensor, *rest: Tensor, **kwargs: Any) -> Tensor:
+    def watch(q: Tensor, *tensors: Tensor, **kwargs: Any) -> Tensor:
         lengths.append(q.shape[2])
-        return real(q, *rest, **kwargs)
+        return real(q, *tensors, **kwargs)
 
-    stage, batch = stage_with(args), document_batch(args)
+    stage, batch = make_stage(args), document_batch(args)
     inputs = inputs_of(stage, batch, batch.positions)
-    assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
-    if alone:
+    assert (inputs.cu_seqlens is not None, inputs.mask is None) == (separate_calls, separate_calls)
+    if separate_calls:
         monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
         stage(None, batch)
-        assert lengths == [last - first for _, first, last in documents(batch)] * args.num_layers
+        assert lengths == [end - begin for _, begin, end in documents(batch)] * args.num_layers
 
 
 @pytest.mark.parametrize("name, keys, facts", [
@@ -120,13 +120,13 @@ def test_a_kernel_that_cannot_do_this_run_is_refused_at_start(name: str, keys: d
 
 
 def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     assert chosen(small()).name == "flash"
     assert chosen(small(pos_emb="alibi", num_kv_heads=2)).name == "flash"
     dropping = chosen(small(attention_dropout=0.1))
     assert dropping.name == "flash, with dropout math, with a mask and dropout math"
-    assert {kind: backend.name for kind, backend in dropping.by_kind.items()} == {
+    assert {kind: backend.name for kind, backend in dropping.backend_by_kind.items()} == {
         "plain": "flash", "with a mask": "flash", "with dropout": "math", "with a mask and dropout": "math",
         "from a cache": "flash",
     }  # fmt: skip
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), rng_state)

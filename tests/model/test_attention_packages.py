@@ -13,7 +13,7 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
 from tests.model.runs import assert_steps, sgd_steps
-from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
+from tests.model.stages import chosen, document_batch, make_stage, random_batch, random_weights, small
 from tests.model.test_trees import flex_runs_on_a_cpu
 from tests.pool import run_ranks
 from tests.stand_ins import flash_attn, installed, modules
@@ -32,14 +32,14 @@ def test_logits_and_gradients_equal_the_plain_mathematics(package: str, kind: st
     keys = KINDS[kind]
     weights = random_weights(small(**keys))
     with installed(*PACKAGES):
-        by_kind = chosen(small(**keys, attention_backend=package)).by_kind
-    ran = {kind: by_kind[kind].name for kind in ("plain", "over documents", "in windows") if kind in by_kind}
+        backends = chosen(small(**keys, attention_backend=package)).backend_by_kind
+    ran = {kind: backends[kind].name for kind in ("plain", "over documents", "in windows") if kind in backends}
     assert set(ran.values()) == {package} and len(ran) == 2 + (kind == "windows"), ran
     for batch in (random_batch(small()), document_batch(small())):
         results = []
         for backend in ("math", package):
             with installed(*PACKAGES):
-                stage = stage_with(small(**keys, attention_backend=backend), weights)
+                stage = make_stage(small(**keys, attention_backend=backend), weights)
                 logits = stage(None, batch)
                 logits.float().logsumexp(-1).square().mean().backward()
             results.append([logits.detach(), *(param.grad for param in stage.parameters())])
@@ -56,7 +56,7 @@ def test_flash_attn_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None
     with installed("flash_attn"):
         monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", attend)
         args, batch = small(attention_backend="flash_attn"), random_batch(small())
-        stage = stage_with(args)
+        stage = make_stage(args)
         eager = stage(None, batch)
         for spec in stage.blocks:
             stage.layers[str(spec.index)].compile(fullgraph=True, backend="aot_eager")
@@ -82,16 +82,16 @@ def test_what_flash_attn_is_asked_for(deterministic: bool) -> None:
     calls: list[dict[str, Any]] = []
     args = small(attention_backend="flash_attn", attention_dropout=0.25, query_pre_attn_scalar=11)
     with modules(flash_attn.modules(calls=calls)):
-        stage = stage_with(args)
+        stage = make_stage(args)
         calls.clear()
         torch.use_deterministic_algorithms(deterministic)
         try:
-            first, again = (stage.train()(None, document_batch(args)) for _ in range(2))
+            logits, repeated_logits = (stage.train()(None, document_batch(args)) for _ in range(2))
         finally:
             torch.use_deterministic_algorithms(False)
         dropping = list(calls)
         stage.eval()(None, document_batch(args))
-    assert torch.equal(first, again), "the seed alone makes the mask"
+    assert torch.equal(logits, repeated_logits), "the seed alone makes the mask"
     assert {call["dropout_p"] for call in dropping} == {0.25} != {call["dropout_p"] for call in calls[len(dropping) :]}
     assert {call["softmax_scale"] for call in calls} == {11**-0.5}
     assert {call["deterministic"] for call in dropping} == {deterministic}
@@ -130,7 +130,7 @@ def test_what_a_package_cannot_do_is_said_at_start() -> None:
 
 
 @torch.no_grad()
-def test_generation_beside_a_package_runs_on_another_backend() -> None:
+def test_generation_with_a_package_installed_runs_on_another_backend() -> None:
     args = small(attention_backend="flash_attn")
     with installed("flash_attn"):
         assert re.fullmatch("flash_attn, .*from a cache flash", chosen(args).name)

@@ -30,7 +30,7 @@ SINKS = torch.tensor([-1.0, 0.3, 2.0, 5.0])
 CPU = torch.device("cpu")
 
 
-def of_gpt_oss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
+def gpt_oss_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
     """By transformers, from and to `[seq, batch, heads, head_dim]`; mask: additive."""
     module = SimpleNamespace(sinks=sinks, num_key_value_groups=q.shape[2] // k.shape[2], training=False)
     rows = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
@@ -40,8 +40,8 @@ def of_gpt_oss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> 
 
 def leaves(kv_heads: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(SEQ, ROWS, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
-    return [x.requires_grad_() for x in (*drawn, SINKS.clone())]
+    qkv = [torch.randn(SEQ, ROWS, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
+    return [x.requires_grad_() for x in (*qkv, SINKS.clone())]
 
 
 def hidden(mask: Tensor) -> Tensor:
@@ -57,10 +57,10 @@ def test_attention_is_that_of_gpt_oss(name: str, window: int | None, packed: boo
     mask = window_mask(SEQ, window, CPU)
     if packed:
         mask = mask & document_mask(STARTS, ROWS, SEQ)
-    given = leaves(kv_heads)
+    tensors = leaves(kv_heads)
     if name == "math":
-        plain = not packed and window is None
-        inputs = AttentionInputs(mask=None if plain else mask)
+        causal_only = not packed and window is None
+        inputs = AttentionInputs(mask=None if causal_only else mask)
         backends = chosen(small(attention_sinks=True))
     else:
         ids = document_ids(STARTS, ROWS, SEQ) if packed else None
@@ -68,41 +68,43 @@ def test_attention_is_that_of_gpt_oss(name: str, window: int | None, packed: boo
         backends = AttentionBackends({"plain": Flex("flex")})
     factors = torch.randn(SEQ, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(1))
     with flex_runs_on_a_cpu():
-        out = backends.attend(*given[:3], inputs, AttentionOptions(sinks=given[3]))
-        outcomes = [(out, torch.autograd.grad((out * factors).sum(), given))]
-    expected = of_gpt_oss(*given, hidden(mask))
-    outcomes.append((expected, torch.autograd.grad((expected * factors).sum(), given)))
+        out = backends.attend(*tensors[:3], inputs, AttentionOptions(sinks=tensors[3]))
+        outcomes = [(out, torch.autograd.grad((out * factors).sum(), tensors))]
+    expected = gpt_oss_attention(*tensors, hidden(mask))
+    outcomes.append((expected, torch.autograd.grad((expected * factors).sum(), tensors)))
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-6)
     assert outcomes[0][1][3].abs().min() > 1e-3, "every sink is trained"
 
 
 def test_biases_of_positions_and_documents_one_after_another() -> None:
     """ALiBi's are added before the sink joins; `math` by name runs documents by themselves on a CPU."""
-    given, bias = leaves(4), alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
-    q, k, v, sinks = given
+    tensors, bias = leaves(4), alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
+    q, k, v, sinks = tensors
     options = AttentionOptions(sinks=sinks)
     out = chosen(small(attention_sinks=True, pos_emb="alibi")).attend(q, k, v, AttentionInputs(mask=bias), options)
-    torch.testing.assert_close(out, of_gpt_oss(*given, bias), rtol=1e-5, atol=1e-6)
-    alone = chosen(small(attention_sinks=True, attention_backend="math"))
-    assert alone.form(document_batch(small()), None) == "cu_seqlens"
-    out = alone.attend(q, k, v, AttentionInputs(cu_seqlens=STARTS), options)
-    torch.testing.assert_close(out, of_gpt_oss(*given, hidden(document_mask(STARTS, ROWS, SEQ))), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, gpt_oss_attention(*tensors, bias), rtol=1e-5, atol=1e-6)
+    math_backends = chosen(small(attention_sinks=True, attention_backend="math"))
+    assert math_backends.form(document_batch(small()), None) == "cu_seqlens"
+    out = math_backends.attend(q, k, v, AttentionInputs(cu_seqlens=STARTS), options)
+    torch.testing.assert_close(
+        out, gpt_oss_attention(*tensors, hidden(document_mask(STARTS, ROWS, SEQ))), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_bf16_stays_bf16() -> None:
     q, sinks = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16), SINKS.bfloat16()
     out = chosen(small(attention_sinks=True)).attend(q, q, q, AttentionInputs(), AttentionOptions(sinks=sinks))
     assert out.dtype == torch.bfloat16
-    exact = of_gpt_oss(q.float(), q.float(), q.float(), sinks.float(), hidden(window_mask(SEQ, None, CPU)))
+    exact = gpt_oss_attention(q.float(), q.float(), q.float(), sinks.float(), hidden(window_mask(SEQ, None, CPU)))
     torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
 
 
 def test_the_parameter() -> None:
     """Cut with the heads, without weight decay, zero at first, in every block."""
     args = small(**MODELS["sinks"])
-    found = {layer: spec for (layer, name), spec in named_params(args).items() if name == "attention.sinks"}
-    assert sorted(found) == [2, 3, 4, 5]
-    for spec in found.values():
+    sinks = {layer: spec for (layer, name), spec in named_params(args).items() if name == "attention.sinks"}
+    assert sorted(sinks) == [2, 3, 4, 5]
+    for spec in sinks.values():
         assert (spec.shape, spec.axis, spec.local_shape(2), spec.init) == ((4,), 0, (2,), "zeros")
         assert not spec.weight_decay
     assert not any("sinks" in name for _, name in named_params(small()))
@@ -116,21 +118,21 @@ def test_no_other_backend_has_them() -> None:
         if isinstance(backend, _Registered):  # it would be put in the place of torch's; as that one
             assert not backend.has_sinks
             continue
-        said = [backend.supports(call) for call in calls if backend.handles(call)]
-        able |= {backend.name} if not any("attention_sinks" in (why or "") for why in said) else set()
+        problems = [backend.supports(call) for call in calls if backend.handles(call)]
+        able |= {backend.name} if not any("attention_sinks" in (problem or "") for problem in problems) else set()
     assert able == {"flex", "math"}
 
 
 def test_a_model_without_them_is_another() -> None:
-    ours, plain = small(**MODELS["sinks"]), small(**{**MODELS["sinks"], "attention_sinks": False})
-    assert model_keys(ours) != model_keys(plain)
-    (difference,) = describe_differences(canonical_config(ours), canonical_config(plain))
+    with_sinks, without_sinks = small(**MODELS["sinks"]), small(**{**MODELS["sinks"], "attention_sinks": False})
+    assert model_keys(with_sinks) != model_keys(without_sinks)
+    (difference,) = describe_differences(canonical_config(with_sinks), canonical_config(without_sinks))
     assert re.search("attention_sinks.* no .* yes", difference)
     yarn = {"rope_type": "yarn", "factor": 2.0}
-    unset, whole, between = (
-        canonical_config(small(rope_scaling={**yarn, **given}))
-        for given in ({}, {"truncate": True}, {"truncate": False})
+    unset, truncated, fractional = (
+        canonical_config(small(rope_scaling={**yarn, **options}))
+        for options in ({}, {"truncate": True}, {"truncate": False})
     )
-    assert unset == whole != between
+    assert unset == truncated != fractional
     with pytest.raises(CheckpointError, match="sinks"):
         hf_config(small(**LLAMA, attention_sinks=True), family="llama")

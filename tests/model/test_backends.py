@@ -20,7 +20,7 @@ from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
 from tests.fake.layouts import PACKED_DPO as PAIRS
-from tests.model.stages import document_batch, random_batch, small, stage_with
+from tests.model.stages import document_batch, make_stage, random_batch, small
 from tests.model.test_attention import no_gpu_is_tried
 
 KERNEL = "aten::_scaled_dot_product_"
@@ -30,17 +30,17 @@ NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_att
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("asked, backend, kernels", [
+@pytest.mark.parametrize("config, backend, kernels", [
     (MIXED["attention_config"], "math", ["flash", "math", "math", "flash"]),
     (MIXED["attention_config"], "flash", ["flash"] * 4),
     ([[["flash"], 4]], "math", ["math"] * 4),  # all the same: the key decides, as ever
     (None, "math", ["math"] * 4),
 ])  # fmt: skip
-def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kernels: list[str]) -> None:
-    args, log_lines = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
+def test_a_layer_runs_what_attention_config_names(config: Any, backend: str, kernels: list[str]) -> None:
+    args, log_lines = small(num_layers=4, attention_config=config, attention_backend=backend), list[str]()
     build_stage(args, ParallelGroups.single(), log=log_lines.append)
     assert not log_lines, "each is what was asked for"
-    stage = stage_with(args)
+    stage = make_stage(args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         stage(None, random_batch(args))
     ran = [event.name for event in profile.events() or () if event.name.startswith(KERNEL)]
@@ -59,7 +59,7 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
 
 
 def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **changes: Any) -> AttentionBackends:
-    """What is chosen there, where whatever is tried works."""
+    """Chooses backends as on a GPU that supports all of them."""
     args = small(**{"precision": "bfloat16", **changes})
     spec, log = attention_spec(args, 0), None if log_lines is None else log_lines.append
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_the_choice_by_gpu_and_kind_of_call(
     capability: tuple[int, int], changes: dict[str, Any], expected: dict[str, str]
 ) -> None:
     backends = on_gpu(capability, **changes)
-    kinds = {kind: type(backend).__name__ for kind, backend in backends.by_kind.items()}
+    kinds = {kind: type(backend).__name__ for kind, backend in backends.backend_by_kind.items()}
     assert {kind: kinds[kind] for kind in expected} == expected
     maskless = {"over documents", "in windows", "with shared prompts"}
     assert maskless & set(kinds) == maskless & set(expected), "else under a mask"
@@ -106,12 +106,12 @@ def test_flex_takes_the_documents_that_varlen_cannot(monkeypatch: pytest.MonkeyP
     """As heads of more than 256."""
     monkeypatch.setattr(Varlen, "supports", lambda self, call: "head_dim is too large")
     chosen = on_gpu(HOPPER)
-    assert isinstance(chosen.by_kind["over documents"], Flex)
+    assert isinstance(chosen.backend_by_kind["over documents"], Flex)
     assert chosen.passed_over["over documents"] == "flash: head_dim is too large"
     batch = document_batch(small())
     assert chosen.form(batch, None) == "blocks" and chosen.form(random_batch(small()), None) is None
     shorter = random_batch(small(), seq=9)
-    assert chosen.form(replace(shorter, cu_seqlens=batch.cu_seqlens), None) == "cu_seqlens", "compiled for no length"
+    assert chosen.form(replace(shorter, documents=batch.documents), None) == "cu_seqlens", "compiled for no length"
 
 
 def test_the_table_at_start() -> None:
@@ -126,20 +126,20 @@ def test_the_table_at_start() -> None:
             "over documents +efficient +flash: .*16.*; flex: .*16",
         ],
     ]
-    for said, expected in zip(log_lines, rows, strict=True):
-        assert said.startswith("attention_backend: auto")
+    for logged, expected in zip(log_lines, rows, strict=True):
+        assert logged.startswith("attention_backend: auto")
         for row in expected:
-            assert re.search(f"^ +{row}", said, re.MULTILINE), said
+            assert re.search(f"^ +{row}", logged, re.MULTILINE), logged
 
 
-@pytest.mark.parametrize("asked, capability, at_length, at_others", [
+@pytest.mark.parametrize("setting, capability, at_length, at_others", [
     ("auto", HOPPER, "Cudnn", "Flash"), ("auto", AMPERE, "Flash", "Flash"), ("cudnn", HOPPER, "Cudnn", "Cudnn"),
     ("cudnn", AMPERE, "Cudnn", "Cudnn"),
 ])  # fmt: skip
 def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
-    asked: str, capability: tuple[int, int], at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
+    setting: str, capability: tuple[int, int], at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends, ran = on_gpu(capability, attention_backend=asked), list[str]()
+    backends, ran = on_gpu(capability, attention_backend=setting), list[str]()
     monkeypatch.setattr(Sdpa, "run", lambda self, q, *_: ran.append(type(self).__name__) or q)
     for length in (16, 15):
         x = torch.zeros(length, 1, 4, 8)
@@ -162,11 +162,13 @@ def test_newer_flash_attention_is_activated_where_it_is_named(
     on_gpu(HOPPER)
     assert not active
     backends = on_gpu(HOPPER, attention_backend=name)
-    assert {kind: backend.name for kind, backend in backends.by_kind.items()} == {
+    assert {kind: backend.name for kind, backend in backends.backend_by_kind.items()} == {
         "plain": name, "with a mask": name, "from a cache": name, "over documents": name
     }  # fmt: skip
     assert set(active) == {implementation}
-    assert isinstance(backends.by_kind["over documents"], Varlen) and isinstance(backends.by_kind["plain"], Flash)
+    assert isinstance(backends.backend_by_kind["over documents"], Varlen) and isinstance(
+        backends.backend_by_kind["plain"], Flash
+    )
 
 
 @pytest.mark.parametrize("name, implementation, module", NEWER)
@@ -181,5 +183,5 @@ def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str
     build_stage(
         small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), log_lines.append
     )
-    (said,) = (line for line in log_lines if line.startswith("attention_config: flash chose"))
-    assert re.search(r"\n  with dropout +math .*flash: .*dropout", said) and re.search(r"\n  plain +flash\n", said)
+    (logged,) = (line for line in log_lines if line.startswith("attention_config: flash chose"))
+    assert re.search(r"\n  with dropout +math .*flash: .*dropout", logged) and re.search(r"\n  plain +flash\n", logged)

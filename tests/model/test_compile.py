@@ -15,7 +15,7 @@ from megatron.neox_arguments import ConfigError
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.compile_blocks import compile_blocks
 from tests.marks import with_more
-from tests.model.stages import document_batch, gradients, groups_of, random_batch, small, stage_with
+from tests.model.stages import document_batch, gradients, groups_of, make_stage, random_batch, small
 from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
@@ -23,7 +23,7 @@ ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else every rank starts a pool of
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile on a CPU needs g++ (or $CXX)"
 )
-Found = tuple[Tensor, dict[tuple[int, str], Tensor], int]
+Result = tuple[Tensor, dict[tuple[int, str], Tensor], int]
 
 
 def prepare(backend: str) -> None:
@@ -32,7 +32,7 @@ def prepare(backend: str) -> None:
     nn.Module.compile = partialmethod(real, backend=backend)  # type: ignore[assignment]
 
 
-def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], steps: int) -> list[Found]:
+def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], steps: int) -> list[Result]:
     """Eager and compiled: the last step's loss and gradients, and graphs made after the second step."""
     from torch._dynamo.utils import counters
 
@@ -41,17 +41,17 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
     for compile_ in (False, "block"):
         args = small(**values, compile=compile_)
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-        stage = stage_with(args, groups=groups).train()
-        early = 0
+        stage = make_stage(args, groups=groups).train()
+        early_graphs = 0
         for step in range(steps):
             batch = random_batch(args, seed=step + 1)
             stage.zero_grad()
             loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, groups.group("tensor"))[0]
             loss.backward()
             assert not counters["graph_break"], counters["graph_break"]
-            early = counters["stats"]["unique_graphs"] if step < 2 else early
-        results.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))
-    assert early > 0, "nothing was compiled"
+            early_graphs = counters["stats"]["unique_graphs"] if step < 2 else early_graphs
+        results.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early_graphs))
+    assert early_graphs > 0, "nothing was compiled"
     return results
 
 
@@ -82,7 +82,7 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     stages = []
     for compile_ in (False, "block"):
         args = small(compile=compile_)
-        stages.append(stage_with(args))
+        stages.append(make_stage(args))
     batches = [random_batch(args), document_batch(args), random_batch(args, seq=8), random_batch(args, rows=1, seq=11)]
     with torch.no_grad():
         return [(stages[0](None, batch), stages[1](None, batch)) for batch in batches]

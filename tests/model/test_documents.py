@@ -20,15 +20,15 @@ from megatron.model import Stage
 from megatron.model.attention import document_mask
 from megatron.objectives import label_logprobs
 from tests.model.runs import MODELS, Step, assert_steps, sgd_steps
-from tests.model.stages import documents, gradients, small, stage_with
+from tests.model.stages import documents, gradients, make_stage, small
 from tests.pool import run_ranks
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
-KEPT = {"checkpoint_activations": True}
+RECOMPUTE = {"checkpoint_activations": True}
 # Of each number of ranks; models take the entries in turn, so that each runs on both axes.
 LAYOUTS: dict[int, list[list[dict[str, Any]]]] = {
-    1: [[KEPT], [KEPT | {"checkpoint_num_layers": 3}]],
-    2: [[TP2 | SP, PP2 | KEPT], [TP2 | SP | KEPT, PP2], [TP2, PP2 | KEPT]],
+    1: [[RECOMPUTE], [RECOMPUTE | {"checkpoint_num_layers": 3}]],
+    2: [[TP2 | SP, PP2 | RECOMPUTE], [TP2 | SP | RECOMPUTE, PP2], [TP2, PP2 | RECOMPUTE]],
     4: [[TP2 | PP2], [TP2 | PP2 | SP]],
 }
 LENGTHS = (5, 17, 2, 9, 6, 4, 8, 6, 3, 7)
@@ -56,12 +56,12 @@ def test_document_mask() -> None:
     expected = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
     for row, bounds in enumerate(([0, 2, 3, 6], [0, 6])):
         for query in range(6):
-            first = max(start for start in bounds if start <= query)
-            expected[row, 0, query, first : query + 1] = True
+            begin = max(start for start in bounds if start <= query)
+            expected[row, 0, query, begin : query + 1] = True
     assert torch.equal(document_mask(starts, 2, 6), expected)
 
 
-def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
+def test_resets_of_the_data_separate_the_documents_of_a_packed_row() -> None:
     """Logits and gradients, from an end-of-document token to the model, with all kinds of positions."""
     rows = torch.randint(1, 64, (2, 17), generator=torch.Generator().manual_seed(5)).numpy()
     rows[0, [3, 9, 10]] = 0  # documents of 4, 6, 1 and 5 tokens: the first may be the rest of one
@@ -69,26 +69,26 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
     resets = partial(collate, eod=0, reset_attention_mask=True, reset_position_ids=True)
     for name, values in MODELS.items():
         args = small(**values)
-        stage, packed = stage_with(args), resets(rows)
-        starts = [(row, first) for row, first, _ in documents(packed)]
+        stage, packed = make_stage(args), resets(rows)
+        starts = [(row, begin) for row, begin, _ in documents(packed)]
         assert starts == [(0, 0), (0, 4), (0, 10), (0, 11), (1, 0), (1, 1)]
         logprobs = logprobs_of(stage, packed) * packed.loss_weights
         logprobs.sum().backward()
-        together = gradients(stage)
+        packed_gradients = gradients(stage)
         stage.zero_grad()
-        blind = logprobs_of(stage, replace(packed, cu_seqlens=None, max_seqlen=0)) * packed.loss_weights
-        for row, first, last in documents(packed):
+        blind = logprobs_of(stage, replace(packed, documents=None)) * packed.loss_weights
+        for row, begin, end in documents(packed):
             # The document after it is not predicted
-            alone = collate(rows[row : row + 1, first : last + 1])
-            expected = logprobs_of(stage, alone)[0]
-            expected = expected * packed.loss_weights[row, first:last]
-            assert packed.loss_weights[row, first:last].sum() == last - first - (rows[row, last - 1] == 0)
-            torch.testing.assert_close(logprobs[row, first:last], expected, rtol=1e-5, atol=1e-5)
-            if first and expected.any():
-                assert (blind[row, first:last] - expected).abs().max() > 1e-3, f"{name}: boundaries make no difference"
+            unpacked = collate(rows[row : row + 1, begin : end + 1])
+            expected = logprobs_of(stage, unpacked)[0]
+            expected = expected * packed.loss_weights[row, begin:end]
+            assert packed.loss_weights[row, begin:end].sum() == end - begin - (rows[row, end - 1] == 0)
+            torch.testing.assert_close(logprobs[row, begin:end], expected, rtol=1e-5, atol=1e-5)
+            if begin and expected.any():
+                assert (blind[row, begin:end] - expected).abs().max() > 1e-3, f"{name}: boundaries make no difference"
             expected.sum().backward()
         for parameter, gradient in gradients(stage).items():
-            difference = (together[parameter] - gradient).norm()
+            difference = (packed_gradients[parameter] - gradient).norm()
             assert difference <= 1e-5 * gradient.norm() + 1e-7, f"{name}: {parameter}"
 
 
@@ -112,20 +112,20 @@ def laid_out(folder: Path, labelled: bool, pack_impl: str) -> Batch:
 
 @pytest.mark.parametrize("labelled", [False, True], ids=["lm", "sft"])
 def test_rows_of_best_fit_give_each_document_the_loss_it_has_alone(labelled: bool, tmp_path: Path) -> None:
-    """And all of them the gradient, whatever kind of positions there are."""
+    """The gradient of all of them is also equal, for each kind of positions."""
     for name in ("neox", "learned", "moe"):
-        found = []
+        results = []
         for pack_impl, rows in (("unpacked", 10), ("best_fit", 4)):
             args = small(**MODELS[name])
-            stage, batch = stage_with(args), laid_out(tmp_path, labelled, pack_impl)
+            stage, batch = make_stage(args), laid_out(tmp_path, labelled, pack_impl)
             trained = sum(n - max(n // 3 if labelled else 0, 1) for n in LENGTHS)
             assert len(batch.tokens) == rows and batch.loss_weights.sum() == trained
             losses = logprobs_of(stage, batch) * batch.loss_weights
             losses.sum().backward()
-            spans = [(row, slice(first, last)) for row, first, last in documents(batch)]
+            spans = [(row, slice(begin, end)) for row, begin, end in documents(batch)]
             spans = [(row, span) for row, span in spans if batch.tokens[row, span].any()]  # else it is padding
             begins = [tuple(batch.tokens[row, span][:2].tolist()) for row, span in spans]
             assert len(set(begins)) == len(LENGTHS)
             sums = [losses[row, span].sum().detach() for row, span in spans]
-            found.append((dict(zip(begins, sums, strict=True)), gradients(stage)))
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+            results.append((dict(zip(begins, sums, strict=True)), gradients(stage)))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)

@@ -13,7 +13,7 @@ from megatron.model.moe.balance import balancing_loss
 from megatron.model.moe.dispatch import limit
 from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
-from tests.model.stages import random_batch, small, stage_with
+from tests.model.stages import make_stage, random_batch, small
 from tests.training.runs import GOLDEN
 
 SPEC: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none",
@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat
 
 
 def moe_of(**changes: Any) -> MoE:
-    return stage_with(small(**{**SPEC, **changes})).layers["2"].mlp.train()  # type: ignore[union-attr,return-value]
+    return make_stage(small(**{**SPEC, **changes})).layers["2"].mlp.train()  # type: ignore[union-attr,return-value]
 
 
 def router_of(**values: Any) -> Router:
@@ -85,14 +85,14 @@ def test_groups_of_products() -> None:
     def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return torch.cat([x[i:j] @ weights[group] for group, (i, j) in enumerate(bounds)])
 
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for function in (grouped_mm, one_by_one):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         out = function(*leaves, ends)[:10]
         out.square().sum().backward()
-        found.append([out, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-    assert len(found[0]) == 3
-    torch.testing.assert_close(*found)
+        results.append([out, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert len(results[0]) == 3
+    torch.testing.assert_close(*results)
 
 
 def test_groups_of_experts() -> None:
@@ -112,19 +112,19 @@ def test_sinkhorn_is_that_of_gpt_neox(rounds: int) -> None:
     """Golden: what GPT-NeoX's own function returned."""
     with np.load(GOLDEN / "sinkhorn/upstream.npz") as golden:
         logits, expected = (torch.from_numpy(golden[f"{rounds}_{name}"]).float() for name in ("logits", "scores"))
-    ours = router_of(moe_num_experts=logits.shape[1])._sinkhorn(logits.unsqueeze(1))[:, 0]
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
-    assert ours.topk(2).indices.equal(expected.topk(2).indices)
-    assert not ours.argmax(1).equal(logits.argmax(1))
+    actual = router_of(moe_num_experts=logits.shape[1])._sinkhorn(logits.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    assert actual.topk(2).indices.equal(expected.topk(2).indices)
+    assert not actual.argmax(1).equal(logits.argmax(1))
 
 
 def test_sinkhorn_balances_without_padding() -> None:
     router = router_of(moe_num_experts=8)
     logits = torch.randn(16, 2, 8, generator=torch.Generator().manual_seed(0))
-    counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
-    logits[~counted] = torch.arange(8.0)
-    alone = router._sinkhorn(logits[counted].unsqueeze(1))[:, 0]
-    torch.testing.assert_close(router._sinkhorn(logits, counted)[counted], alone)
+    token_mask = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
+    logits[~token_mask] = torch.arange(8.0)
+    unpadded = router._sinkhorn(logits[token_mask].unsqueeze(1))[:, 0]
+    torch.testing.assert_close(router._sinkhorn(logits, token_mask)[token_mask], unpadded)
 
 
 @torch.no_grad()
@@ -132,13 +132,13 @@ def test_sinkhorn_balances_without_padding() -> None:
 def test_what_padding_is_changes_nothing(train: bool) -> None:
     """With experts that are full, in validation too."""
     args = small(**SPEC, moe_expert_capacity_factor=1.0)
-    stage = stage_with(args).train(train)
+    stage = make_stage(args).train(train)
     batch = replace(random_batch(args), filled=torch.tensor([5, 16]))
-    others = batch.tokens.clone()
-    others[0, 5:] = 3
-    assert not torch.equal(others, batch.tokens)
-    first, second = (stage(None, replace(batch, tokens=tokens)) for tokens in (batch.tokens, others))
-    assert torch.equal(first[:5, 0], second[:5, 0]) and torch.equal(first[:, 1], second[:, 1])
+    other_tokens = batch.tokens.clone()
+    other_tokens[0, 5:] = 3
+    assert not torch.equal(other_tokens, batch.tokens)
+    logits, other_logits = (stage(None, replace(batch, tokens=tokens)) for tokens in (batch.tokens, other_tokens))
+    assert torch.equal(logits[:5, 0], other_logits[:5, 0]) and torch.equal(logits[:, 1], other_logits[:, 1])
 
 
 def test_an_expert_keeps_the_choices_with_the_highest_weights() -> None:
@@ -151,57 +151,57 @@ def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
     """Switch Transformer: 1 for equal shares and scores, E for one expert of all tokens."""
     even = torch.full((8,), 16.0)
     assert float(balancing_loss(even, even / 2, torch.tensor(64.0), 2)) == pytest.approx(1.0)
-    one = torch.zeros(8)
-    one[3] = 64.0
-    assert float(balancing_loss(one, one, torch.tensor(64.0), 1)) == pytest.approx(8.0)
+    one_expert = torch.zeros(8)
+    one_expert[3] = 64.0
+    assert float(balancing_loss(one_expert, one_expert, torch.tensor(64.0), 1)) == pytest.approx(8.0)
 
 
 def test_padding_does_not_count() -> None:
     """The sums are those of the row without what pads it."""
     args = small(**SPEC)
-    router = stage_with(args).train().layers["2"].mlp.router  # type: ignore[union-attr]
+    router = make_stage(args).train().layers["2"].mlp.router  # type: ignore[union-attr]
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
-    counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
-    _, sums = router(x, counted, None)  # type: ignore[operator]
-    _, alone = router(x[:9, :1], None, None)  # type: ignore[operator]
-    for of_both, of_one in zip(sums[:5], alone[:5], strict=True):
-        torch.testing.assert_close(of_both[:1], of_one)
+    token_mask = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
+    _, sums = router(x, token_mask, None)  # type: ignore[operator]
+    _, unpadded_sums = router(x[:9, :1], None, None)  # type: ignore[operator]
+    for padded_sum, unpadded_sum in zip(sums[:5], unpadded_sums[:5], strict=True):
+        torch.testing.assert_close(padded_sum[:1], unpadded_sum)
 
 
 def test_padding_goes_to_no_expert_and_takes_no_room() -> None:
     moe = moe_of(moe_expert_capacity_factor=1.0).train()
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
-    counted = torch.arange(16).unsqueeze(1) < torch.tensor([4, 3])
-    x = torch.where(counted.unsqueeze(-1), x, 1.0)  # padding is all alike
-    out, sums = moe.core(x, counted=counted)
-    assert out[~counted].abs().max() == 0.0
-    alone, dropped = moe.experts(x[counted], *(of[counted] for of in moe.router(x, None, None)[0]), None)
-    torch.testing.assert_close(out[counted], alone)
+    is_token = torch.arange(16).unsqueeze(1) < torch.tensor([4, 3])
+    x = torch.where(is_token.unsqueeze(-1), x, 1.0)  # padding is all alike
+    out, sums = moe.core(x, token_mask=is_token)
+    assert out[~is_token].abs().max() == 0.0
+    unpadded, dropped = moe.experts(x[is_token], *(routed[is_token] for routed in moe.router(x, None, None)[0]), None)
+    torch.testing.assert_close(out[is_token], unpadded)
     assert sums.dropped == dropped > 0.0 and sums.chosen.sum() == 14.0
 
 
 def test_a_step_that_is_left_out_moves_no_bias() -> None:
     args = small(**SPEC, moe_router_bias_update_rate=0.1)
-    stage, groups = stage_with(args).train(), ParallelGroups.single()
-    router, seen = stage.layers["2"].mlp.router, []  # type: ignore[union-attr]
+    stage, groups = make_stage(args).train(), ParallelGroups.single()
+    router, chosen = stage.layers["2"].mlp.router, []  # type: ignore[union-attr]
     bias = router.expert_bias  # type: ignore[union-attr]
-    router.register_forward_hook(lambda module, given, out: seen.append(out[0].experts))  # type: ignore[operator,union-attr]
+    router.register_forward_hook(lambda module, inputs, out: chosen.append(out[0].experts))  # type: ignore[operator,union-attr]
     for left_out in (True, False):
-        before = bias.clone()  # type: ignore[operator]
+        bias_before = bias.clone()  # type: ignore[operator]
         stage.balance.begin(1.0, 1)
         stage(None, random_batch(args))
         stage.balance.end(groups, torch.tensor(left_out))
-        tokens = seen[-1].flatten().bincount(minlength=8).float()
+        tokens = chosen[-1].flatten().bincount(minlength=8).float()
         moved = 0.0 if left_out else 0.1 * (tokens.mean() - tokens).sign()  # busy ones are chosen less often
-        torch.testing.assert_close(bias, before + moved)
-        assert torch.equal(bias, before) is left_out  # type: ignore[arg-type]
+        torch.testing.assert_close(bias, bias_before + moved)
+        assert torch.equal(bias, bias_before) is left_out  # type: ignore[arg-type]
     assert bias.dtype == torch.float32
 
 
-def test_jitter_moves_the_routers_input_alone() -> None:
+def test_jitter_moves_only_the_routers_input() -> None:
     args = small(**SPEC, moe_jitter_eps=0.3)
-    stage, batch = stage_with(args), random_batch(args)
-    without = stage(None, batch)
+    stage, batch = make_stage(args), random_batch(args)
+    eval_logits = stage(None, batch)
     assert stage.train().drops
-    once, again = (stage(None, batch) for _ in range(2))
-    assert torch.equal(once, again) and not torch.allclose(once, without)
+    logits, repeated_logits = (stage(None, batch) for _ in range(2))
+    assert torch.equal(logits, repeated_logits) and not torch.allclose(logits, eval_logits)

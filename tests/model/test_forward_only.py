@@ -11,7 +11,7 @@ from megatron.data import Batch
 from megatron.model import forward_only
 from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from megatron.objectives import label_logprobs
-from tests.model.stages import document_batch, groups_of, random_batch, small, stage_with
+from tests.model.stages import document_batch, groups_of, make_stage, random_batch, small
 from tests.pool import run_ranks
 
 Values = tuple[list[Tensor], list[Tensor]]
@@ -21,7 +21,7 @@ def _read_all(values: dict[str, Any], world_size: int) -> Values:
     """Log-probabilities and whole logits of a position, of eight micro-batches of three shapes."""
     args = small(num_layers=4, **values)
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-    stage = stage_with(args, groups=groups)
+    stage = make_stage(args, groups=groups)
     batches = [random_batch(args, rows=1 + i % 3, seed=i, seq=16 if i % 2 else 8) for i in range(7)]
     batches.append(document_batch(args))
     tensor, vocab = groups.group("tensor"), args.padded_vocab_size
@@ -53,12 +53,14 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
     expected = _read_all({}, 1)
     assert len(expected[0]) == 8
     for rank_reads in run_ranks(read_all, world_size, keys):
-        for seen in rank_reads:
-            torch.testing.assert_close(seen, expected, rtol=1e-5, atol=2e-5)
+        for actual in rank_reads:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_no_batches_no_values() -> None:
     args = small()
-    stage, groups = stage_with(args), ParallelGroups.single()
-    none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
-    assert none == []
+    stage, groups = make_stage(args), ParallelGroups.single()
+    values = forward_only(
+        stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ()
+    )
+    assert values == []

@@ -12,7 +12,7 @@ from megatron.model import build_stage, materialize
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from tests.checkpointing.golden import RUNS, checkpoint, golden_args
-from tests.model.stages import groups_of, whole_logits
+from tests.model.stages import full_logits, groups_of
 from tests.pool import run_ranks
 
 TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
@@ -35,7 +35,7 @@ def logits_of(run: str, step: int, groups: ParallelGroups | None = None, **chang
     for layer, name, param in params:
         param.copy_(weights[layer][name])
     windows = torch.from_numpy(np.load(RUNS[run].parent / "fixed_input_2x65.npy"))
-    return whole_logits(stage, args, groups, windows[:, :-1])
+    return full_logits(stage, args, groups, windows[:, :-1])
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -48,11 +48,11 @@ def test_one_process(run: str, step: int) -> None:
 
 
 def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[list[Tensor]]:
-    run, by_layout = "neox_pp2_mp2", []
+    run, layout_logits = "neox_pp2_mp2", []
     for layout in layouts:
         groups = groups_of(golden_args(run, **layout), world_size)
-        by_layout.append([logits_of(run, step, groups, **layout) for step in (0, 3)])
-    return by_layout
+        layout_logits.append([logits_of(run, step, groups, **layout) for step in (0, 3)])
+    return layout_logits
 
 
 @pytest.mark.parametrize("world_size, layouts", [
@@ -64,7 +64,7 @@ def test_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> No
         {"pipe_parallel_size": pipe, "model_parallel_size": tensor, "sequence_parallel": sequence}
         for pipe, tensor, sequence in layouts
     ]
-    for by_layout in run_ranks(on_ranks, world_size, keys):
-        for logits in by_layout:
+    for layout_logits in run_ranks(on_ranks, world_size, keys):
+        for logits in layout_logits:
             for step, actual in zip((0, 3), logits, strict=True):
                 torch.testing.assert_close(actual, golden_logits("neox_pp2_mp2", step), **TOLERANCE)

@@ -41,12 +41,12 @@ def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
 
 
 def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[tuple[int, Weights]]:
-    by_layout = []
+    rank_weights = []
     for layout in layouts:
         args = small(**layout)
         groups = groups_of(args, world_size)
-        by_layout.append((groups.rank("tensor"), initialised(args, groups)))
-    return by_layout
+        rank_weights.append((groups.rank("tensor"), initialised(args, groups)))
+    return rank_weights
 
 
 @pytest.mark.parametrize("world_size, layouts", [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
@@ -57,18 +57,18 @@ def test_every_layout_starts_from_the_same_model(world_size: int, layouts: list[
     for i, values in enumerate(configs):
         args = small(**values)
         one_process = small(**{**values, "pipe_parallel_size": 0, "model_parallel_size": 1})
-        whole = initialised(one_process, ParallelGroups.single())
-        seen = [by_layout[i] for by_layout in ranks]
+        full = initialised(one_process, ParallelGroups.single())
+        rank_weights = [layout_weights[i] for layout_weights in ranks]
         for layer, specs in layer_params(args).items():
             for spec in specs:
-                parts = {rank: weights[layer][spec.name] for rank, weights in seen if layer in weights}
+                parts = {rank: weights[layer][spec.name] for rank, weights in rank_weights if layer in weights}
                 assert len(parts) == args.tp
-                assert torch.equal(unshard([parts[rank] for rank in sorted(parts)], spec), whole[layer][spec.name])
+                assert torch.equal(unshard([parts[rank] for rank in sorted(parts)], spec), full[layer][spec.name])
         if not args.no_weight_tying and args.pp > 1:
-            copies = {rank: w[8]["word_embeddings.weight"] for rank, w in seen if 8 in w and w[8]}
-            first = {rank: w[0]["word_embeddings.weight"] for rank, w in seen if 0 in w}
-            assert copies.keys() == first.keys() and len(first) == args.tp
-            assert all(torch.equal(copies[rank], first[rank]) for rank in first), "the copy of the embedding"
+            copies = {rank: w[8]["word_embeddings.weight"] for rank, w in rank_weights if 8 in w and w[8]}
+            embeddings = {rank: w[0]["word_embeddings.weight"] for rank, w in rank_weights if 0 in w}
+            assert copies.keys() == embeddings.keys() and len(embeddings) == args.tp
+            assert all(torch.equal(copies[rank], embeddings[rank]) for rank in embeddings), "the copy of the embedding"
 
 
 def test_a_stage_has_no_memory_until_it_is_materialised() -> None:
@@ -88,11 +88,11 @@ def test_a_stage_has_no_memory_until_it_is_materialised() -> None:
     assert len(tables) == 2 and tables[0] is tables[1]
 
 
-_BY_TORCH: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "normal": lambda whole, generator: whole.normal_(0.0, 0.03, generator=generator),
-    "xavier_uniform": lambda whole, generator: nn.init.xavier_uniform_(whole, generator=generator),
-    "xavier_normal": lambda whole, generator: nn.init.xavier_normal_(whole, generator=generator),
-    "orthogonal": lambda whole, generator: nn.init.orthogonal_(whole, math.sqrt(2.0), generator=generator),
+_TORCH_INIT: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "normal": lambda full, generator: full.normal_(0.0, 0.03, generator=generator),
+    "xavier_uniform": lambda full, generator: nn.init.xavier_uniform_(full, generator=generator),
+    "xavier_normal": lambda full, generator: nn.init.xavier_normal_(full, generator=generator),
+    "orthogonal": lambda full, generator: nn.init.orthogonal_(full, math.sqrt(2.0), generator=generator),
 }
 _CUTS: list[dict[str, Any]] = [
     {"shape": (176, 33), "axis": 0, "blocks": (112, 32, 32)},  # the last piece has 16 rows more than the others
@@ -102,24 +102,24 @@ _CUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", _BY_TORCH)
+@pytest.mark.parametrize("method", _TORCH_INIT)
 def test_pieces_are_the_numbers_of_one_call(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.model.init._PIECE", 67 * 33)  # of which 64 rows are taken
     args = small(init_method=method, init_method_std=0.03)
-    for cut in _CUTS:
-        spec = ParamSpec("weight", **cut, init="input")
+    for shard in _CUTS:
+        spec = ParamSpec("weight", **shard, init="input")
         generator = torch.Generator().manual_seed(mix_seed(args.seed, 3, "weight"))
-        whole = _BY_TORCH[method](torch.empty(spec.shape), generator)
+        full_value = _TORCH_INIT[method](torch.empty(spec.shape), generator)
         pieces = list(initial_rows(spec, 3, args, CPU))
-        assert (len(pieces) > 1) is (len(whole) > 100 and method != "orthogonal")
+        assert (len(pieces) > 1) is (len(full_value) > 100 and method != "orthogonal")
         assert all(len(rows) < 2 * 64 for _, rows in pieces) or method == "orthogonal"
         for size in (1, 2):
             parts = [torch.full(spec.local_shape(size), math.nan) for _ in range(size)]
             for rank, part in enumerate(parts):
-                for first, rows in pieces:
-                    for start, local in shard_rows(rows, first, spec, rank, size):
+                for begin, rows in pieces:
+                    for start, local in shard_rows(rows, begin, spec, rank, size):
                         part[start : start + len(local)] = local
-            assert torch.equal(unshard(parts, spec), whole), (cut, size)
+            assert torch.equal(unshard(parts, spec), full_value), (shard, size)
 
 
 def test_seed_layer_and_name_decide() -> None:
@@ -132,12 +132,12 @@ def test_seed_layer_and_name_decide() -> None:
         }
 
     torch.manual_seed(99)
-    one, other = values(seed=1), values(seed=1)
-    assert all(torch.equal(one[key], other[key]) for key in one)
-    weights = {key: value for key, value in one.items() if value.std() > 0}
+    initial, repeated = values(seed=1), values(seed=1)
+    assert all(torch.equal(initial[key], repeated[key]) for key in initial)
+    weights = {key: value for key, value in initial.items() if value.std() > 0}
     assert all(not torch.equal(value, values(seed=2)[key]) for key, value in weights.items())
-    seen = [value.flatten()[0].item() for value in weights.values()]
-    assert len(set(seen)) == len(seen), "two parameters share their random numbers"
+    starts = [value.flatten()[0].item() for value in weights.values()]
+    assert len(set(starts)) == len(starts), "two parameters share their random numbers"
 
 
 DEPTH, HIDDEN, STD = 4, 128, 0.03
@@ -149,9 +149,9 @@ STDS = {"normal": STD, "scaled_normal": STD / math.sqrt(2 * DEPTH),
 @pytest.mark.parametrize("output", [False, True])
 @pytest.mark.parametrize("method", [*STDS, "xavier_uniform", "xavier_normal", "orthogonal", "scaled_orthogonal"])
 def test_init_methods_of_neox(method: str, output: bool) -> None:
-    other = "orthogonal" if method != "orthogonal" else "normal"
+    other_method = "orthogonal" if method != "orthogonal" else "normal"
     keys = ("output_layer_init_method", "init_method")
-    methods = dict(zip(keys, (method, other) if output else (other, method), strict=True))
+    methods = dict(zip(keys, (method, other_method) if output else (other_method, method), strict=True))
     args = small(**WIDE, init_method_std=STD, no_weight_tying=True, pos_emb="learned", **methods)
     inputs = ("word_embeddings", "position_embeddings", "attention.query_key_value", "mlp.linear1", "final_linear")
     names = [f"{name}.weight" for name in (("attention.dense", "mlp.linear2") if output else inputs)]

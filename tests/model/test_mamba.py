@@ -19,7 +19,7 @@ from megatron.model.mamba.chunk_scan import chunk_scan, chunk_step
 from megatron.model.mamba.convolution import causal_convolution
 from megatron.model.mamba.selective_scan import linear_recurrence, selective_scan, selective_step
 from tests.marks import with_more
-from tests.model.stages import document_batch, documents, groups_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, documents, groups_of, make_stage, random_batch, random_weights, small
 from tests.pool import run_ranks
 
 _COMMON: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none", "mamba_state_dim": 8, "no_weight_tying": True}
@@ -42,12 +42,14 @@ def scan_inputs(seq: int, heads: tuple[int, ...], groups: tuple[int, ...], state
     dt = F.softplus(torch.randn(seq, 2, *inner) * 2 - 2)
     a = -8 * torch.rand(*inner) if groups else -8 * torch.rand(*inner, state)
     b, c = torch.randn(2, seq, 2, *groups, state)
-    return [each.requires_grad_() for each in (x, dt, a, b, c)]
+    return [tensor.requires_grad_() for tensor in (x, dt, a, b, c)]
 
 
-def by_steps(step: Callable[..., tuple[Tensor, Tensor]], given: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+def run_steps(
+    step: Callable[..., tuple[Tensor, Tensor]], scan_args: list[Tensor], state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Outputs and last state, token by token, as a cache has them."""
-    x, dt, a, b, c = (each.detach() for each in given)
+    x, dt, a, b, c = (tensor.detach() for tensor in scan_args)
     outputs = []
     for t in range(len(x)):
         y, state = step(x[t], dt[t], a, b[t], c[t], state)
@@ -57,22 +59,22 @@ def by_steps(step: Callable[..., tuple[Tensor, Tensor]], given: list[Tensor], st
 
 @pytest.mark.parametrize("seq", [1, 15, 16, 700])
 def test_the_selective_scan_is_that_of_transformers_and_of_its_steps(seq: int) -> None:
-    given = scan_inputs(seq, (6,), (), 4)
-    ours, last = selective_scan(*given)
-    rows = [each if each is given[2] else each.permute(1, 2, 0) for each in given]
-    theirs, their_last = mamba_selective_scan(*rows, return_last_state=True)
-    stepped, grad = by_steps(selective_step, given, torch.zeros_like(last)), torch.randn_like(ours)
-    torch.testing.assert_close(stepped, (ours, last), rtol=2e-6, atol=2e-6)
-    assert torch.allclose(ours, theirs.permute(2, 0, 1), atol=2e-6) and torch.allclose(last, their_last, atol=2e-6)
-    expected = torch.autograd.grad(theirs, given, grad.permute(1, 2, 0))
-    for mine, other in zip(torch.autograd.grad(ours, given, grad), expected, strict=True):
-        assert torch.allclose(mine, other, atol=2e-6 * float(other.abs().max()) + 1e-6)
+    inputs = scan_inputs(seq, (6,), (), 4)
+    actual, last = selective_scan(*inputs)
+    rows = [tensor if tensor is inputs[2] else tensor.permute(1, 2, 0) for tensor in inputs]
+    hf_output, hf_last = mamba_selective_scan(*rows, return_last_state=True)
+    stepped, grad = run_steps(selective_step, inputs, torch.zeros_like(last)), torch.randn_like(actual)
+    torch.testing.assert_close(stepped, (actual, last), rtol=2e-6, atol=2e-6)
+    assert torch.allclose(actual, hf_output.permute(2, 0, 1), atol=2e-6) and torch.allclose(last, hf_last, atol=2e-6)
+    expected = torch.autograd.grad(hf_output, inputs, grad.permute(1, 2, 0))
+    for gradient, hf_gradient in zip(torch.autograd.grad(actual, inputs, grad), expected, strict=True):
+        assert torch.allclose(gradient, hf_gradient, atol=2e-6 * float(hf_gradient.abs().max()) + 1e-6)
 
 
 def loop(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Mamba 2's recurrence as it is defined, token by token."""
     outputs, repeated = [], x.shape[2] // b.shape[2]
-    b, c = (each.repeat_interleave(repeated, 2) for each in (b, c))
+    b, c = (group.repeat_interleave(repeated, 2) for group in (b, c))
     for t in range(len(x)):
         added = (dt[t].unsqueeze(2) * x[t]).unsqueeze(3) * b[t].unsqueeze(2)
         state = torch.exp(dt[t] * a).view(*dt[t].shape, 1, 1) * state + added
@@ -82,33 +84,33 @@ def loop(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) 
 
 @pytest.mark.parametrize(("seq", "chunk"), [(1, 64), (64, 64), (300, 64), (300, 7), (70, 2)])  # 2: chunks of chunks
 def test_the_chunk_scan_is_the_recurrence_and_that_of_transformers(seq: int, chunk: int) -> None:
-    given, initial = scan_inputs(seq, (4, 6), (2,), 5), torch.randn(2, 4, 6, 5)
-    ours, last = chunk_scan(*given, chunk, initial=initial)  # type: ignore[arg-type]
-    exact, exact_last = loop(*(each.double() for each in given), initial.double())
-    assert torch.allclose(ours.double(), exact, atol=5e-6) and torch.allclose(last.double(), exact_last, atol=2e-6)
-    torch.testing.assert_close(by_steps(chunk_step, given, initial), (ours, last), rtol=1e-5, atol=1e-5)
-    grad = torch.randn_like(ours)
-    expected = torch.autograd.grad(exact, given, grad.double())
-    for mine, other in zip(torch.autograd.grad(ours, given, grad), expected, strict=True):
+    inputs, initial = scan_inputs(seq, (4, 6), (2,), 5), torch.randn(2, 4, 6, 5)
+    actual, last = chunk_scan(*inputs, chunk, initial=initial)  # type: ignore[arg-type]
+    exact, exact_last = loop(*(tensor.double() for tensor in inputs), initial.double())
+    assert torch.allclose(actual.double(), exact, atol=5e-6) and torch.allclose(last.double(), exact_last, atol=2e-6)
+    torch.testing.assert_close(run_steps(chunk_step, inputs, initial), (actual, last), rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(actual)
+    expected = torch.autograd.grad(exact, inputs, grad.double())
+    for gradient, exact_gradient in zip(torch.autograd.grad(actual, inputs, grad), expected, strict=True):
         # That of A is what is left of sums over pairs of tokens, in fp32.
-        bound = 5e-5 if mine.dim() == 1 else 2e-6
-        assert torch.allclose(mine, other, atol=bound * float(other.abs().max()) + 1e-6)
-    rows = [each if each is given[2] else each.transpose(0, 1) for each in given]
-    theirs, _ = mamba2_chunk_scan(*rows, chunk_size=chunk, initial_states=initial, return_final_states=True)
-    assert torch.allclose(ours, theirs.transpose(0, 1), atol=1e-4)  # sums of fp32 that lose more
+        bound = 5e-5 if gradient.dim() == 1 else 2e-6
+        assert torch.allclose(gradient, exact_gradient, atol=bound * float(exact_gradient.abs().max()) + 1e-6)
+    rows = [tensor if tensor is inputs[2] else tensor.transpose(0, 1) for tensor in inputs]
+    hf_output, _ = mamba2_chunk_scan(*rows, chunk_size=chunk, initial_states=initial, return_final_states=True)
+    assert torch.allclose(actual, hf_output.transpose(0, 1), atol=1e-4)  # sums of fp32 that lose more
 
 
 def test_the_convolution_is_that_of_transformers() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(9, 2, 6), torch.randn(6, 1, 4), torch.randn(6)
-    theirs = causal_conv1d_fn(x.permute(1, 2, 0), weight.squeeze(1), bias)
-    whole = causal_convolution(x, weight, bias)
-    assert torch.allclose(whole, theirs.permute(2, 0, 1), atol=1e-6)
-    behind = torch.cat([torch.zeros(3, 2, 6), x])
+    hf_output = causal_conv1d_fn(x.permute(1, 2, 0), weight.squeeze(1), bias)
+    full = causal_convolution(x, weight, bias)
+    assert torch.allclose(full, hf_output.permute(2, 0, 1), atol=1e-6)
+    padded = torch.cat([torch.zeros(3, 2, 6), x])
     for cuts in ((0, 1, 9), (0, 2, 9), (0, 5, 9), tuple(range(10))):
         for offset in (bias, None):
-            parts = [causal_convolution(x[i:j], weight, offset, before=behind[i : i + 3]) for i, j in pairwise(cuts)]
-            expected = whole if offset is not None else causal_convolution(x, weight, None)
+            parts = [causal_convolution(x[i:j], weight, offset, history=padded[i : i + 3]) for i, j in pairwise(cuts)]
+            expected = full if offset is not None else causal_convolution(x, weight, None)
             torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -123,31 +125,33 @@ def test_a_recurrence_is_that_of_a_loop(length: int) -> None:
     assert torch.allclose(linear_recurrence(decay, update), torch.stack(states), atol=1e-14)
 
 
-def packed_and_alone(rank: int, world_size: int, model: str) -> tuple[float, float]:
+def packing_differences(rank: int, world_size: int, model: str) -> tuple[float, float]:
     """For the pool: how far documents in shared rows are from themselves alone, and from leaking ones."""
     args = small(**MODELS[model], model_parallel_size=world_size).for_world(world_size)
-    stage = stage_with(args, groups=groups_of(args, world_size))
+    stage = make_stage(args, groups=groups_of(args, world_size))
     batch, worst = document_batch(args, rows=3), 0.0
     with torch.no_grad():
-        together, leaking = stage(None, batch), stage(None, replace(batch, cu_seqlens=None, max_seqlen=0))
-        for row, first, last in documents(batch):
-            here = (slice(row, row + 1), slice(first, last))
-            own = Batch(*(each[here] for each in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)))
-            alone = stage(None, own)
-            worst = max(worst, float((together[first:last, row] - alone[:, 0]).abs().max()))
-    largest = float(together.abs().max())
-    return worst / largest, float((together - leaking).abs().max()) / largest
+        packed_logits, leaking = stage(None, batch), stage(None, replace(batch, documents=None))
+        for row, begin, end in documents(batch):
+            span = (slice(row, row + 1), slice(begin, end))
+            single = Batch(
+                *(tensor[span] for tensor in (batch.tokens, batch.labels, batch.loss_weights, batch.positions))
+            )
+            single_logits = stage(None, single)
+            worst = max(worst, float((packed_logits[begin:end, row] - single_logits[:, 0]).abs().max()))
+    largest = float(packed_logits.abs().max())
+    return worst / largest, float((packed_logits - leaking).abs().max()) / largest
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_packed_documents_are_what_they_are_alone(model: str, ranks: int) -> None:
-    for difference, leak in run_ranks(packed_and_alone, ranks, model):
+def test_packed_documents_equal_separate_ones(model: str, ranks: int) -> None:
+    for difference, leak in run_ranks(packing_differences, ranks, model):
         assert difference < 1e-6 and leak > 1e-3, "a leak would show"
 
 
 def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:
-    """Of the last 1,024 of 32,768 tokens behind states that decay slowly; every gradient is finite."""
+    """Returns logits of the last 1,024 of 32,768 tokens. States decay slowly; all gradients are finite."""
     length = 32768
     args = small(
         **_COMMON, hidden_size=8, num_layers=1, attention_config=[kind], seq_length=length, **keys,
@@ -156,7 +160,7 @@ def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:
     )  # fmt: skip
     weights = random_weights(args)
     weights[2]["mixer.A_log"] = torch.full_like(weights[2]["mixer.A_log"], -9.0)  # a decay of 1 - 1e-4 dt
-    stage = stage_with(args, weights).train()
+    stage = make_stage(args, weights).train()
     if precision == "bfloat16":
         stage, stage.dtype = stage.bfloat16(), torch.bfloat16
     logits = stage(None, random_batch(args, rows=1))
@@ -167,7 +171,7 @@ def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_a_long_document_in_bf16_stays_finite(kind: str) -> None:
-    """And is what it is in fp32, to the rounding of bf16's weights and activations."""
+    """Logits equal those of fp32, up to the rounding of bf16 weights and activations."""
     exact = long_logits(kind, "fp32")
     error = float((long_logits(kind, "bfloat16") - exact).norm() / exact.norm())
     assert error < 0.03  # a NaN is not
@@ -195,7 +199,7 @@ def graphs_of_lengths(rank: int, world_size: int, kind: str) -> list[int]:
     graphs = []
     args = small(**{**MODELS[kind], "num_layers": 1, "attention_config": [kind], "max_position_embeddings": 256})
     weights = random_weights(args)
-    eager, compiled = stage_with(args, weights), stage_with(args.replace(compile="block"), weights)
+    eager, compiled = make_stage(args, weights), make_stage(args.replace(compile="block"), weights)
     for length in (*range(16, 80, 8), 100, 101):
         batch = document_batch(args.replace(seq_length=length))
         out, expected = compiled(None, batch), eager(None, batch)
@@ -214,13 +218,13 @@ def test_rows_of_many_lengths_share_compiled_graphs(kind: str) -> None:
 
 
 def test_parameters_have_gpt_neoxs_names_and_order() -> None:
-    """Of its `ParallelMambaResidualLayer` (megatron/model/mamba/mamba.py), with and without biases."""
-    named = {"A_log": (64, 16), "D": (64,)}
-    named |= {"in_proj.weight": (128, 32), "conv1d.weight": (64, 1, 4), "conv1d.bias": (64,)}
-    named |= {"x_proj.weight": (34, 64), "dt_proj.weight": (64, 2), "dt_proj.bias": (64,), "out_proj.weight": (32, 64)}
+    """Compares with its `ParallelMambaResidualLayer` (megatron/model/mamba/mamba.py), both bias settings."""
+    shapes = {"A_log": (64, 16), "D": (64,)}
+    shapes |= {"in_proj.weight": (128, 32), "conv1d.weight": (64, 1, 4), "conv1d.bias": (64,)}
+    shapes |= {"x_proj.weight": (34, 64), "dt_proj.weight": (64, 2), "dt_proj.bias": (64,), "out_proj.weight": (32, 64)}
     keys = {"norm": "rmsnorm", "attention_config": ["mamba", "mamba"]}
     specs = layer_params(small(**keys))[2]
-    expected = {"norm.scale": (32,), **{f"mixer.{name}": shape for name, shape in named.items()}}
+    expected = {"norm.scale": (32,), **{f"mixer.{name}": shape for name, shape in shapes.items()}}
     assert {spec.name: spec.shape for spec in specs} == expected and [spec.name for spec in specs] == list(expected)
     biased = {spec.name for spec in layer_params(small(**keys, mamba_use_bias_in_linears=True))[2]}
     assert biased - expected.keys() == {"mixer.in_proj.bias", "mixer.x_proj.bias", "mixer.out_proj.bias"}

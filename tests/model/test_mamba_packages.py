@@ -11,7 +11,7 @@ from megatron.model.mamba import choose_scans
 from megatron.mpu import gpu_kernels
 from megatron.mpu.gpu_kernels import EVERY_GPU
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, make_stage, random_batch, random_weights, small
 from tests.model.test_mamba import MODELS
 from tests.stand_ins import installed
 
@@ -29,7 +29,7 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
         results = []
         for backend in ("torch", package):
             with installed(*ALL):
-                stage = stage_with(small(**keys, mamba_backend=backend), weights)
+                stage = make_stage(small(**keys, mamba_backend=backend), weights)
                 assert stage.scans.package == backend
                 logits = stage(None, batch)
                 logits.float().logsumexp(-1).square().mean().backward()
@@ -40,11 +40,11 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
 RAN = {f"mamba_backend: {name}": EVERY_GPU for name in ("mamba_ssm", "fla")}
 
 
-def scans_on(keys: dict[str, Any], device: str, there: tuple[str, ...]) -> tuple[str, str]:
+def scans_on(keys: dict[str, Any], device: str, packages: tuple[str, ...]) -> tuple[str, str]:
     """The package that is chosen, and the line that says so."""
     lines: list[str] = []
     args = small(**{**MODELS["mamba2"], **keys})
-    with installed(*there), pytest.MonkeyPatch.context() as patch:
+    with installed(*packages), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         scans = choose_scans(args, torch.device(device), [b.mixer for b in block_specs(args)], lines.append)
     (line,) = lines
@@ -57,7 +57,7 @@ def test_auto_takes_no_package_that_has_run_on_no_gpu() -> None:
     assert scans_on({"mamba_backend": "mamba_ssm"}, "cuda", ALL)[0] == "mamba_ssm"
 
 
-@pytest.mark.parametrize(("there", "keys", "device", "package", "facts"), [
+@pytest.mark.parametrize(("packages", "keys", "device", "package", "facts"), [
     ((), {}, "cpu", "torch", "auto .*GPU"),
     (ALL, {}, "cpu", "torch", "auto .*GPU"),
     ((), {}, "cuda", "torch", "auto .*mamba_ssm: .*not installed; fla: .*mamba_state_fp32: false"),
@@ -68,24 +68,24 @@ def test_auto_takes_no_package_that_has_run_on_no_gpu() -> None:
     (("fla",), {"mamba_state_fp32": False}, "cuda", "fla", "auto .*torch's convolution; generation .*torch"),
 ])  # fmt: skip
 def test_what_is_chosen_is_said(
-    there: tuple[str, ...], keys: dict[str, Any], device: str, package: str, facts: str,
+    packages: tuple[str, ...], keys: dict[str, Any], device: str, package: str, facts: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Once the packages have run on GPUs."""
     monkeypatch.setattr(gpu_kernels, "RUN_ON", RAN)
-    chosen, line = scans_on(keys, device, there)
+    chosen, line = scans_on(keys, device, packages)
     assert chosen == package and re.match(f"mamba_backend: .*{package}.*", line) and re.search(facts, line)
 
 
 @pytest.mark.parametrize(("keys", "line"), [
     ({"mamba_backend": "mamba_ssm", "mamba_state_dim": 300}, "mamba_ssm .*mamba_state_dim .*256"),
     ({"mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm .*mamba-ssm.* not .*torch"),
-    ({"mamba_backend": "fla"}, "mamba_backend: fla: .*Mamba 1.*auto"),
+    ({"mamba_backend": "fla"}, "mamba_backend: fla .*Mamba 1.*auto"),
 ])  # fmt: skip
 def test_a_package_that_is_not_there_is_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         args = small(**{**MODELS["mamba"], **keys})
-        stage_with(args)
+        make_stage(args)
 
 
 def test_a_package_runs_between_compiled_graphs() -> None:
@@ -93,8 +93,8 @@ def test_a_package_runs_between_compiled_graphs() -> None:
     args, batch = small(**MODELS["mamba2"], mamba_backend="mamba_ssm", compile="block"), random_batch(small())
     weights = random_weights(args)
     with installed(*ALL):
-        compiled = stage_with(args, weights)
-        eager = stage_with(small(**MODELS["mamba2"], mamba_backend="mamba_ssm"), weights)
+        compiled = make_stage(args, weights)
+        eager = make_stage(small(**MODELS["mamba2"], mamba_backend="mamba_ssm"), weights)
         torch._dynamo.reset()
         for spec in compiled.blocks:
             compiled.layers[str(spec.index)].compile(backend="aot_eager")

@@ -18,7 +18,7 @@ from tests.training.runs import ADAMW, Part, bit_equal, config, curves, run_to_e
 
 @dataclass(frozen=True)
 class LinearOf:
-    """What both kinds are: a function before one row-parallel linear."""
+    """Both kinds are a function before one row-parallel linear."""
 
     hidden: int
     bias: bool
@@ -36,7 +36,7 @@ class SquareSpec(LinearOf):
 
 
 class Mean(nn.Module):
-    """What comes before a token, averaged; in the second block alone."""
+    """Averages all tokens up to each one. Only the second block has it."""
 
     module_name, Spec = "attention", MeanSpec
 
@@ -56,7 +56,7 @@ class Mean(nn.Module):
     def output(self) -> Linear:
         return self.dense
 
-    def core(self, x: Tensor, *_: object, **more: object) -> Tensor:
+    def core(self, x: Tensor, *_: object, **kwargs: object) -> Tensor:
         return x.cumsum(0) / torch.arange(1, len(x) + 1).view(-1, 1, 1)
 
 
@@ -69,7 +69,7 @@ class Square(Mean):
     def spec(cls, args: NeoXArgs, block: int) -> LinearOf | None:
         return SquareSpec(args.hidden_size, True) if block == 0 else None
 
-    def core(self, x: Tensor, *_: object, **more: object) -> tuple[Tensor, None]:  # type: ignore[override]
+    def core(self, x: Tensor, *_: object, **kwargs: object) -> tuple[Tensor, None]:  # type: ignore[override]
         return x.square(), None
 
 
@@ -93,9 +93,9 @@ def runs_of_new_kinds(rank: int, world_size: int, folder: str) -> tuple[list[lis
 
 
 def test_they_train_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    ((first, second), steps, (expected, found)) = run_ranks(runs_of_new_kinds, 1, str(tmp_path))[0]
-    assert "mlp.dense.bias" in first and "attention.query_key_value.weight" in first, first
-    assert "mlp.linear1.weight" in second and "attention.query_key_value.weight" not in second, second
+    ((block2, block3), steps, (expected, loaded)) = run_ranks(runs_of_new_kinds, 1, str(tmp_path))[0]
+    assert "mlp.dense.bias" in block2 and "attention.query_key_value.weight" in block2, block2
+    assert "mlp.linear1.weight" in block3 and "attention.query_key_value.weight" not in block3, block3
     for part in steps:
         assert part.losses[0] > part.losses[1] > part.losses[2], part.losses
-    assert bit_equal(found, expected) and "mlp.dense.bias" in found[2], found[2].keys()
+    assert bit_equal(loaded, expected) and "mlp.dense.bias" in loaded[2], loaded[2].keys()

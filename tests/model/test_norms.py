@@ -21,7 +21,7 @@ from tests.model.stages import small
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 
-ALONE = ParallelGroups.single()
+ONE_PROCESS = ParallelGroups.single()
 GENERATOR = torch.Generator().manual_seed(7)
 X = torch.randn(3, 2, 32, generator=GENERATOR)
 QK = 0.3 + torch.randn(2, 3, 2, 4, 8, generator=GENERATOR)
@@ -31,7 +31,7 @@ PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
 
 
 def test_scalenorm() -> None:
-    norm = build_norm(norm_spec(small(norm="scalenorm", scalenorm_epsilon=0.5)), ALONE)
+    norm = build_norm(norm_spec(small(norm="scalenorm", scalenorm_epsilon=0.5)), ONE_PROCESS)
     norm.load_state_dict({"g": torch.tensor([3.0])})
     x = X.clone()
     x[0] *= 1e-3  # shorter than epsilon: divided by that instead
@@ -40,7 +40,7 @@ def test_scalenorm() -> None:
 
 
 # Our keys, the parameters, and the module of others that is the same.
-SAME: list[tuple[dict[str, Any], tuple[str, ...], Callable[..., nn.Module]]] = [
+EQUIVALENTS: list[tuple[dict[str, Any], tuple[str, ...], Callable[..., nn.Module]]] = [
     ({}, ("weight", "bias"), nn.LayerNorm),
     ({"norm": "rmsnorm"}, ("weight",), LlamaRMSNorm),
     ({"norm": "non_parametric_layernorm", "layernorm_epsilon": 1e-5}, (), lambda size, eps: OlmoLayerNorm(size)),
@@ -49,16 +49,16 @@ SAME: list[tuple[dict[str, Any], tuple[str, ...], Callable[..., nn.Module]]] = [
 ]
 
 
-@pytest.mark.parametrize("keys, parameters, reference", SAME)
+@pytest.mark.parametrize("keys, parameters, reference", EQUIVALENTS)
 def test_norms_are_those_of_torch_and_transformers(
     keys: dict[str, Any], parameters: tuple[str, ...], reference: Callable[..., nn.Module]
 ) -> None:
     args = small(**{"layernorm_epsilon": 1e-2, "rms_norm_epsilon": 1e-2, **keys})
-    ours, theirs = build_norm(norm_spec(args), ALONE), reference(32, eps=1e-2)
+    actual, expected = build_norm(norm_spec(args), ONE_PROCESS), reference(32, eps=1e-2)
     state = {name: {"weight": WEIGHT, "bias": BIAS}[name] for name in parameters}
-    theirs.load_state_dict(state)
-    ours.load_state_dict({"scale" if args.norm == "rmsnorm" else name: value for name, value in state.items()})
-    torch.testing.assert_close(ours(X), theirs(X))
+    expected.load_state_dict(state)
+    actual.load_state_dict({"scale" if args.norm == "rmsnorm" else name: value for name, value in state.items()})
+    torch.testing.assert_close(actual(X), expected(X))
 
 
 @pytest.mark.parametrize("name, fixed", [("layernorm", 1e-5), ("rmsnorm", 1e-8)])
@@ -67,7 +67,7 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
         for in_te_mlp, eps in ((False, 0.5), (True, fixed)):
-            norm = build_norm(norm_spec(args, in_te_mlp=in_te_mlp), ALONE)
+            norm = build_norm(norm_spec(args, in_te_mlp=in_te_mlp), ONE_PROCESS)
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
             reference = Gemma2RMSNorm(32, eps=eps) if name == "rmsnorm" else nn.LayerNorm(32, eps=eps)
@@ -80,24 +80,24 @@ def head_norms(**changes: Any) -> Any:
 
 def test_one_layernorm_of_queries_and_keys() -> None:
     """GPT-NeoX makes it LayerNorm([heads, head_dim])."""
-    norm, theirs = QKLayerNorm(head_norms(), 4, ALONE), nn.LayerNorm([4, 8], eps=1e-2)
-    for module in (norm, theirs):
+    norm, torch_norm = QKLayerNorm(head_norms(), 4, ONE_PROCESS), nn.LayerNorm([4, 8], eps=1e-2)
+    for module in (norm, torch_norm):
         module.load_state_dict({"weight": WEIGHT.view(4, 8), "bias": BIAS.view(4, 8)})
-    torch.testing.assert_close(norm(*QK), tuple(map(theirs, QK)))
+    torch.testing.assert_close(norm(*QK), tuple(map(torch_norm, QK)))
 
 
 def test_one_rmsnorm_of_queries_and_keys() -> None:
-    norm = QKRMSNorm(head_norms(norm="rmsnorm"), 4, ALONE)
+    norm = QKRMSNorm(head_norms(norm="rmsnorm"), 4, ONE_PROCESS)
     norm.load_state_dict({"scale": WEIGHT.view(4, 8)})
     heads = [nn.RMSNorm(8, eps=1e-2) for _ in range(4)]
     for head, weight in zip(heads, WEIGHT.view(4, 8), strict=True):
         head.load_state_dict({"weight": weight})
-    for ours, x in zip(norm(*QK), QK, strict=True):
-        torch.testing.assert_close(ours, torch.stack([heads[i](x[:, :, i]) for i in range(4)], 2))
+    for actual, x in zip(norm(*QK), QK, strict=True):
+        torch.testing.assert_close(actual, torch.stack([heads[i](x[:, :, i]) for i in range(4)], 2))
 
 
 def test_wide_rmsnorm_equals_olmo3() -> None:
-    norm = WideRMSNorm(head_norms(norm="rmsnorm", use_separate_qk_norms=True), 4, ALONE)
+    norm = WideRMSNorm(head_norms(norm="rmsnorm", use_separate_qk_norms=True), 4, ONE_PROCESS)
     reference = Olmo3RMSNorm(32, eps=1e-2)
     norm.load_state_dict({"scale": WEIGHT})
     reference.load_state_dict({"weight": WEIGHT})
@@ -132,7 +132,7 @@ def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:
     """Outputs of every kind of norm here, and the gradients of what it is given."""
     generator = torch.Generator().manual_seed(2)
     weight, bias = (1 + torch.randn(8, generator=generator).to(dtype) for _ in range(2))
-    x, found = torch.randn(2, 8, 5, generator=generator).to(dtype).transpose(1, 2), list[Tensor]()
+    x, values = torch.randn(2, 8, 5, generator=generator).to(dtype).transpose(1, 2), list[Tensor]()
     kinds: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
         lambda x, w, b: norms.layer_norm(x, (8,), w, b, 1e-2),
         lambda x, w, b: norms.layer_norm(x, (8,), w, None, 1e-2),
@@ -144,15 +144,15 @@ def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
         out = kind(*leaves)
         out.float().sin().sum().backward()
-        found += [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    return found
+        values += [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("package", PACKAGES)
 def test_norms_of_packages_equal_torchs(package: str, dtype: torch.dtype) -> None:
     with installed(package):
-        ours = results(PACKAGES[package](), dtype)
+        actual = results(PACKAGES[package](), dtype)
     bound = 1e-5 if dtype == torch.float32 else 3e-2  # bf16 sums of ten numbers are rounded at other places
-    assert {one.dtype for one in ours} == {dtype}
-    torch.testing.assert_close(ours, results(TORCH_NORMS, dtype), rtol=bound, atol=bound)
+    assert {tensor.dtype for tensor in actual} == {dtype}
+    torch.testing.assert_close(actual, results(TORCH_NORMS, dtype), rtol=bound, atol=bound)

@@ -67,11 +67,11 @@ def test_parameters_are_balanced_as_deepspeed_does(layers: int, stages: int, voc
     sizes = {i: sum(math.prod(p.shape) for p in params) for i, params in layer_params(args).items()}
     weights = [sizes[spec.index] for spec in layer_specs(args)]
     bounds = partition_balanced(weights=weights, num_parts=stages)
-    theirs = max(sum(weights[a:b]) for a, b in pairwise(bounds))
-    ours = max(sum(sizes[spec.index] for spec in part) for part in partition_layers(args, stages))
+    deepspeed_max = max(sum(weights[a:b]) for a, b in pairwise(bounds))
+    actual_max = max(sum(sizes[spec.index] for spec in part) for part in partition_layers(args, stages))
     if all(from_bounds(bounds, [spec.index for spec in layer_specs(args)], layers)):
-        assert ours == theirs
-    assert ours >= theirs
+        assert actual_max == deepspeed_max
+    assert actual_max >= deepspeed_max
 
 
 def test_a_type_that_finds_nothing_is_refused() -> None:

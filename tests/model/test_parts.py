@@ -20,7 +20,7 @@ from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import random_weights, small
 
 X = torch.linspace(-6, 6, 241, dtype=torch.float64)
-ALONE = ParallelGroups.single()
+ONE_PROCESS = ParallelGroups.single()
 WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
 
 
@@ -36,7 +36,7 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu, "relu": lambda x: x.clamp(min=0), "softsign": lambda x: x / (1 + x.abs()), "swish": silu,
     "silu": silu, "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
 }  # fmt: skip
@@ -55,12 +55,12 @@ def test_gelu_of_transformer_engine_and_fused_gelu_are_the_tanh_approximation() 
         torch.testing.assert_close(function(X), expected(X), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *GATES])
+@pytest.mark.parametrize("name", [*REFERENCES, *GATES])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp(name: str, bias: bool) -> None:
     args = small(activation=name, intermediate_size=24, use_bias_in_mlp=bias)
     weights = {k.removeprefix("mlp."): v for k, v in random_weights(args)[2].items() if k.startswith("mlp.")}
-    mlp = MLP(dense_spec(args, 0), ALONE)
+    mlp = MLP(dense_spec(args, 0), ONE_PROCESS)
     mlp.load_state_dict(weights)
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(2))
     inner = F.linear(x, weights["linear1.weight"], weights.get("linear1.bias"))
@@ -68,7 +68,7 @@ def test_mlp(name: str, bias: bool) -> None:
         up, gate = inner[..., :24], inner[..., 24:]
         inner = GATES[name](gate) * up
     else:
-        inner = PLAIN[name](inner)
+        inner = REFERENCES[name](inner)
     expected = F.linear(inner, weights["linear2.weight"], weights.get("linear2.bias"))
     torch.testing.assert_close(mlp.linear2(mlp.core(x)[0]), expected, rtol=1e-5, atol=1e-5)
 
@@ -79,19 +79,19 @@ def test_alibi_equals_transformers(heads: int) -> None:
     # BLOOM adds slope * key; softmax does not see the difference, a constant of each query's row.
     reference = build_alibi_tensor(torch.ones(1, seq), heads, torch.float32).view(heads, 1, seq)
     slopes = torch.tensor(alibi_slopes(heads))
-    ours = alibi_bias(seq, slopes)[0]
+    actual = alibi_bias(seq, slopes)[0]
     torch.testing.assert_close(slopes, reference[:, 0, 1])
     causal = torch.ones(seq, seq, dtype=torch.bool).tril()
-    assert torch.equal(ours.isneginf(), (~causal).expand(heads, -1, -1))
+    assert torch.equal(actual.isneginf(), (~causal).expand(heads, -1, -1))
     shifted = reference - torch.arange(seq).view(1, seq, 1) * reference[:, :, 1:2]
-    torch.testing.assert_close(ours[:, causal], shifted[:, causal])
+    torch.testing.assert_close(actual[:, causal], shifted[:, causal])
 
 
 def test_alibi_of_some_heads_is_theirs() -> None:
     slopes = torch.tensor(alibi_slopes(6))
-    whole = alibi_bias(5, slopes)
+    full = alibi_bias(5, slopes)
     parts = [alibi_bias(5, rank_slopes) for rank_slopes in slopes.chunk(2)]
-    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(torch.cat(parts, 1), full)
 
 
 @pytest.mark.parametrize("changes, width", [
@@ -107,7 +107,7 @@ def test_alibi_of_some_heads_is_theirs() -> None:
 ])  # fmt: skip
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:
     args: NeoXArgs = small(**changes)
-    mlp = MLP(dense_spec(args, 0), ALONE)
+    mlp = MLP(dense_spec(args, 0), ONE_PROCESS)
     assert tuple(mlp.linear1.weight.shape) == (width * (2 if args.is_gated else 1), 32)
     assert tuple(mlp.linear2.weight.shape) == (32, width)
 
@@ -116,13 +116,13 @@ def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clamped_swiglu_is_that_of_gpt_oss(dtype: torch.dtype, limits: dict[str, float]) -> None:
     """To the last bit, with its gradients, on both sides of both clamps."""
-    theirs = SimpleNamespace(**{"alpha": 1.702, "limit": 7.0, **limits})
-    drawn = 6 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
-    gate, up = drawn.to(dtype).requires_grad_()
+    module = SimpleNamespace(**{"alpha": 1.702, "limit": 7.0, **limits})
+    inputs = 6 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    gate, up = inputs.to(dtype).requires_grad_()
     out = clamped_swiglu(gate, up, **limits)
-    expected = GptOssExperts._apply_gate(theirs, torch.stack([gate, up], -1).flatten(-2))  # type: ignore[arg-type]
+    expected = GptOssExperts._apply_gate(module, torch.stack([gate, up], -1).flatten(-2))  # type: ignore[arg-type]
     assert out.dtype == dtype and torch.equal(out, expected)
-    ours, wanted = (torch.autograd.grad(one.float().sum(), (gate, up)) for one in (out, expected))
-    for mine, other in zip(ours, wanted, strict=True):
-        assert torch.equal(mine, other)
-    assert all(values.max() > theirs.limit and values.min() < -theirs.limit for values in (gate, up))
+    grads, expected_grads = (torch.autograd.grad(output.float().sum(), (gate, up)) for output in (out, expected))
+    for actual_grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert torch.equal(actual_grad, expected_grad)
+    assert all(values.max() > module.limit and values.min() < -module.limit for values in (gate, up))

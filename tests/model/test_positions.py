@@ -18,8 +18,8 @@ from megatron.model.positions import RelativePositionBias, relative_bucket
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import RPE
-from tests.model.stages import chosen, random_batch, random_weights, small, stage_with
-from tests.model.test_attention import by_formula
+from tests.model.stages import chosen, make_stage, random_batch, random_weights, small
+from tests.model.test_attention import exact_attention
 
 CPU = torch.device("cpu")
 
@@ -31,15 +31,15 @@ def test_sinusoids_are_added_to_embeddings() -> None:
     weights, batch = random_weights(args), random_batch(args)
     expected = weights[0]["word_embeddings.weight"][batch.tokens] + create_sinusoidal_positions(16, 32)
     positions = torch.arange(16).expand_as(batch.tokens)
-    embedded = stage_with(args, weights).layers["0"](batch.tokens, positions, 0)
+    embedded = make_stage(args, weights).layers["0"](batch.tokens, positions, 0)
     torch.testing.assert_close(embedded.transpose(0, 1), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("buckets, furthest", [(32, 128), (8, 10), (6, 50)])
 def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
     distance = torch.arange(300)
-    how = {"bidirectional": False, "num_buckets": buckets, "max_distance": furthest}
-    expected = T5Attention._relative_position_bucket(-distance, **how)
+    options = {"bidirectional": False, "num_buckets": buckets, "max_distance": furthest}
+    expected = T5Attention._relative_position_bucket(-distance, **options)
     assert torch.equal(relative_bucket(distance, buckets, furthest), expected)
     assert int(expected.max()) == buckets - 1
 
@@ -73,9 +73,9 @@ def test_biases_get_their_gradient(name: str) -> None:
     def gradient(out: Tensor, table: RelativePositionBias) -> Tensor:
         return torch.autograd.grad((out * weight).sum(), table.weight)[0]
 
-    ours, exact = rpe_table(), rpe_table().double()
-    actual = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), AttentionOptions()), ours)
-    expected = gradient(by_formula(q, k, v, exact(10).double()), exact)
+    table32, exact = rpe_table(), rpe_table().double()
+    actual = gradient(backend.attend(q, k, v, AttentionInputs(mask=table32(10)), AttentionOptions()), table32)
+    expected = gradient(exact_attention(q, k, v, exact(10).double()), exact)
     assert actual[2:].abs().min() > 0
     torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-5)
 

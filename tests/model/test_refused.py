@@ -1,4 +1,4 @@
-"""What a model cannot have is refused before it is built: the key at fault, and what it is compared with."""
+"""Invalid models are refused before they are built. The error names the key and its counterpart."""
 
 import re
 from typing import Any
@@ -53,7 +53,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention_config": ["mamba", "mamba"], "mamba_head_dim": 8}, "mamba_head_dim", "mamba2"),
     ({"attention_config": ["moe", "flash"]}, "moe_num_experts", "moe.* 1"),
     ({"attention_config": ["mamba", "rwkv7"]}, "attention_config", "mamba2, attention, mlp or moe"),
-    ({"attention_config": ["mamba", "mamba"], "lora": {"target": "all-linear"}}, "lora", "linear"),
+    ({"attention_config": ["mamba", "mamba"], "lora": {"target": ["out_proj"]}}, "lora.target", "in_proj, x_proj"),
+    ({"lora": {"target": ["layers.2.self_attn.q_proj"]}}, "lora.target", "layers.2"),
+    ({"lora": {"layers_to_transform": [0, 2]}}, "lora.layers_to_transform", "num_layers"),
+    ({"lora": {"layers_to_transform": 1, "rank_pattern": {r"layers\.0\..*": 2}}}, "lora.rank_pattern", "layers"),
+    ({"lora": {"rank_pattern": {"q_proj": 1.5}}}, "lora.rank_pattern", "q_proj.*1.5"),
+    ({"lora": {"alpha_pattern": {"(q_proj": 2}}}, "lora.alpha_pattern", "regular expression"),
 ]  # fmt: skip
 
 

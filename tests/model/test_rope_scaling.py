@@ -9,13 +9,14 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.data import Batch
+from megatron.data.batch import Documents
 from megatron.generation import Model, SamplingParams, complete, for_inference
 from megatron.model.positions import apply_rope, rope_frequencies, rope_tables
 from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
-from tests.model.stages import small, stage_with
+from tests.model.stages import make_stage, small
 from tests.model.test_transformers import SIZES
 
 CPU = torch.device("cpu")
@@ -60,14 +61,14 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU, seq_len=length)
     frequencies, own_factor = rope_frequencies(rotary_spec(args_of(scaling, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(frequencies, expected) and own_factor == factor
-    plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
-    assert torch.equal(frequencies, plain) == (name == "dynamic" and length == 6)
+    unscaled, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
+    assert torch.equal(frequencies, unscaled) == (name == "dynamic" and length == 6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", ["linear", "yarn factor"])
 def test_a_rotation_is_a_product_of_complex_numbers(name: str, interleaved: bool) -> None:
-    """Of halves, or of neighbours; YaRN makes the numbers longer, and dimensions behind these stay."""
+    """The numbers are pairs of halves or of neighbours. YaRN scales them; later dimensions are unchanged."""
     spec = replace(rotary_spec(args_of(SCALINGS[name], hidden_size=64, rotary_pct=0.5)), interleaved=interleaved)
     positions, x = torch.tensor([[0, 1, 5, 6]]), torch.randn(4, 1, 2, 16, generator=torch.Generator().manual_seed(0))
     frequencies, factor = rope_frequencies(spec, 7, CPU)
@@ -82,7 +83,7 @@ def test_a_rotation_is_a_product_of_complex_numbers(name: str, interleaved: bool
 def test_generation_with_dynamic_frequencies() -> None:
     """Every token is what a forward over its whole text says, whatever the rows beside it."""
     args = for_inference(args_of(SCALINGS["dynamic"], no_weight_tying=True))
-    tokenizer, stage = CharLevelTokenizer(), stage_with(args)
+    tokenizer, stage = CharLevelTokenizer(), make_stage(args)
     tokenizer.vocab_size = 64
     prompts = [[5, 3, 9], [7, 7, 7, 7, 7, 2, 10], [1]]
     model = Model(args, ParallelGroups.single(), tokenizer, stage, torch.float32)
@@ -98,16 +99,16 @@ def test_generation_with_dynamic_frequencies() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_documents_of_a_packed_row_rotate_as_they_do_alone(kind: str) -> None:
+def test_documents_of_a_packed_row_rotate_as_in_rows_of_their_own(kind: str) -> None:
     """A long one and two short ones in a row, each with the frequencies of its own length."""
     longrope = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0],
                 "original_max_position_embeddings": 8}  # fmt: skip
     scaling = longrope if kind == "longrope" else SCALINGS["dynamic"]
     args = args_of(scaling, hidden_size=16)
-    stage, lengths = stage_with(args), [12, 5, 3]
+    stage, lengths = make_stage(args), [12, 5, 3]
     tokens = torch.randint(0, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     starts = torch.tensor([0, 12, 17, 20], dtype=torch.int32)
-    packed = stage(None, Batch(tokens, tokens, torch.ones_like(tokens), positions, cu_seqlens=starts, max_seqlen=12))
-    alone = [stage(None, Batch(text, text, torch.ones_like(text))) for text in tokens.split(lengths, 1)]
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    packed = stage(None, Batch(tokens, tokens, torch.ones_like(tokens), positions, Documents(starts, 12)))
+    unpacked = [stage(None, Batch(text, text, torch.ones_like(text))) for text in tokens.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(unpacked), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What may differ from block to block, what specs of layers declare, and checkpoints that know them."""
+"""Blocks may differ; specs of layers declare how, and checkpoints record it."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.model.mamba import ScanKernels
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.model.runs import GEMMA, LLAMA, MIXED, MODELS
-from tests.model.stages import chosen, inputs_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import chosen, inputs_of, make_stage, random_batch, random_weights, small
 
 
 def test_every_block_has_its_own() -> None:
@@ -33,9 +33,9 @@ def test_layers_allocate_what_they_declare(name: str) -> None:
     args = small(**MODELS[name])
     declared = {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
     stage = Stage(layer_specs(args), ParallelGroups.single("meta"), {}, ScanKernels())
-    made = {(layer, name): param for layer, name, param in stage_parameters(stage, copies=True)}
-    assert made.keys() == declared.keys()
-    assert all(made[key].is_meta and made[key].shape == declared[key].shape for key in made)
+    allocated = {(layer, name): param for layer, name, param in stage_parameters(stage, copies=True)}
+    assert allocated.keys() == declared.keys()
+    assert all(allocated[key].is_meta and allocated[key].shape == declared[key].shape for key in allocated)
 
 
 def test_caches_are_as_wide_as_their_layers_and_no_family_has_such() -> None:
@@ -48,8 +48,11 @@ def test_caches_are_as_wide_as_their_layers_and_no_family_has_such() -> None:
 
 
 def test_a_list_of_equals_is_the_number() -> None:
-    one, other = small(num_kv_heads=[2], intermediate_size=[48, 48]), small(num_kv_heads=2, intermediate_size=48)
-    assert layer_specs(one) == layer_specs(other) and model_keys(one) == model_keys(other)
+    list_args, number_args = (
+        small(num_kv_heads=[2], intermediate_size=[48, 48]),
+        small(num_kv_heads=2, intermediate_size=48),
+    )
+    assert layer_specs(list_args) == layer_specs(number_args) and model_keys(list_args) == model_keys(number_args)
     assert layer_specs(NeoXArgs.from_json(small(**MIXED).to_json())) == layer_specs(small(**MIXED))
 
 
@@ -74,14 +77,14 @@ def test_a_pattern_repeats_over_the_layers() -> None:
 
 def test_every_kind_gets_a_kernel_and_its_own_inputs() -> None:
     args = small(**GEMMA)
-    assert chosen(args).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
-    stage, batch = stage_with(args), random_batch(args)
+    assert chosen(args).backend_by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
+    stage, batch = make_stage(args), random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
-    near, far, still, _ = (inputs_of(stage, batch, positions, block) for block in range(4))
-    assert near.mask is not None and still.mask is not None and far.mask is None
-    assert near.mask.sum(-1).flatten().tolist() == [min(i, 3) + 1 for i in range(16)]
-    assert near.rope is not None and far.rope is not None and still.rope is None
-    for inputs, base in ((near, 100.0), (far, 10000.0)):
+    local, full, nope, _ = (inputs_of(stage, batch, positions, block) for block in range(4))
+    assert local.mask is not None and nope.mask is not None and full.mask is None
+    assert local.mask.sum(-1).flatten().tolist() == [min(i, 3) + 1 for i in range(16)]
+    assert local.rope is not None and full.rope is not None and nope.rope is None
+    for inputs, base in ((local, 100.0), (full, 10000.0)):
         sin = (base ** (-torch.arange(0, 16, 2) / 16)).sin()
         expected = torch.cat([-sin, sin])  # as the rotation wants it
         torch.testing.assert_close(inputs.rope[1][1, 0, 0], expected)

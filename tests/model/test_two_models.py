@@ -9,25 +9,30 @@ import torch
 
 import megatron
 from tests.model.runs import ALIBI, LLAMA, LR, NEOX, engine_for
-from tests.model.stages import document_batch, random_batch, small, stage_with
+from tests.model.stages import document_batch, make_stage, random_batch, small
 from tests.pool import run_ranks
 from tests.training.runs import cells
 
 
 @torch.no_grad()
-def test_two_models_give_what_each_gives_alone() -> None:
-    both = [small(**model) for model in (NEOX, LLAMA | {"hidden_size": 64}, ALIBI)]
-    alone = []
-    for args in both:
-        stage = stage_with(args)
-        alone.append(stage(None, random_batch(args)))
-    stages = [stage_with(args) for args in both]
-    for args, stage, expected in reversed(list(zip(both, stages, alone, strict=True))):
+def test_two_models_do_not_disturb_each_other() -> None:
+    configs = [small(**model) for model in (NEOX, LLAMA | {"hidden_size": 64}, ALIBI)]
+    expected_logits = []
+    for args in configs:
+        stage = make_stage(args)
+        expected_logits.append(stage(None, random_batch(args)))
+    stages = [make_stage(args) for args in configs]
+    for args, stage, expected in reversed(list(zip(configs, stages, expected_logits, strict=True))):
         assert torch.equal(stage(None, random_batch(args)), expected)
 
 
-FIRST: dict[str, Any] = {**NEOX, "hidden_dropout": 0.1}
-SECOND: dict[str, Any] = {**LLAMA, "checkpoint_activations": True, "hidden_size": 64, "zero_optimization": {"stage": 1}}
+DROPOUT_MODEL: dict[str, Any] = {**NEOX, "hidden_dropout": 0.1}
+RECOMPUTED_MODEL: dict[str, Any] = {
+    **LLAMA,
+    "checkpoint_activations": True,
+    "hidden_size": 64,
+    "zero_optimization": {"stage": 1},
+}
 STEPS = 4
 
 
@@ -37,8 +42,8 @@ def alternate(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     losses: list[list[float]] = [[] for _ in engines]
     for step in range(STEPS):
         for engine, curve in zip(engines, losses, strict=True):
-            first = 100 * step + 10 * engine.groups.rank("data")
-            batches = [document_batch(engine.args, seed=first + i) for i in range(2)]
+            first_seed = 100 * step + 10 * engine.groups.rank("data")
+            batches = [document_batch(engine.args, seed=first_seed + i) for i in range(2)]
             curve.append(float(engine.train_step(batches, LR / 10).loss))
             engine.token_logprobs(batches)
     for engine in engines:
@@ -50,14 +55,14 @@ def alternate(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     "world_size, layout",
     cells([(1, {}), (2, {"model_parallel_size": 2})], product=[(2, {}), (2, {"pipe_parallel_size": 2})]),
 )
-def test_two_engines_train_in_turn_as_alone(world_size: int, layout: dict[str, Any]) -> None:
-    both = [FIRST | layout, SECOND | layout]
-    alone = [run_ranks(alternate, world_size, [values]) for values in both]
-    together = run_ranks(alternate, world_size, both)
+def test_two_engines_in_turn_train_as_separately(world_size: int, layout: dict[str, Any]) -> None:
+    configs = [DROPOUT_MODEL | layout, RECOMPUTED_MODEL | layout]
+    separate_runs = [run_ranks(alternate, world_size, [values]) for values in configs]
+    interleaved = run_ranks(alternate, world_size, configs)
     for rank in range(world_size):
-        assert together[rank] == [alone[0][rank][0], alone[1][rank][0]]
-    assert together[0][0] == together[-1][0], "every rank reports the same loss"
-    assert together[0][0] != together[0][1] and len(set(together[0][0])) == STEPS
+        assert interleaved[rank] == [separate_runs[0][rank][0], separate_runs[1][rank][0]]
+    assert interleaved[0][0] == interleaved[-1][0], "every rank reports the same loss"
+    assert interleaved[0][0] != interleaved[0][1] and len(set(interleaved[0][0])) == STEPS
 
 
 @pytest.mark.parametrize("room", ["distributed", "mpu", "model", "objectives"])

@@ -22,10 +22,10 @@ LOSSES = [(0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.7), (0.5, 1.0), (0.1, 1.5)
 
 
 def models() -> tuple[Case, Case]:
-    model, other = case(), case()
+    model, teacher = case(), case()
     random = torch.Generator().manual_seed(5)
-    moved = (other.hidden + 0.3 * torch.randn(other.hidden.shape, generator=random), other.weight * 0.9)
-    return model, other._replace(hidden=moved[0], weight=moved[1])
+    moved = (teacher.hidden + 0.3 * torch.randn(teacher.hidden.shape, generator=random), teacher.weight * 0.9)
+    return model, teacher._replace(hidden=moved[0], weight=moved[1])
 
 
 @cache
@@ -40,17 +40,17 @@ def trl_s_loss() -> Callable[..., Tensor]:
     return names["generalized_jsd_loss"]
 
 
-def generalized_jsd(logits: Tensor, others: Tensor, beta: float, temperature: float) -> Tensor:
+def generalized_jsd(logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:
     """TRL's, of every token `[...]`."""
-    return trl_s_loss()(logits, others, beta=beta, temperature=temperature, reduction="none").sum(-1)
+    return trl_s_loss()(logits, teacher_logits, beta=beta, temperature=temperature, reduction="none").sum(-1)
 
 
 def with_rest(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """Logits whose softmax has the probabilities of `ids` and last that of all other tokens together."""
     logprobs = (logits / temperature).log_softmax(-1)
-    others = torch.ones_like(logprobs).scatter(-1, ids, 0.0).bool()
-    rest = logprobs.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logprobs.gather(-1, ids), rest], -1)
+    is_other = torch.ones_like(logprobs).scatter(-1, ids, 0.0).bool()
+    other_logprob = logprobs.masked_fill(~is_other, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs.gather(-1, ids), other_logprob], -1)
 
 
 def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -58,26 +58,28 @@ def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
     model, teacher = models()
     hidden, weight = (x.double().requires_grad_() for x in (model.hidden, model.weight))
     logits = capped((hidden @ weight.t())[..., : run["columns"]], run["softcap"])
-    others = capped((teacher.hidden.double() @ teacher.weight.double().t())[..., : run["columns"]], 4.0)
+    teacher_logits = capped((teacher.hidden.double() @ teacher.weight.double().t())[..., : run["columns"]], 4.0)
     beta, temperature = run["loss"]
     if run["top"]:
-        ids = others.topk(K).indices
-        of_tokens = generalized_jsd(with_rest(logits, ids, temperature), with_rest(others, ids, temperature), beta, 1.0)
+        ids = teacher_logits.topk(K).indices
+        divergences = generalized_jsd(
+            with_rest(logits, ids, temperature), with_rest(teacher_logits, ids, temperature), beta, 1.0
+        )
     else:
-        of_tokens = generalized_jsd(logits, others, beta, temperature)
+        divergences = generalized_jsd(logits, teacher_logits, beta, temperature)
     weights = model.weights.double()
     if run["places"] is not None:
         chosen = torch.zeros(SEQ * BATCH, dtype=torch.float64).index_fill(0, run["places"], 1.0)
         weights = weights * chosen.view(SEQ, BATCH)
     labels = model.labels % (run["columns"] or VOCAB)
     nll = (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()).sum()
-    divergence = (of_tokens * weights).sum()
+    divergence = (divergences * weights).sum()
     loss = run["share"] * divergence + (1 - run["share"]) * nll
     loss.backward()
     return loss.detach(), divergence.detach(), nll.detach(), hidden.grad, weight.grad
 
 
-def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[Tensor, ...]]:
+def sharded_sums(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[Tensor, ...]]:
     """For the pool: the same by `distillation_sums`, of this rank's rows; or the loss alone."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     results = []
@@ -85,15 +87,17 @@ def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[
         model, teacher = models()
         rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
         hidden, weight = model.hidden.clone().requires_grad_(), model.weight[rows].clone().requires_grad_()
-        beside, (beta, temperature) = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["loss"]
+        teacher_head, (beta, temperature) = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["loss"]
         columns, places = run["columns"], run["places"]
         head = head_of(hidden, weight, softcap=run["softcap"])
         with sizes(run["chunk"], 0):
-            source = top_tokens(beside, K, temperature, group, columns, places) if run["top"] else beside.use
+            source = (
+                top_tokens(teacher_head, K, temperature, group, columns, places) if run["top"] else teacher_head.use
+            )
             labels, divergence = model.labels % (columns or VOCAB), Divergence(beta, temperature)
             args = labels, model.weights, divergence, run["share"], group, columns, places
             if run["kl"]:
-                values = [token_divergence_sum(head, beside.use, model.weights, group, columns, places)]
+                values = [token_divergence_sum(head, teacher_head.use, model.weights, group, columns, places)]
             else:
                 values = list(distillation_sums(head, source, *args))
                 with torch.no_grad():  # where there is nothing to learn, as in validation
@@ -115,16 +119,20 @@ def test_it_is_trl_s_loss_mixed_with_cross_entropy(ranks: int) -> None:
     cases = product(LOSSES, (False, True), ways)
     runs = [{**way, "loss": loss, "top": top, "kl": False} for loss, top, way in cases]
     runs += [{**way, "loss": (0.0, 1.0), "top": False, "kl": True, "softcap": None, "share": 1.0} for way in ways]
-    by_rank = run_ranks(found, ranks, runs)
+    rank_results = run_ranks(sharded_sums, ranks, runs)
     for i, run in enumerate(runs):
-        *sums, of_hidden, of_weight = expected(run)
-        ours = [results[i] for results in by_rank]
-        for one in ours:
-            for value, right in zip(one[:-2], sums[:1] if run["kl"] else sums, strict=True):
+        *sums, hidden_grad, weight_grad = expected(run)
+        rank_values = [results[i] for results in rank_results]
+        for values in rank_values:
+            for value, right in zip(values[:-2], sums[:1] if run["kl"] else sums, strict=True):
                 rtol = 1e-6 if run["kl"] else 1e-5
                 torch.testing.assert_close(value.double(), right, rtol=rtol, atol=0, msg=str(run))
-        torch.testing.assert_close(sum(one[-2] for one in ours).double(), of_hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat([one[-1] for one in ours]).double(), of_weight, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            sum(values[-2] for values in rank_values).double(), hidden_grad, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            torch.cat([values[-1] for values in rank_values]).double(), weight_grad, rtol=1e-5, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])

@@ -17,7 +17,7 @@ from tests.stand_ins import installed, modules, transformer_engine
 CPU, HYBRID, E4M3_ONLY = torch.device("cpu"), Formats(), Formats(E4M3, E4M3)
 
 
-def known(product: DelayedProduct) -> DelayedProduct:
+def calibrated(product: DelayedProduct) -> DelayedProduct:
     """With scales as after some steps."""
     for operand, scale in zip(OPERANDS, (7.0, 300.0, 2.0**20), strict=True):
         product.scale[operand].fill_(scale)
@@ -51,48 +51,53 @@ def step(product: Product, values: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_our_recipes(name: str) -> None:
-    make_own, how = RECIPES[name]
+    make_own, options = RECIPES[name]
     with installed("transformer_engine"):
         if make_own is DelayedProduct:
-            product, own = known(EngineDelayedProduct(*how, 0, CPU)), known(DelayedProduct(*how, 0, CPU))
+            product, native = (
+                calibrated(EngineDelayedProduct(*options, 0, CPU)),
+                calibrated(DelayedProduct(*options, 0, CPU)),
+            )
         else:
-            product, own = EngineProduct(TransformerEngine(), *how), make_own(*how[:2])
-        for ours, expected in zip(step(product, tensors()), step(own, tensors()), strict=True):
-            assert ours.dtype == torch.bfloat16 and ours.shape == expected.shape
+            product, native = EngineProduct(TransformerEngine(), *options), make_own(*options[:2])
+        for actual, expected in zip(step(product, tensors()), step(native, tensors()), strict=True):
+            assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
             # The same 8 bits, but for rounding of the scale; sums are rounded once.
-            assert (ours - expected).float().norm() <= 2**-7 * expected.float().norm()
-    if isinstance(product, DelayedProduct) and isinstance(own, DelayedProduct):
-        assert {o: float(product.amax[o]) for o in OPERANDS} == {o: float(own.amax[o]) for o in OPERANDS}
+            assert (actual - expected).float().norm() <= 2**-7 * expected.float().norm()
+    if isinstance(product, DelayedProduct) and isinstance(native, DelayedProduct):
+        assert {o: float(product.amax[o]) for o in OPERANDS} == {o: float(native.amax[o]) for o in OPERANDS}
 
 
 def test_scales_begin_at_one_and_go_on_as_ours() -> None:
     """State goes over between both in either direction; passes without gradients note nothing."""
     groups = ParallelGroups.single()
     with installed("transformer_engine"):
-        by_engine = DelayedScaling(groups, HYBRID, True, 2, "max", 0, EngineDelayedProduct)
-        own = DelayedScaling(groups, HYBRID, True, 2, "max", 0)
-        product, other = by_engine.add("a"), own.add("a")
+        engine_scaling = DelayedScaling(groups, HYBRID, True, 2, "max", 0, EngineDelayedProduct)
+        native_scaling = DelayedScaling(groups, HYBRID, True, 2, "max", 0)
+        product, native_product = engine_scaling.add("a"), native_scaling.add("a")
         x, weight, _ = tensors()
-        first = product.output(x, weight)
+        first_output = product.output(x, weight)
         expected = x.to(E4M3).double() @ weight.to(E4M3).double().t()
-        torch.testing.assert_close(first.double(), expected, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(first_output.double(), expected, rtol=2**-7, atol=1e-6)
         assert not any(product.amax[operand] for operand in OPERANDS)
         for seed in (1, 2, 3):
-            for scaling in (by_engine, own):
+            for scaling in (engine_scaling, native_scaling):
                 step(scaling.products["a"], tensors(seed))
                 scaling.end_step(torch.tensor(False))
             for key in ("scale", "history"):
-                torch.testing.assert_close(by_engine.state()["a"][key], own.state()["a"][key])
+                torch.testing.assert_close(engine_scaling.state()["a"][key], native_scaling.state()["a"][key])
         fresh = DelayedScaling(groups, HYBRID, True, 2, "max", 0, EngineDelayedProduct)
         fresh.add("a")
-        fresh.load(own.state())
-        for ours, theirs in zip(step(fresh.products["a"], tensors(4)), step(other, tensors(4)), strict=True):
-            assert (ours - theirs).float().norm() <= 2**-7 * theirs.float().norm()
+        fresh.load(native_scaling.state())
+        for actual, reference in zip(
+            step(fresh.products["a"], tensors(4)), step(native_product, tensors(4)), strict=True
+        ):
+            assert (actual - reference).float().norm() <= 2**-7 * reference.float().norm()
 
 
 def test_an_infinity_is_seen() -> None:
     with installed("transformer_engine"):
-        product = known(EngineDelayedProduct(HYBRID, True, 0, CPU))
+        product = calibrated(EngineDelayedProduct(HYBRID, True, 0, CPU))
         for spoiled in range(3):
             values = tensors()
             values[spoiled].view(-1)[7] = math.inf
@@ -101,7 +106,7 @@ def test_an_infinity_is_seen() -> None:
             assert all(not out[i].isfinite().all() for i in reads), spoiled
 
 
-def test_what_does_not_work_is_said() -> None:
+def test_what_does_not_work_is_reported() -> None:
     assert "Transformer-Engine, which is not installed" in str(engine_problem(CPU, "te"))
     with installed("transformer_engine"):
         assert all(engine_problem(CPU, recipe) is None for recipe in ("te", "tensorwise", "mxfp8"))

@@ -15,7 +15,7 @@ from tests.pool import run_ranks
 
 # (mantissa bits, exponent bias, largest finite) of arXiv 2209.05433, table 1.
 DEFINED = {E4M3: (3, 7, 448.0), E5M2: (2, 15, 57344.0)}
-SEQ, BATCH, IN, OUT = 6, 4, 64, 32
+SEQ, BATCH, IN_DIM, OUT_DIM = 6, 4, 64, 32
 
 
 def magnitudes(dtype: torch.dtype) -> Tensor:
@@ -38,18 +38,18 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     return table[code] * x.sign()
 
 
-def whole(x: Tensor, largest: float, dim: int) -> Tensor:
+def tensor_scale(x: Tensor, largest: float, dim: int) -> Tensor:
     """The scale of a whole matrix, as fp32 has it."""
     return (largest / x.abs().max()).float().double()
 
 
-def of_rows(x: Tensor, largest: float, dim: int) -> Tensor:
+def row_scales(x: Tensor, largest: float, dim: int) -> Tensor:
     """Powers of two, one for each line along `dim`."""
     lines = x.abs().amax(dim, keepdim=True)
     return lines.apply_(lambda amax: 2.0 ** math.floor(math.log2(largest / amax)))
 
 
-def of_blocks(x: Tensor, largest: float, dim: int) -> Tensor:
+def block_scales(x: Tensor, largest: float, dim: int) -> Tensor:
     """Powers of two, one for 32 neighbours along `dim`."""
     blocks = x.abs().movedim(dim, -1).unflatten(-1, (-1, 32)).amax(-1)
     scales = blocks.apply_(lambda amax: 2.0 ** -math.ceil(math.log2(amax / largest)))
@@ -62,18 +62,18 @@ def in_fp8(x: Tensor, dtype: torch.dtype, scale_of: Callable[..., Tensor], dim: 
     return nearest((x.float() * scale.float()).double(), dtype) / scale
 
 
-def delayed(**more: Any) -> DelayedScaling:
-    options: dict[str, Any] = {"length": 1, "algorithm": "most_recent", "margin": 0} | more
+def delayed(**overrides: Any) -> DelayedScaling:
+    options: dict[str, Any] = {"length": 1, "algorithm": "most_recent", "margin": 0} | overrides
     return DelayedScaling(ParallelGroups.single(), Formats(), True, **options)
 
 
 HYBRID, E4M3_ONLY = Formats(), Formats(gradient=E4M3)
 PRODUCTS: dict[str, tuple[Callable[[], Product], Callable[..., Tensor], torch.dtype]] = {
-    "tensorwise": (lambda: TensorwiseProduct(HYBRID), whole, E5M2),
-    "tensorwise, e4m3": (lambda: TensorwiseProduct(E4M3_ONLY), whole, E4M3),
-    "rowwise": (RowwiseProduct, of_rows, E4M3),
-    "mxfp8": (MXProduct, of_blocks, E4M3),
-    "te, first step": (lambda: delayed().add("a"), whole, E5M2),
+    "tensorwise": (lambda: TensorwiseProduct(HYBRID), tensor_scale, E5M2),
+    "tensorwise, e4m3": (lambda: TensorwiseProduct(E4M3_ONLY), tensor_scale, E4M3),
+    "rowwise": (RowwiseProduct, row_scales, E4M3),
+    "mxfp8": (MXProduct, block_scales, E4M3),
+    "te, first step": (lambda: delayed().add("a"), tensor_scale, E5M2),
 }
 
 
@@ -81,9 +81,9 @@ PRODUCTS: dict[str, tuple[Callable[[], Product], Callable[..., Tensor], torch.dt
 def operands() -> tuple[Tensor, Tensor, Tensor]:
     """Input, weight and gradient of a linear in bf16, with rows of very different sizes."""
     make = torch.Generator().manual_seed(1)
-    x = torch.randn(SEQ, BATCH, IN, generator=make) * torch.logspace(-3, 2, IN)
-    weight = torch.randn(OUT, IN, generator=make) * 0.02 * torch.logspace(-2, 1, OUT).unsqueeze(1)
-    grad = torch.randn(SEQ, BATCH, OUT, generator=make) * torch.logspace(-9, -5, SEQ).view(SEQ, 1, 1)
+    x = torch.randn(SEQ, BATCH, IN_DIM, generator=make) * torch.logspace(-3, 2, IN_DIM)
+    weight = torch.randn(OUT_DIM, IN_DIM, generator=make) * 0.02 * torch.logspace(-2, 1, OUT_DIM).unsqueeze(1)
+    grad = torch.randn(SEQ, BATCH, OUT_DIM, generator=make) * torch.logspace(-9, -5, SEQ).view(SEQ, 1, 1)
     return x.bfloat16(), weight.bfloat16(), grad.bfloat16()
 
 
@@ -92,18 +92,18 @@ def test_rounding_is_the_definition(dtype: torch.dtype) -> None:
     table = magnitudes(dtype)
     assert len(table) == {E4M3: 127, E5M2: 124}[dtype] and table[-1] == DEFINED[dtype][2]
     ties = (table[1:] + table[:-1]) / 2
-    some = torch.randn(4000, generator=torch.Generator().manual_seed(0)).double()
-    spread = (some * torch.logspace(-12, 8, 4000, dtype=torch.float64)).float().double()
+    normal = torch.randn(4000, generator=torch.Generator().manual_seed(0)).double()
+    spread = (normal * torch.logspace(-12, 8, 4000, dtype=torch.float64)).float().double()
     x = torch.cat([table, ties, spread, torch.tensor([1e9, DEFINED[dtype][2] * 1.03])])
     x = torch.cat([x, -x])
-    ours = rounded(x.float().unsqueeze(0), torch.ones(()), dtype)[0]
-    assert ours.double().equal(nearest(x, dtype))
+    actual = rounded(x.float().unsqueeze(0), torch.ones(()), dtype)[0]
+    assert actual.double().equal(nearest(x, dtype))
     assert rounded(torch.tensor([[math.nan, math.inf]]), torch.tensor(math.nan), dtype).float().isnan().all()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_those_of_what_the_casts_keep(name: str, operands: tuple[Tensor, Tensor, Tensor]) -> None:
-    make, scale_of, of_gradients = PRODUCTS[name]
+    make, scale_of, gradient_dtype = PRODUCTS[name]
     product, (x, weight, grad) = make(), operands
     flat_x, flat_grad = x.flatten(0, 1), grad.flatten(0, 1)
     # 24 tokens are no multiple of 16 or 32: they are summed with zeros beside them.
@@ -113,18 +113,20 @@ def test_products_are_those_of_what_the_casts_keep(name: str, operands: tuple[Te
     def cast(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
         return in_fp8(tensor, dtype, scale_of, dim)
 
-    got = (product.output(x, weight), product.input_gradient(grad, weight), product.weight_gradient(grad, x))
+    outputs = (product.output(x, weight), product.input_gradient(grad, weight), product.weight_gradient(grad, x))
     expected = (cast(flat_x, E4M3, 1) @ cast(weight, E4M3, 1).t(),
-                cast(flat_grad, of_gradients, 1) @ cast(weight, E4M3, 0),
-                cast(tall_grad, of_gradients, 0).t() @ cast(tall_x, E4M3, 0))  # fmt: skip
+                cast(flat_grad, gradient_dtype, 1) @ cast(weight, E4M3, 0),
+                cast(tall_grad, gradient_dtype, 0).t() @ cast(tall_x, E4M3, 0))  # fmt: skip
     exact = (flat_x.double() @ weight.double().t(), flat_grad.double() @ weight.double(),
              flat_grad.double().t() @ flat_x.double())  # fmt: skip
-    for ours, theirs, unrounded, shape in zip(got, expected, exact, (x[..., :OUT], x, weight), strict=True):
-        assert ours.dtype == torch.bfloat16 and ours.shape == shape.shape
-        ours = ours.double().view_as(theirs)
+    for actual, reference, unrounded, shape in zip(
+        outputs, expected, exact, (x[..., :OUT_DIM], x, weight), strict=True
+    ):
+        assert actual.dtype == torch.bfloat16 and actual.shape == shape.shape
+        actual = actual.double().view_as(reference)
         # Sums in fp32, then one rounding to bf16: half a unit of 8 bits of mantissa.
-        assert (ours - theirs).norm() <= 2**-8 * theirs.norm()
-        assert 0.002 < (theirs - unrounded).norm() / unrounded.norm() < 0.09
+        assert (actual - reference).norm() <= 2**-8 * reference.norm()
+        assert 0.002 < (reference - unrounded).norm() / unrounded.norm() < 0.09
 
 
 def scales_of_rows() -> bool:
@@ -148,8 +150,8 @@ def test_torch_s_scaled_product_gets_these_scales(
     a, b = product.cast(operands[2].flatten(0, 1), "gradient"), product.cast(operands[1], "weight", transposed=True)
     if fast and name == "rowwise" and not scales_of_rows():
         pytest.skip("left out: torch._scaled_mm of this torch takes one scale a tensor on a CPU")
-    ours, theirs = product.scaled_mm(a, b, torch.bfloat16, fast), product.multiply(a, b, torch.bfloat16, fast)
-    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=float(theirs.abs().max()) * 2**-9)
+    actual, expected = product.scaled_mm(a, b, torch.bfloat16, fast), product.multiply(a, b, torch.bfloat16, fast)
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-9)
 
 
 def test_weight_gradients_may_stay_in_bf16(operands: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -163,19 +165,19 @@ def test_weight_gradients_may_stay_in_bf16(operands: tuple[Tensor, Tensor, Tenso
 def test_zeros_stay_zero_and_what_is_not_finite_is_seen(name: str, operands: tuple[Tensor, Tensor, Tensor]) -> None:
     make, (x, weight, grad) = PRODUCTS[name][0], operands
 
-    def three(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    def products_of(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
         product = make()
         if isinstance(product, DelayedProduct):  # known scales, with which an infinity would saturate
             for operand in OPERANDS:
                 product.scale[operand].fill_(1.0)
         return [product.output(x, weight), product.input_gradient(grad, weight), product.weight_gradient(grad, x)]
 
-    assert all(not out.any() for out in three(x * 0, weight * 0, grad * 0))
+    assert all(not out.any() for out in products_of(x * 0, weight * 0, grad * 0))
     for spoiled in (0, 1, 2):
         for bad in (math.inf, -math.inf, math.nan):
-            given = [x.clone(), weight.clone(), grad.clone()]
-            given[spoiled].view(-1)[7] = bad
-            out = three(*given)
+            inputs = [x.clone(), weight.clone(), grad.clone()]
+            inputs[spoiled].view(-1)[7] = bad
+            out = products_of(*inputs)
             reads = [i for i, pair in enumerate([(0, 1), (2, 1), (2, 0)]) if spoiled in pair]
             assert all(not out[i].isfinite().all() for i in reads), (spoiled, bad)
 
@@ -186,24 +188,24 @@ def test_scales_of_delayed_scaling_are_transformer_engine_s(algorithm: Any, leng
     """By its `amax_and_scale_update` (delayed_scaling.cu)."""
     scaling = delayed(length=length, algorithm=algorithm, margin=margin)
     product = scaling.add("a")
-    seen = [3.0, 0.5, 0.25, 8.0, 0.0, 0.125, 0.0625]
+    amaxes = [3.0, 0.5, 0.25, 8.0, 0.0, 0.125, 0.0625]
     histories = {operand: [0.0] * length for operand in OPERANDS}
     scales = dict.fromkeys(OPERANDS, 0.0)
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
-    for step, amax in enumerate(seen):
-        given = {"input": x + amax, "weight": x - amax / 2, "gradient": x + amax / 1024}
+    for step, amax in enumerate(amaxes):
+        matrices = {"input": x + amax, "weight": x - amax / 2, "gradient": x + amax / 1024}
         for part in (0.5, 1.0):  # two micro-batches
-            product.input_gradient(given["gradient"] * part, given["weight"])
-            product.weight_gradient(given["gradient"] * part, given["input"] * part)
+            product.input_gradient(matrices["gradient"] * part, matrices["weight"])
+            product.weight_gradient(matrices["gradient"] * part, matrices["input"] * part)
         scaling.end_step(torch.tensor(False))
         for i, operand in enumerate(OPERANDS):
-            histories[operand][0] = float(given[operand].abs().max())
+            histories[operand][0] = float(matrices[operand].abs().max())
             amax = histories[operand][0] if algorithm == "most_recent" else max(histories[operand])
             if amax > 0:
                 scales[operand] = (57344.0 if operand == "gradient" else 448.0) * 2.0**-margin / amax
             histories[operand] = [0.0, *histories[operand][:-1]]
             assert float(product.scale[operand]) == pytest.approx(scales[operand], rel=1e-7), (step, operand)
-            assert float(scaling.state()["a"]["history"][i, 0]) == float(given[operand].abs().max())
+            assert float(scaling.state()["a"]["history"][i, 0]) == float(matrices[operand].abs().max())
 
 
 def test_scales_are_those_of_earlier_steps(operands: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -214,46 +216,46 @@ def test_scales_are_those_of_earlier_steps(operands: tuple[Tensor, Tensor, Tenso
     layer = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     linear(layer[0], layer[1], None, product).backward(grad)
     scaling.end_step(torch.tensor(False))
-    before = scaling.state()["a"]["scale"]
-    assert before.tolist() == [
+    scales = scaling.state()["a"]["scale"]
+    assert scales.tolist() == [
         pytest.approx(largest / float(tensor.abs().max()))
         for largest, tensor in zip((448, 448, 57344), operands, strict=True)
     ]
-    grown = in_fp8(x * 4, E4M3, lambda *_: before[0].double(), 1)
+    grown = in_fp8(x * 4, E4M3, lambda *_: scales[0].double(), 1)
     assert float(grown.abs().max()) == pytest.approx(float(x.abs().max()))
-    expected = grown.flatten(0, 1) @ in_fp8(weight, E4M3, whole, 1).t()
+    expected = grown.flatten(0, 1) @ in_fp8(weight, E4M3, tensor_scale, 1).t()
     with torch.no_grad():
-        ours = linear(x * 4, weight, None, product).double().flatten(0, 1)
-    assert (ours - expected).norm() <= 2**-8 * expected.norm()
+        actual = linear(x * 4, weight, None, product).double().flatten(0, 1)
+    assert (actual - expected).norm() <= 2**-8 * expected.norm()
     assert not any(product.amax[operand] for operand in OPERANDS)
     product.weight_gradient(grad * math.inf, x)
     scaling.end_step(torch.tensor(False))
-    assert scaling.state()["a"]["scale"].equal(before)
+    assert scaling.state()["a"]["scale"].equal(scales)
     product.weight_gradient(grad * 100, x * 100)
     scaling.end_step(torch.tensor(True))  # the step was left out
     product.weight_gradient(grad, x)
     scaling.end_step(torch.tensor(False))
-    assert scaling.state()["a"]["scale"].equal(before), "a step that was left out is remembered"
+    assert scaling.state()["a"]["scale"].equal(scales), "a step that was left out is remembered"
 
 
 def test_a_state_goes_on_bit_for_bit(operands: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, grad = operands
-    first, second = delayed(length=3), delayed(length=3)
-    for scaling in (first, second):
+    uninterrupted, resumed = delayed(length=3), delayed(length=3)
+    for scaling in (uninterrupted, resumed):
         scaling.add("a"), scaling.add("b")
     for factor in (1.0, 3.0):
-        first.products["b"].input_gradient(grad * factor, weight)
-        first.end_step(torch.tensor(False))
-    second.load(first.state())
+        uninterrupted.products["b"].input_gradient(grad * factor, weight)
+        uninterrupted.end_step(torch.tensor(False))
+    resumed.load(uninterrupted.state())
     shorter = delayed(length=2)
     shorter.add("b")
-    shorter.load(first.state())
-    for scaling in (first, second, shorter):
+    shorter.load(uninterrupted.state())
+    for scaling in (uninterrupted, resumed, shorter):
         scaling.products["b"].input_gradient(grad, weight)
         scaling.end_step(torch.tensor(False))
-    one, other = first.state(), second.state()
-    assert all(one[name][key].equal(other[name][key]) for name in "ab" for key in ("scale", "history"))
-    assert shorter.state()["b"]["history"].equal(one["b"]["history"][:, :2])
+    full_state, resumed_state = uninterrupted.state(), resumed.state()
+    assert all(full_state[name][key].equal(resumed_state[name][key]) for name in "ab" for key in ("scale", "history"))
+    assert shorter.state()["b"]["history"].equal(full_state["b"]["history"][:, :2])
 
 
 def test_scales_of_blocks_lie_as_cublas_reads_them() -> None:
@@ -269,33 +271,33 @@ def test_scales_of_blocks_lie_as_cublas_reads_them() -> None:
             assert flat[place] == scale[row, block]
 
 
-def cut(rank: int, world_size: int, operands: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def sharded_linears(rank: int, world_size: int, operands: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """For the pool: output and gradients of a column- and of a row-parallel linear over both ranks."""
     x, weight, grad = operands
     groups = build_groups(pipe=1, data=1, tensor=2, device=torch.device("cpu"))
     results = []
     for parallel, dim in (("column", 0), ("row", 1)):
-        layer = Linear(LinearSpec(IN, OUT, parallel, bias=False), groups)  # type: ignore[arg-type]
+        layer = Linear(LinearSpec(IN_DIM, OUT_DIM, parallel, bias=False), groups)  # type: ignore[arg-type]
         layer.weight = torch.nn.Parameter(weight.chunk(2, dim)[rank].contiguous())
         layer.product = TensorwiseProduct(HYBRID)
-        given = (x if dim == 0 else x.chunk(2, 2)[rank]).clone().requires_grad_()
-        out = layer(given)
+        local_x = (x if dim == 0 else x.chunk(2, 2)[rank]).clone().requires_grad_()
+        out = layer(local_x)
         out.backward((grad.chunk(2, 2)[rank] if dim == 0 else grad).contiguous())
-        results += [out.detach(), given.grad, layer.weight.grad]
+        results += [out.detach(), local_x.grad, layer.weight.grad]
     return results
 
 
 def test_tensor_ranks_scale_their_own_parts(operands: tuple[Tensor, Tensor, Tensor]) -> None:
     """Without communication: what a rank multiplies has its part's scale; sums are of the parts."""
     x, weight, grad = operands
-    by_rank = run_ranks(cut, 2, operands)
+    rank_results = run_ranks(sharded_linears, 2, operands)
     product = TensorwiseProduct(HYBRID)
     for rank in range(2):
         w, g = weight.chunk(2, 0)[rank], grad.chunk(2, 2)[rank]
-        other = [product.input_gradient(grad.chunk(2, 2)[i], weight.chunk(2, 0)[i]) for i in range(2)]
-        column = (product.output(x, w), other[0] + other[1], product.weight_gradient(g, x))
+        input_grads = [product.input_gradient(grad.chunk(2, 2)[i], weight.chunk(2, 0)[i]) for i in range(2)]
+        column = (product.output(x, w), input_grads[0] + input_grads[1], product.weight_gradient(g, x))
         parts = [product.output(x.chunk(2, 2)[i], weight.chunk(2, 1)[i]) for i in range(2)]
-        w, mine = weight.chunk(2, 1)[rank], x.chunk(2, 2)[rank]
-        row = (parts[0] + parts[1], product.input_gradient(grad, w), product.weight_gradient(grad, mine))
-        for ours, theirs in zip(by_rank[rank], (*column, *row), strict=True):
-            assert ours.equal(theirs)
+        w, local_x = weight.chunk(2, 1)[rank], x.chunk(2, 2)[rank]
+        row = (parts[0] + parts[1], product.input_gradient(grad, w), product.weight_gradient(grad, local_x))
+        for actual, expected in zip(rank_results[rank], (*column, *row), strict=True):
+            assert actual.equal(expected)

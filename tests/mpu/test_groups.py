@@ -19,7 +19,7 @@ from tests.model.stages import small
 from tests.pool import run_ranks
 
 
-def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) -> dict[str, object]:
+def group_facts(rank: int, world_size: int, pipe: int, data: int, tensor: int) -> dict[str, object]:
     groups = build_groups(pipe=pipe, data=data, tensor=tensor, device=torch.device("cpu"))
     sums = {axis: int(groups.sum(torch.tensor([float(2**rank)]), axis)) for axis in AXES}
     embedding = torch.tensor([float(2**rank)])
@@ -37,38 +37,38 @@ def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) ->
 def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> None:
     pipe, data, tensor = sizes
     topology = PipeModelDataParallelTopology(num_pp=pipe, num_dp=data, num_mp=tensor)
-    by_rank = run_ranks(everything, pipe * data * tensor, *sizes)
-    for rank, seen in enumerate(by_rank):
-        where = topology.get_coord(rank)
-        coordinates = {"pipe": where.pipe, "data": where.data, "tensor": where.model, "context": 0}
-        assert seen["ranks"] == coordinates
-        assert seen["place"] == (rank, len(by_rank), where.pipe == 0, where.pipe == pipe - 1)
-        for ours, theirs in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
-            peers = next((p for p in topology.get_axis_comm_lists(theirs) if rank in p), [rank])
-            assert seen["members"][ours] == tuple(peers)
-            assert seen["sums"][ours] == sum(2**peer for peer in peers), "the group talks to other ranks"
+    ranks = run_ranks(group_facts, pipe * data * tensor, *sizes)
+    for rank, facts in enumerate(ranks):
+        coordinate = topology.get_coord(rank)
+        coordinates = {"pipe": coordinate.pipe, "data": coordinate.data, "tensor": coordinate.model, "context": 0}
+        assert facts["ranks"] == coordinates
+        assert facts["place"] == (rank, len(ranks), coordinate.pipe == 0, coordinate.pipe == pipe - 1)
+        for axis_name, deepspeed_axis in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
+            peers = next((p for p in topology.get_axis_comm_lists(deepspeed_axis) if rank in p), [rank])
+            assert facts["members"][axis_name] == tuple(peers)
+            assert facts["sums"][axis_name] == sum(2**peer for peer in peers), "the group talks to other ranks"
         ends = [p for p in topology.get_axis_comm_lists("pipe") if rank in p]
         ends_of_own = {ends[0][0], ends[0][-1]} if ends else {rank}
-        assert seen["embedding"] == (sum(2**end for end in ends_of_own) if rank in ends_of_own else 2**rank)
-        assert seen["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, tensor), strict=True) if size == 1]
+        assert facts["embedding"] == (sum(2**end for end in ends_of_own) if rank in ends_of_own else 2**rank)
+        assert facts["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, tensor), strict=True) if size == 1]
 
 
-def of_experts(rank: int, world_size: int, expert: int, tensor: int) -> dict[str, tuple[int, ...]]:
+def expert_groups(rank: int, world_size: int, expert: int, tensor: int) -> dict[str, tuple[int, ...]]:
     data = world_size // tensor
     groups = build_groups(pipe=1, data=data, tensor=tensor, device=torch.device("cpu"), expert=expert)
     for axis in FOLDED:
-        met = groups.sum(torch.tensor([float(2**rank)]), axis)
-        assert int(met) == sum(2**member for member in groups.members[axis])
+        summed = groups.sum(torch.tensor([float(2**rank)]), axis)
+        assert int(summed) == sum(2**member for member in groups.members[axis])
         assert groups.members[axis][groups.rank(axis)] == rank and groups.size(axis) == len(groups.members[axis])
     return {axis: groups.members[axis] for axis in (*FOLDED, "data")}
 
 
 def test_experts_are_shared_out_by_neighbours_on_the_data_axis() -> None:
-    seen = run_ranks(of_experts, 8, 2, 2)
-    assert seen[0] == {"expert": (0, 2), "expert_data": (0, 4), "data": (0, 2, 4, 6)}
-    assert seen[7] == {"expert": (5, 7), "expert_data": (3, 7), "data": (1, 3, 5, 7)}
-    assert run_ranks(of_experts, 4, 4, 1)[2] == {"expert": (0, 1, 2, 3), "expert_data": (2,), "data": (0, 1, 2, 3)}
-    assert run_ranks(of_experts, 4, 1, 1)[2] == {"expert": (2,), "expert_data": (0, 1, 2, 3), "data": (0, 1, 2, 3)}
+    members = run_ranks(expert_groups, 8, 2, 2)
+    assert members[0] == {"expert": (0, 2), "expert_data": (0, 4), "data": (0, 2, 4, 6)}
+    assert members[7] == {"expert": (5, 7), "expert_data": (3, 7), "data": (1, 3, 5, 7)}
+    assert run_ranks(expert_groups, 4, 4, 1)[2] == {"expert": (0, 1, 2, 3), "expert_data": (2,), "data": (0, 1, 2, 3)}
+    assert run_ranks(expert_groups, 4, 1, 1)[2] == {"expert": (2,), "expert_data": (0, 1, 2, 3), "data": (0, 1, 2, 3)}
 
 
 def wrong_world(rank: int, world_size: int) -> str:
@@ -92,32 +92,35 @@ def test_one_process_needs_no_torch_distributed() -> None:
 
 def test_a_rank_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 777 of 1,024 makes four groups; every rank makes equally many, for torch numbers their names."""
-    made: dict[int, list[list[int]]] = {}
+    calls: dict[int, list[list[int]]] = {}
     for rank in (0, 300, 777, 1023):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
-        new_group, made[rank] = dist.new_group, []
-        monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made[rank].append(ranks) or new_group(ranks))  # noqa: B023
+        new_group, calls[rank] = dist.new_group, []
+        monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls[rank].append(ranks) or new_group(ranks))  # noqa: B023
         groups = build_groups(pipe=4, data=32, tensor=8, device=torch.device("cpu"))
         monkeypatch.undo()
         dist.destroy_process_group()
-        assert all(rank in ranks for ranks in made[rank]), "a group this rank is not in"
+        assert all(rank in ranks for ranks in calls[rank]), "a group this rank is not in"
         assert groups.members["pipe"] == tuple(range(rank % 256, 1024, 256))
-    assert [len(made[rank]) for rank in made] == [4, 4, 4, 4]
+    assert [len(calls[rank]) for rank in calls] == [4, 4, 4, 4]
     data = list(range(768 + 777 % 8, 1024, 8))
-    assert made[777] == [[9, 265, 521, 777], data, list(range(776, 784)), [9, 777]] and made[0][3] == [0, 768]
-    assert made[300][3] == [300], "a middle stage is in no embedding group, but counts"
+    assert calls[777] == [[9, 265, 521, 777], data, list(range(776, 784)), [9, 777]] and calls[0][3] == [
+        0,
+        768,
+    ]
+    assert calls[300][3] == [300], "a middle stage is in no embedding group, but counts"
 
 
 def unconnected(rank: int, world_size: int) -> str:
     groups = build_groups(pipe=1, data=1, tensor=2, device=torch.device("cpu"))
     connect(groups)
 
-    def cut(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def fail(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         if group is groups.group("tensor"):
             raise RuntimeError("Connection closed by peer")
         tensor.fill_(2.0)
 
-    dist.all_reduce, all_reduce = cut, dist.all_reduce
+    dist.all_reduce, all_reduce = fail, dist.all_reduce
     try:
         connect(groups)
     except StartError as problem:
@@ -128,8 +131,8 @@ def unconnected(rank: int, world_size: int) -> str:
 
 
 def test_a_group_that_cannot_be_connected_is_named() -> None:
-    for said in run_ranks(unconnected, 2):
-        assert re.search(r"tensor group.*\[0, 1\].*Connection closed by peer", said)
+    for problem in run_ranks(unconnected, 2):
+        assert re.search(r"tensor group.*\[0, 1\].*Connection closed by peer", problem)
 
 
 def test_tf32_is_as_asked_in_every_name_torch_has_for_it() -> None:

@@ -64,8 +64,8 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
         x = (x[local_slice] if name == "gather_from_sequence" else x).clone().requires_grad_()
         mapping = getattr(mpu, name)
         # Inside a graph, as in a block: torch 2.11 drops what a compiled backward writes in place.
-        inside = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
-        y = inside(x) if compiled else mapping(x, group)
+        in_graph = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
+        y = in_graph(x) if compiled else mapping(x, group)
         grad = _values("grad", rank)
         y.backward(grad[local_slice] if name == "scatter_to_sequence" else grad)
         results[name] = (y.detach(), x.grad)
@@ -76,7 +76,7 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
 @pytest.mark.parametrize(
     ("world_size", "compiled"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.product)]
 )
-def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -> None:
+def test_mappings_equal_the_full_computation(world_size: int, compiled: bool) -> None:
     ranks, part = run_ranks(run_all, world_size, compiled), SEQ // world_size
     x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))
     slices = [slice(r * part, (r + 1) * part) for r in range(world_size)]
@@ -92,26 +92,26 @@ def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -
         }
         assert results.keys() == expected.keys()
         for name, (y, gradient) in expected.items():
-            for label, seen, wanted in (("output", results[name][0], y), ("gradient", results[name][1], gradient)):
-                assert torch.allclose(seen, wanted, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
+            for label, actual, reference in (("output", results[name][0], y), ("gradient", results[name][1], gradient)):
+                assert torch.allclose(actual, reference, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
 
 
-def leaves_inputs_alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+def check_inputs(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     x = _values("x", rank).transpose(0, 1)  # not contiguous
-    before = x.clone()
+    x_before = x.clone()
     y = mpu.reduce_from_tensor(x, group)
-    assert torch.equal(x, before)
-    whole = mpu.gather_from_tensor(x.clone().requires_grad_(), group)
-    assert not whole.requires_grad
-    return y, whole
+    assert torch.equal(x, x_before)
+    full = mpu.gather_from_tensor(x.clone().requires_grad_(), group)
+    assert not full.requires_grad
+    return y, full
 
 
 def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
     parts = [_values("x", r).transpose(0, 1) for r in range(2)]
-    for y, whole in run_ranks(leaves_inputs_alone, 2):
+    for y, full in run_ranks(check_inputs, 2):
         torch.testing.assert_close(y, parts[0] + parts[1])
-        assert torch.equal(whole, torch.cat(parts, -1))
+        assert torch.equal(full, torch.cat(parts, -1))
 
 
 @pytest.mark.parametrize("name", [*MAPPINGS, "gather_from_tensor"])

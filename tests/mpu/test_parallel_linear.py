@@ -20,16 +20,16 @@ from tests.pool import run_ranks
 SEQ, BATCH, HIDDEN, INNER = 8, 3, 10, 12
 COLUMNS, ROWS = ("mlp_in", "attention_in"), ("mlp_out", "attention_out")
 SHAPES = {name: (INNER, HIDDEN) for name in COLUMNS} | {name: (HIDDEN, INNER) for name in ROWS}
-WHOLE = (SEQ, BATCH, HIDDEN)
+FULL_SHAPE = (SEQ, BATCH, HIDDEN)
 
 
 class Case(NamedTuple):
-    """trained: what has gradients. how: "eager", "compiled", "recomputed". pipelined: by symmetric memory."""
+    """trained: have gradients. mode: "eager", "compiled", "recomputed". pipelined: symmetric memory."""
 
     sequence: bool
     trained: tuple[str, ...] = ("x", "weight", "bias")
-    how: str = "eager"
-    other: bool = False
+    mode: str = "eager"
+    scaled: bool = False
     pipelined: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -49,10 +49,10 @@ class Layers(nn.Module):
 
     def __init__(self, groups: Any, case: Case) -> None:
         super().__init__()
-        for name, (out, in_) in SHAPES.items():
-            spec = LinearSpec(in_, out, "column" if name in COLUMNS else "row", bias=True)
+        for name, (out_features, in_features) in SHAPES.items():
+            spec = LinearSpec(in_features, out_features, "column" if name in COLUMNS else "row", bias=True)
             layer = Linear(spec, groups, case.sequence)
-            if case.other:
+            if case.scaled:
                 layer.product = Scaled(1.0)
             layer.async_tensor_parallel = case.pipelined
             setattr(self, name, layer)
@@ -63,7 +63,7 @@ class Layers(nn.Module):
         return x + row_parallel_sum([getattr(self, name) for name in ROWS], inner)
 
 
-def _whole(trained: tuple[str, ...]) -> dict[str, Tensor]:
+def _full(trained: tuple[str, ...]) -> dict[str, Tensor]:
     values = _values()
     for name, tensor in values.items():
         tensor.requires_grad_(name.rpartition(".")[2] in trained)
@@ -73,28 +73,28 @@ def _whole(trained: tuple[str, ...]) -> dict[str, Tensor]:
 
     x = values["x"]
     x = x + layer("attention_out", torch.tanh(layer("attention_in", x)))
-    x = x + sum(layer(out, torch.tanh(layer(in_, x))) for in_, out in zip(COLUMNS, ROWS, strict=True))
+    x = x + sum(layer(row, torch.tanh(layer(column, x))) for column, row in zip(COLUMNS, ROWS, strict=True))
     x.backward(values["grad"])
     return {"y": x.detach()} | {name: tensor.grad for name, tensor in values.items() if tensor.grad is not None}
 
 
-def _part(name: str, whole: Tensor, case: Case, rank: int, size: int) -> Tensor:
+def _part(name: str, full: Tensor, case: Case, rank: int, size: int) -> Tensor:
     """A rank's part of a parameter, input, output, or gradient of one."""
     if name in ("x", "y", "grad"):
-        return whole.chunk(size)[rank] if case.sequence else whole
+        return full.chunk(size)[rank] if case.sequence else full
     layer, _, kind = name.partition(".")
     if layer in COLUMNS:
-        return whole.chunk(size)[rank]
-    return whole.chunk(size, 1)[rank] if kind == "weight" else whole
+        return full.chunk(size)[rank]
+    return full.chunk(size, 1)[rank] if kind == "weight" else full
 
 
-class Seen(NamedTuple):
-    """Of one rank: output, gradients, what ran in backward, shapes of clones and of what was kept for it."""
+class RankResult(NamedTuple):
+    """Output and gradients of one rank, events of its backward, shapes of clones and of saved tensors."""
 
-    found: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     backward: list[tuple[str, tuple[int, ...]]]
     clones: list[tuple[int, ...]]
-    kept: list[tuple[int, ...]]
+    saved: list[tuple[int, ...]]
 
 
 class Recorder(TorchDispatchMode):
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
             yield
 
 
-def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
+def run(rank: int, world_size: int, cases: list[Case]) -> list[RankResult]:
     groups = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
     library = torch.library.Library("symm_mem", "IMPL")  # torch's own twins of its kernels, which it has for CUDA alone
     library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
@@ -144,59 +144,61 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
         layers.to(case.dtype)
         x, grad = (_part(name, values[name], case, rank, world_size).clone().to(case.dtype) for name in ("x", "grad"))
         x.requires_grad_("x" in case.trained)
-        if case.how == "compiled":
+        if case.mode == "compiled":
             layers.compile(backend="aot_eager", fullgraph=True)
         parameters = {p.untyped_storage().data_ptr() for p in layers.parameters()}
-        kept: list[tuple[int, ...]] = []
+        saved: list[tuple[int, ...]] = []
 
-        def keep(tensor: Tensor, parameters: set[int] = parameters, kept: list[Any] = kept) -> Tensor:
+        def keep(tensor: Tensor, parameters: set[int] = parameters, saved: list[Any] = saved) -> Tensor:
             if tensor.untyped_storage().data_ptr() not in parameters:
-                kept.append(tuple(tensor.shape))
+                saved.append(tuple(tensor.shape))
             return tensor
 
         forward, backward = Recorder(), Recorder()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with forward.recording() if case.how == "eager" else nullcontext():
-                y = checkpoint(layers, x, use_reentrant=False) if case.how == "recomputed" else layers(x)
-        with backward.recording() if case.how != "compiled" else nullcontext():
+            with forward.recording() if case.mode == "eager" else nullcontext():
+                y = checkpoint(layers, x, use_reentrant=False) if case.mode == "recomputed" else layers(x)
+        with backward.recording() if case.mode != "compiled" else nullcontext():
             y.backward(grad)
-        found = {"y": y.detach()} | ({} if x.grad is None else {"x": x.grad})
-        found |= {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
-        results.append(Seen(found, backward.events, forward.clones + backward.clones, kept))
+        tensors = {"y": y.detach()} | ({} if x.grad is None else {"x": x.grad})
+        tensors |= {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+        results.append(RankResult(tensors, backward.events, forward.clones + backward.clones, saved))
     return results
 
 
 PARTLY = [("weight",), ("x",), ("x", "bias"), ("bias",)]
 CASES = [
-    *(Case(sequence) for sequence in (False, True)), *(Case(sequence, how="recomputed") for sequence in (False, True)),
+    *(Case(sequence) for sequence in (False, True)), *(Case(sequence, mode="recomputed") for sequence in (False, True)),
     *(Case(sequence, trained) for sequence in (False, True) for trained in PARTLY),
-    *(Case(sequence, other=True) for sequence in (False, True)), Case(True, how="recomputed", pipelined=True),
+    *(Case(sequence, scaled=True) for sequence in (False, True)), Case(True, mode="recomputed", pipelined=True),
     *(Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]),
 ]  # fmt: skip
-COMPILED = [Case(sequence, how="compiled") for sequence in (False, True)] + [Case(True, how="compiled", pipelined=True)]
-ON_FOUR = [*CASES, Case(False, how="compiled", other=True)]
+COMPILED = [Case(sequence, mode="compiled") for sequence in (False, True)] + [
+    Case(True, mode="compiled", pipelined=True)
+]
+ON_FOUR = [*CASES, Case(False, mode="compiled", scaled=True)]
 CASES += COMPILED
 
 
-def assert_as_one_process(ranks: list[list[Seen]], cases: list[Case]) -> None:
+def assert_as_one_process(ranks: list[list[RankResult]], cases: list[Case]) -> None:
     """Sums over ranks are in another order: fp32's rounding of sums of some 30 terms of size 1."""
     for i, case in enumerate(cases):
-        expected = _whole(case.trained)
+        expected = _full(case.trained)
         for rank, results in enumerate(ranks):
-            assert results[i].found.keys() == expected.keys(), case
-            for name, whole in expected.items():
-                wanted = _part(name, whole, case, rank, len(ranks))
-                difference = (results[i].found[name] - wanted).abs().max()
-                assert difference <= 2e-6 * wanted.abs().max() + 1e-6, (case, name, difference)
+            assert results[i].tensors.keys() == expected.keys(), case
+            for name, full in expected.items():
+                reference = _part(name, full, case, rank, len(ranks))
+                difference = (results[i].tensors[name] - reference).abs().max()
+                assert difference <= 2e-6 * reference.abs().max() + 1e-6, (case, name, difference)
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[list[Seen]]:
+def rank_results() -> list[list[RankResult]]:
     return run_ranks(run, 2, CASES)
 
 
-def test_as_one_process(seen: list[list[Seen]]) -> None:
-    assert_as_one_process(seen, CASES)
+def test_as_one_process(rank_results: list[list[RankResult]]) -> None:
+    assert_as_one_process(rank_results, CASES)
 
 
 @pytest.mark.more
@@ -206,41 +208,41 @@ def test_as_one_process_on_four_ranks() -> None:
 
 def test_bf16_gradients_are_bf16() -> None:
     for results in run_ranks(run, 2, [Case(sequence, dtype=torch.bfloat16) for sequence in (False, True)]):
-        for one in results:
-            assert {tensor.dtype for tensor in one.found.values()} == {torch.bfloat16}
+        for result in results:
+            assert {tensor.dtype for tensor in result.tensors.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_the_shard_is_kept(how: str, seen: list[list[Seen]]) -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_the_shard_is_kept(mode: str, rank_results: list[list[RankResult]]) -> None:
     """Under sequence parallelism: nothing of the whole sequence, but of each column a rank's input."""
     elements = SEQ * BATCH * HIDDEN
-    for results in seen:
-        kept = results[CASES.index(Case(True, how=how))].kept
-        sizes = [torch.Size(shape).numel() for shape in kept]
-        assert elements not in sizes, kept
-        assert sizes.count(elements // 2) == (3 if how == "eager" else 2), kept  # a compiled graph keeps one once
+    for results in rank_results:
+        saved = results[CASES.index(Case(True, mode=mode))].saved
+        sizes = [torch.Size(shape).numel() for shape in saved]
+        assert elements not in sizes, saved
+        assert sizes.count(elements // 2) == (3 if mode == "eager" else 2), saved  # a compiled graph keeps one once
 
 
 def column_backward(sequence: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Of one linear on two ranks: its input's gradient travels while the weight's is multiplied."""
-    of_input, of_weight = ("product", (SEQ * BATCH, HIDDEN)), ("product", (INNER // 2, HIDDEN))
+    """One linear on two ranks: the input's gradient is sent while the weight's is multiplied."""
+    input_grad, weight_grad = ("product", (SEQ * BATCH, HIDDEN)), ("product", (INNER // 2, HIDDEN))
     if not sequence:
-        return [of_input, ("c10d::allreduce_", WHOLE), of_weight, ("wait", ())]
-    gather, scatter = ("c10d::_allgather_base_", WHOLE), ("c10d::_reduce_scatter_base_", WHOLE)
-    return [gather, of_input, scatter, ("wait", ()), of_weight, ("wait", ())]
+        return [input_grad, ("c10d::allreduce_", FULL_SHAPE), weight_grad, ("wait", ())]
+    gather, scatter = ("c10d::_allgather_base_", FULL_SHAPE), ("c10d::_reduce_scatter_base_", FULL_SHAPE)
+    return [gather, input_grad, scatter, ("wait", ()), weight_grad, ("wait", ())]
 
 
 def row_backward(sequence: bool, layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Of the sum of linears: one gather for all products; torch's own takes the weight's gradient first."""
-    of_input, of_weight = ("product", (SEQ * BATCH, INNER // 2)), ("product", (HIDDEN, INNER // 2))
-    gather = [("c10d::_allgather_base_", WHOLE)] if sequence else []
-    return [*gather, *[of_weight, of_input] * layers]
+    """A sum of linears: one gather for all products; torch's own takes the weight's gradient first."""
+    input_grad, weight_grad = ("product", (SEQ * BATCH, INNER // 2)), ("product", (HIDDEN, INNER // 2))
+    gather = [("c10d::_allgather_base_", FULL_SHAPE)] if sequence else []
+    return [*gather, *[weight_grad, input_grad] * layers]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_travels_and_when(sequence: bool, seen: list[list[Seen]]) -> None:
-    """And nothing is cloned."""
-    for results in seen:
+def test_what_travels_and_when(sequence: bool, rank_results: list[list[RankResult]]) -> None:
+    """The order of backward is fixed, and nothing is cloned."""
+    for results in rank_results:
         _, events, clones, _ = results[CASES.index(Case(sequence))]
         columns, rows = column_backward(sequence), row_backward(sequence, 1)
         assert sorted(events) == sorted([*columns * 3, *row_backward(sequence, 2), *rows])
@@ -248,10 +250,10 @@ def test_what_travels_and_when(sequence: bool, seen: list[list[Seen]]) -> None:
         assert len(start) == 3 and clones == [], (events, clones)
 
 
-def test_recomputation_sends_no_last_sum_again(seen: list[list[Seen]]) -> None:
-    """It ends where all that backward needs is there: before the last rows' products and their sum."""
+def test_recomputation_sends_no_last_sum_again(rank_results: list[list[RankResult]]) -> None:
+    """Recomputation ends before the last rows' products and their sum, which backward does not need."""
     for sequence, kind in ((False, "c10d::allreduce_"), (True, "c10d::_reduce_scatter_base_")):
-        for results in seen:
-            cases = [results[CASES.index(Case(sequence, how=how))] for how in ("eager", "recomputed")]
-            plain, recomputed = ([event[0] for event in case.backward].count(kind) for case in cases)
-            assert recomputed == plain + 1
+        for results in rank_results:
+            cases = [results[CASES.index(Case(sequence, mode=mode))] for mode in ("eager", "recomputed")]
+            eager, recomputed = ([event[0] for event in case.backward].count(kind) for case in cases)
+            assert recomputed == eager + 1

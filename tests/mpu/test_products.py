@@ -8,14 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, adapters_of, linear, seed_tensor
+from megatron.mpu import (
+    Linear,
+    LinearSpec,
+    LoraSpec,
+    LowRank,
+    ParallelGroups,
+    Product,
+    adapters_of,
+    linear,
+    seed_tensor,
+)
 from megatron.mpu.quantized import QuantizedProduct
 
 SHAPES = {"x": (6, 2, 12), "weight": (16, 12), "bias": (16,), "grad": (6, 2, 16)}
 ROWS, COLUMNS = 96, 128
 
 
-class Counted:
+class CountingProduct:
     """Products in fp64, returned in the dtype of what is given; `calls` says which were asked for."""
 
     def __init__(self) -> None:
@@ -52,20 +62,20 @@ class Scaled:
 
 def tensors(*trained: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    return {name: tensor.requires_grad_(name in trained) for name, tensor in made.items()}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: tensor.requires_grad_(name in trained) for name, tensor in values.items()}
 
 
 @pytest.mark.parametrize("trained", ["x weight bias", "x", "weight", "bias", "x bias", "weight bias"])
 def test_gradients_of_another_product(trained: str) -> None:
     """Equal to autograd's, and only the products that are needed."""
-    ours, autograd, product = tensors(*trained.split()), tensors(*trained.split()), Counted()
-    linear(ours["x"], ours["weight"], ours["bias"], product).backward(ours["grad"])
+    values, autograd, product = tensors(*trained.split()), tensors(*trained.split()), CountingProduct()
+    linear(values["x"], values["weight"], values["bias"], product).backward(values["grad"])
     F.linear(autograd["x"], autograd["weight"], autograd["bias"]).backward(autograd["grad"])
-    for name, tensor in ours.items():
+    for name, tensor in values.items():
         torch.testing.assert_close(tensor.grad, autograd[name].grad)
-    needed = {"x": "input_gradient", "weight": "weight_gradient"}
-    assert product.calls == ["output", *(call for name, call in needed.items() if name in trained.split())]
+    gradient_calls = {"x": "input_gradient", "weight": "weight_gradient"}
+    assert product.calls == ["output", *(call for name, call in gradient_calls.items() if name in trained.split())]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -86,7 +96,7 @@ def test_a_compiled_layer_takes_another_product(parallel: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    seen: list[dict[str, Tensor | None]] = []
+    gradients: list[dict[str, Tensor | None]] = []
     for compiled in (False, True, True):
         values = tensors("x")
         layer = Linear(LinearSpec(12, 16, parallel, bias=True), ParallelGroups.single())  # type: ignore[arg-type]
@@ -98,21 +108,21 @@ def test_a_compiled_layer_takes_another_product(parallel: str) -> None:
         if compiled:
             layer.compile(backend=counter, fullgraph=True)
         layer(values["x"]).backward(values["grad"])
-        seen.append({"x": values["x"].grad, **{name: p.grad for name, p in layer.named_parameters()}})
+        gradients.append({"x": values["x"].grad, **{name: p.grad for name, p in layer.named_parameters()}})
     assert counter.frame_count == 1
     product: Product = Scaled(2.0)
-    whole = tensors("x", "weight", "bias")
-    (product.output(whole["x"], whole["weight"]) + whole["bias"]).backward(whole["grad"])
-    for found in seen:
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, whole[name].grad)
+    reference = tensors("x", "weight", "bias")
+    (product.output(reference["x"], reference["weight"]) + reference["bias"]).backward(reference["grad"])
+    for actual in gradients:
+        for name, gradient in actual.items():
+            torch.testing.assert_close(gradient, reference[name].grad)
 
 
-def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **more: Any) -> Linear:
-    made = Linear(LinearSpec(COLUMNS, ROWS, "column", bias, **more), ParallelGroups.single()).to(dtype)
-    made.quantize(QuantizedProduct(made.weight.shape, dtype, double_quant))
-    made.set_quantized(weight)
-    return made
+def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **overrides: Any) -> Linear:
+    linear_layer = Linear(LinearSpec(COLUMNS, ROWS, "column", bias, **overrides), ParallelGroups.single()).to(dtype)
+    linear_layer.quantize(QuantizedProduct(linear_layer.weight.shape, dtype, double_quant))
+    linear_layer.set_quantized(weight)
+    return linear_layer
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
@@ -120,72 +130,74 @@ def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **
 def test_output_and_input_gradient(dtype: torch.dtype, double_quant: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(ROWS, COLUMNS).to(dtype), torch.randn(3, 2, COLUMNS).to(dtype)
-    how = {"compute_dtype": dtype, "compress_statistics": double_quant, "quant_type": "nf4"}
-    theirs = bnb.nn.Linear4bit(COLUMNS, ROWS, bias=False, **how)
-    theirs.load_state_dict({"weight": weight})
-    theirs.to("cpu")  # quantises
-    ours = layer(dtype, double_quant, False, weight)
-    assert ours.weight.dtype == torch.uint8 and torch.equal(ours.weight, theirs.weight.data)
-    held = ours.weight.numel() + sum(scale.nbytes for scale in ours.product.scales())  # type: ignore[union-attr]
+    options = {"compute_dtype": dtype, "compress_statistics": double_quant, "quant_type": "nf4"}
+    bnb_layer = bnb.nn.Linear4bit(COLUMNS, ROWS, bias=False, **options)
+    bnb_layer.load_state_dict({"weight": weight})
+    bnb_layer.to("cpu")  # quantises
+    quantized = layer(dtype, double_quant, False, weight)
+    assert quantized.weight.dtype == torch.uint8 and torch.equal(quantized.weight, bnb_layer.weight.data)
+    held = quantized.weight.numel() + sum(scale.nbytes for scale in quantized.product.scales())  # type: ignore[union-attr]
     # Half a byte each, and of 64 a scale: 4 bytes, or one and a share.
-    least = ROWS * COLUMNS / 2 + ROWS * COLUMNS / 64 * (1 if double_quant else 4)
-    assert least <= held < 1.01 * least
+    min_bytes = ROWS * COLUMNS / 2 + ROWS * COLUMNS / 64 * (1 if double_quant else 4)
+    assert min_bytes <= held < 1.01 * min_bytes
     results = []
-    for each in (ours, theirs):
-        given = x.clone().requires_grad_()
-        out = each(given)
+    for module in (quantized, bnb_layer):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
         out.backward(torch.ones_like(out))
-        assert given.grad is not None
-        results.append((out.detach(), given.grad))
+        assert leaf.grad is not None
+        results.append((out.detach(), leaf.grad))
     torch.testing.assert_close(*results)
     assert not torch.equal(results[0][0], torch.nn.functional.linear(x, weight))
 
 
 def test_nothing_unpacked_is_kept_for_backward() -> None:
-    made = layer(torch.float32, False, True, torch.randn(ROWS, COLUMNS))
-    made.requires_grad_(False)
-    kept: list[Tensor] = []
+    quantized = layer(torch.float32, False, True, torch.randn(ROWS, COLUMNS))
+    quantized.requires_grad_(False)
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made(torch.randn(3, 2, COLUMNS, requires_grad=True))
-    assert [tensor.dtype for tensor in kept] == [torch.uint8]
+        quantized(torch.randn(3, 2, COLUMNS, requires_grad=True))
+    assert [tensor.dtype for tensor in saved] == [torch.uint8]
 
 
 def test_dora_takes_the_norms_of_unpacked_rows() -> None:
-    lora = LoraSpec(4, 2.0, 0.0, True, "kaiming_uniform", "kaiming_uniform", frozenset(["up_proj"]))
+    lora = LoraSpec(0.0, True, "kaiming_uniform", "kaiming_uniform", {"up_proj": LowRank(4, 2.0)})
     torch.manual_seed(0)
     spec = {"adapters": adapters_of(lora, ROWS, "up_proj")}
     packed = layer(torch.float32, False, True, torch.randn(ROWS, COLUMNS), **spec)
-    plain = Linear(LinearSpec(COLUMNS, ROWS, "column", True, **spec), ParallelGroups.single())
+    dense = Linear(LinearSpec(COLUMNS, ROWS, "column", True, **spec), ParallelGroups.single())
     with torch.no_grad():
         for param in packed.parameters():
             param.normal_()
-        plain.weight.copy_(packed.dense_weight())
+        dense.weight.copy_(packed.dense_weight())
         for name, param in packed.named_parameters():
-            plain.get_parameter(name).copy_(param)
+            dense.get_parameter(name).copy_(param)
     x = torch.randn(3, 2, COLUMNS)
-    outs = [each(x) for each in (packed, plain)]
+    outs = [module(x) for module in (packed, dense)]
     torch.testing.assert_close(*outs)
     for out in outs:
         out.square().sum().backward()
     for name, param in packed.named_parameters():
-        torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
+        torch.testing.assert_close(param.grad, dense.get_parameter(name).grad)
 
 
 def test_projections_drop_inputs_of_their_own() -> None:
     """Adapters of two projections, with one seed: the low-rank part alone shows which inputs each keeps."""
-    lora = LoraSpec(4, 2.0, 0.5, False, "kaiming_uniform", "kaiming_uniform", frozenset(["up_proj", "gate_proj"]))
-    kept = []
+    lora = LoraSpec(
+        0.5, False, "kaiming_uniform", "kaiming_uniform", dict.fromkeys(["up_proj", "gate_proj"], LowRank(4, 2.0))
+    )
+    masks = []
     for name in ("up_proj", "gate_proj"):
         spec = LinearSpec(COLUMNS, COLUMNS, "column", False, adapters=adapters_of(lora, COLUMNS, name))
-        made = Linear(spec, ParallelGroups.single()).train()
+        projection = Linear(spec, ParallelGroups.single()).train()
         with torch.no_grad():
-            made.weight.zero_()
-            for param in made.lora.parameters():  # type: ignore[union-attr]
+            projection.weight.zero_()
+            for param in projection.lora.parameters():  # type: ignore[union-attr]
                 param.copy_(torch.eye(*param.shape))
-        kept.append(made(torch.ones(1, 1, COLUMNS), seed_tensor(3))[0, 0, :4] != 0)
-    assert not kept[0].equal(kept[1])
+        masks.append(projection(torch.ones(1, 1, COLUMNS), seed_tensor(3))[0, 0, :4] != 0)
+    assert not masks[0].equal(masks[1])

@@ -12,20 +12,20 @@ CPU = torch.device("cpu")
 def test_same_seed_same_mask_and_the_generator_is_untouched() -> None:
     torch.manual_seed(5)
     x, state = torch.ones(1000), torch.get_rng_state()
-    first = dropout(x, 0.3, seed_tensor(11), training=True)
+    dropped = dropout(x, 0.3, seed_tensor(11), training=True)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)
-    assert torch.equal(dropout(x, 0.3, seed_tensor(11), training=True), first)
-    assert not torch.equal(dropout(x, 0.3, seed_tensor(12), training=True), first)
+    assert torch.equal(dropout(x, 0.3, seed_tensor(11), training=True), dropped)
+    assert not torch.equal(dropout(x, 0.3, seed_tensor(12), training=True), dropped)
 
 
 def test_mask_has_its_share_and_scale_and_is_the_gradients() -> None:
     x = torch.ones(100_000, requires_grad=True)
     dropped = dropout(x, 0.25, seed_tensor(1), training=True)
-    kept = dropped != 0
+    is_retained = dropped != 0
     # Standard error of the share is sqrt(0.25 * 0.75 / 1e5) = 0.0014.
-    assert abs(float(kept.float().mean()) - 0.75) < 0.007
-    torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()),), 1 / 0.75))
+    assert abs(float(is_retained.float().mean()) - 0.75) < 0.007
+    torch.testing.assert_close(dropped[is_retained], torch.full((int(is_retained.sum()),), 1 / 0.75))
     (gradient,) = torch.autograd.grad(dropped.sum(), x)
     assert torch.equal(gradient, dropped)
     assert dropout(x, 0.5, seed_tensor(1), training=False) is dropout(x, 0.0, seed_tensor(1), training=True) is x

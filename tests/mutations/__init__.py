@@ -1,2 +1,2 @@
-"""Seeded mistakes by which the test suite is judged: tables of them (*.toml), and what applies each to a copy
-of the tree and runs the tests that CI would run for that change (`make mutations`)."""
+"""Seeded mistakes judge the test suite (`make mutations`). Tables (*.toml) list them. Each is applied to a
+copy of the tree, and the tests run that CI would run for that change."""

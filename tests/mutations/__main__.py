@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.process.command_parser import CommandParser
 from tests.mutations.anchor import NoLongerApplies
 from tests.mutations.copies import Copy
-from tests.mutations.ledger import ALIVE, CAUGHT, LEDGER, NEAR, Ledger
+from tests.mutations.ledger import ALIVE, ALIVE_NEAR, CAUGHT, LEDGER, Ledger
 from tests.mutations.mistakes import FOLDER, Mistake, read_mistakes
 from tests.mutations.trial import PytestError, Runner
 
@@ -38,16 +38,18 @@ def table(mistakes: Sequence[Mistake], ledger: Ledger) -> list[str]:
     return lines
 
 
-def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, near: bool, root: Path = ROOT) -> int:
+def run(
+    mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, near_only: bool, root: Path = ROOT
+) -> int:
     """Number of those that no longer apply, or whose tests could not be run."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout
     free: queue.Queue[Runner] = queue.Queue()
 
-    def one(mistake: Mistake) -> bool:
+    def try_mistake(mistake: Mistake) -> bool:
         runner = free.get()
         try:
-            before = ledger.rows.get(mistake.name)
-            row = runner.try_out(mistake, [before.test] if before is not None and before.test else mistake.tests)
+            last_row = ledger.rows.get(mistake.name)
+            row = runner.try_out(mistake, [last_row.test] if last_row is not None and last_row.test else mistake.tests)
         except (NoLongerApplies, PytestError) as error:
             print(f"{mistake.room}/{mistake.name}: ERROR: {error}", flush=True)
             return False
@@ -57,12 +59,12 @@ def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, ne
         print(f"{mistake.room}/{mistake.name}: {row.line}", flush=True)
         return True
 
-    runners = [Runner(Copy(root), commit.strip(), limit, near) for _ in range(min(jobs, len(mistakes)))]
+    runners = [Runner(Copy(root), commit.strip(), limit, near_only) for _ in range(min(jobs, len(mistakes)))]
     for runner in runners:
         free.put(runner)
     pool = ThreadPoolExecutor(jobs)
     try:
-        return list(pool.map(one, mistakes)).count(False)
+        return list(pool.map(try_mistake, mistakes)).count(False)
     finally:  # where it is interrupted, what runs is ended and counts for nothing
         for runner in runners:
             runner.end()
@@ -99,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
             row = ledger.row(mistake)
             print(f"{mistake.room}/{mistake.name} ({mistake.kind}): {row.line if row else 'not tried'}")
         return 0
-    done = {CAUGHT, ALIVE} | ({NEAR} if args.near else set())
+    done = {CAUGHT, ALIVE} | ({ALIVE_NEAR} if args.near else set())
     waiting = [m for m in mistakes if args.again or (row := ledger.row(m)) is None or row.result not in done]
     failed = run(waiting, ledger, args.jobs, args.limit, args.near, args.root) if waiting else 0
     print("\n".join(table(mistakes, ledger)))

@@ -23,7 +23,7 @@ class NoLongerApplies(Exception):
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where source text stands in a file: lines from 1, columns in bytes of UTF-8."""
+    """A range of source text in a file: lines from 1, columns in bytes of UTF-8."""
 
     path: Path
     line: int
@@ -76,10 +76,10 @@ def _statement_lists(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def _matches(tree: ast.AST, mistake: Mistake) -> Iterator[tuple[ast.AST, ast.AST]]:
     """First and last node of each place of `before`."""
-    sought = _expression(mistake.before)
-    if sought is not None and _expression(mistake.after) is not None:
-        form = _dump(sought)
-        yield from ((node, node) for node in ast.walk(tree) if type(node) is type(sought) and _dump(node) == form)
+    expression = _expression(mistake.before)
+    if expression is not None and _expression(mistake.after) is not None:
+        form = _dump(expression)
+        yield from ((node, node) for node in ast.walk(tree) if type(node) is type(expression) and _dump(node) == form)
         return
     try:
         forms = [_dump(statement) for statement in ast.parse(textwrap.dedent(mistake.before)).body]
@@ -94,8 +94,8 @@ def _matches(tree: ast.AST, mistake: Mistake) -> Iterator[tuple[ast.AST, ast.AST
 
 def _places(path: Path, tree: ast.AST, mistake: Mistake) -> list[Place]:
     spans = {
-        Place(path, first.lineno, first.col_offset, last.end_lineno, last.end_col_offset)  # type: ignore[attr-defined]
-        for first, last in _matches(tree, mistake)
+        Place(path, start.lineno, start.col_offset, last.end_lineno, last.end_col_offset)  # type: ignore[attr-defined]
+        for start, last in _matches(tree, mistake)
     }
     return sorted(spans)
 
@@ -109,14 +109,14 @@ class Tree:
         self.texts = {path: path.read_text(encoding="utf-8") for path in files}
 
     def find(self, mistake: Mistake) -> Place:
-        """Where the mistake is made.
+        """Returns the place to make the mistake at.
 
         In the one function of its name that holds `before`; where none does, in the one place of the whole
         tree that does. Raises NoLongerApplies.
         """
         words = set(re.findall(r"[^\W\d]\w+", mistake.before))
         files = {path: text for path, text in self.texts.items() if all(word in text for word in words)}
-        functions = self._named(files, mistake) if mistake.function else []
+        functions = self._places_by_function(files, mistake) if mistake.function else []
         if len(functions) > 1:
             names = ", ".join(str(places[0].path.relative_to(self.root)) for places in functions)
             raise NoLongerApplies(f"{mistake.name}: {mistake.function} of {names} all hold {mistake.before!r}")
@@ -127,11 +127,11 @@ class Tree:
         else:
             places = [place for path, text in files.items() for place in _places(path, _parsed(text), mistake)]
         if len(places) != 1:
-            where = mistake.function if functions else "the whole tree"
-            raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {where} are {mistake.before!r}")
+            searched = mistake.function if functions else "the whole tree"
+            raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {searched} are {mistake.before!r}")
         return places[0]
 
-    def _named(self, files: Mapping[Path, str], mistake: Mistake) -> list[list[Place]]:
+    def _places_by_function(self, files: Mapping[Path, str], mistake: Mistake) -> list[list[Place]]:
         """Places in each function of the mistake's name that holds any."""
         own_name, matches = mistake.function.rpartition(".")[2], []
         for path, text in files.items():

@@ -19,8 +19,8 @@ class Copy:
 
     def __init__(self, source: Path) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="mutations-"))
-        listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        for name in filter(None, listed.split("\0")):
+        file_list = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        for name in filter(None, file_list.split("\0")):
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if (source / name).exists():

@@ -5,7 +5,7 @@
 Each function gets at most one, so that they spread; the seed decides which. What stands in a table above
 `MARK` is kept, what is below is made anew. Left out is what changes nothing that a user sees: raised and
 logged texts, asserts, annotations, docstrings, representations; and by name what was looked at and found to
-change nothing (`SAME`).
+change nothing (`EQUIVALENT`).
 """
 
 import ast
@@ -48,11 +48,11 @@ OPERATORS = (
 # Of no consequence to what a run computes, saves or says in its results.
 _SILENT = re.compile(r"log|warn|say|describe|note|report|progress|readable|repr|message|error|problem|explain|word")
 # (function, text): what it is that changes nothing there.
-SAME = {
+EQUIVALENT = {
     ("PartialSum.__init__", "True"): "whether a sum is made in place is seen in memory alone",
     ("Block.__init__", "0"): "other seeds of dropout are as good, where all ranks have the same",
     ("_row_sums", "logits.amax(-1).float() / temperature"): "a shift of logits, which cancels",
-    ("WholeWeights.publish", "self._has_masters and self.trained"): "copies weights onto themselves",
+    ("ReplicatedWeights.publish", "self._has_masters and self.trained"): "copies weights onto themselves",
     ("CheckpointWriter.lock", "self._store is not None"): "removes leftovers that the next save removes too",
     ("validate", "0"): "without eval_iters there is no set",
     ("_changed", "isinstance(before, Mapping)"): "words of the log",
@@ -88,7 +88,7 @@ def executed_lines() -> dict[Path, set[int]]:
     return {Path(file): set(data.lines(file) or ()) for file in data.measured_files()}
 
 
-def _wanted(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def _mutable_functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Functions by qualified name, but for those whose name says that they make texts."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
@@ -151,7 +151,7 @@ class _Spot:
 def _spots(path: Path, lines: set[int]) -> Iterator[_Spot]:
     _, (ast_nodes, get_ast), _, get_operator = _library()
     text = path.read_text(encoding="utf-8")
-    functions = list(_wanted(ast.parse(text)))
+    functions = list(_mutable_functions(ast.parse(text)))
     silent = {line for _, function in functions for line in _left_out_lines(function)}
     nodes = list(ast_nodes(get_ast(text)))
     for operator_name in OPERATORS:
@@ -163,7 +163,7 @@ def _spots(path: Path, lines: set[int]) -> Iterator[_Spot]:
                 yield _Spot(path, operator_name, number, *owners[-1])
 
 
-def _made(spot: _Spot) -> Mistake | None:
+def _mistake_at(spot: _Spot) -> Mistake | None:
     """The mistake at a spot; None where the operator makes no Python of it, or what is the same."""
     _, _, mutate_code, get_operator = _library()
     text = spot.path.read_text(encoding="utf-8")
@@ -175,29 +175,31 @@ def _made(spot: _Spot) -> Mistake | None:
         return None
     if pair is None:
         return None
-    before, after = (ast.get_source_segment(t, n) for t, n in zip((text, wrong), pair, strict=True))
-    if not before or not after or (spot.name, before) in SAME:
+    original, mutated = (ast.get_source_segment(t, n) for t, n in zip((text, wrong), pair, strict=True))
+    if not original or not mutated or (spot.name, original) in EQUIVALENT:
         return None
-    function = dict(_wanted(tree))[spot.name]
+    function = dict(_mutable_functions(tree))[spot.name]
     room = spot.path.relative_to(ROOT / "megatron").parts[0]
-    return _mistake(room, spot.name, function, spot.operator, before, after, pair[0])
+    return _mistake(room, spot.name, function, spot.operator, original, mutated, pair[0])
 
 
-def _mistake(room: str, name: str, function: ast.AST, operator: str, before: str, after: str, node: ast.AST) -> Mistake:
+def _mistake(
+    room: str, name: str, function: ast.AST, operator: str, original: str, mutated: str, node: ast.AST
+) -> Mistake:
     form = _form(node)
-    same = [n for n in ast.walk(function) if type(n) is type(node) and _form(n) == form]
-    same.sort(key=lambda n: (n.lineno, n.col_offset))  # type: ignore[attr-defined]
-    occurrence = 1 + same.index(node) if len(same) > 1 else 0
+    equal_nodes = [n for n in ast.walk(function) if type(n) is type(node) and _form(n) == form]
+    equal_nodes.sort(key=lambda n: (n.lineno, n.col_offset))  # type: ignore[attr-defined]
+    occurrence = 1 + equal_nodes.index(node) if len(equal_nodes) > 1 else 0
     kind = re.sub(r"core/(Replace)?(BinaryOperator|ComparisonOperator)?_?", "", operator)
     slug = re.sub(r"[^a-z0-9]+", "-", f"{name}-{kind}".lower()).strip("-")
     wrong = f"{operator.removeprefix('core/')} in {name}"
-    return Mistake(room, slug, "generated", wrong, name, before, after, occurrence)
+    return Mistake(room, slug, "generated", wrong, name, original, mutated, occurrence)
 
 
-def _applies(one: Mistake, tree: Tree) -> bool:
+def _applies(mistake: Mistake, tree: Tree) -> bool:
     """Not for a name that several modules have, nor for a place within an f-string."""
     try:
-        path, text = tree.changed(one)
+        path, text = tree.changed(mistake)
         compile(text, str(path), "exec")
     except (NoLongerApplies, SyntaxError):
         return False
@@ -206,33 +208,33 @@ def _applies(one: Mistake, tree: Tree) -> bool:
 
 def sample(lines: dict[Path, set[int]]) -> dict[str, list[Mistake]]:
     """Mistakes by room, each of another function."""
-    generator, by_room, tree = random.Random(SEED), dict[str, list[Mistake]](), Tree(ROOT)
-    for room, wanted in ROOMS.items():
-        by_function: dict[tuple[Path, str], list[_Spot]] = defaultdict(list)
+    generator, mistakes_by_room, tree = random.Random(SEED), dict[str, list[Mistake]](), Tree(ROOT)
+    for room, num_mistakes in ROOMS.items():
+        spots_by_function: dict[tuple[Path, str], list[_Spot]] = defaultdict(list)
         for path in sorted(path for path in lines if path.relative_to(ROOT / "megatron").parts[0] == room):
             for spot in _spots(path, lines[path]):
-                by_function[path, spot.name].append(spot)
+                spots_by_function[path, spot.name].append(spot)
         chosen: dict[str, Mistake] = {}
-        for function in generator.sample(sorted(by_function), len(by_function)):
-            if len(chosen) == wanted:
+        for function in generator.sample(sorted(spots_by_function), len(spots_by_function)):
+            if len(chosen) == num_mistakes:
                 break
-            one = _made(generator.choice(by_function[function]))
-            if one is not None and one.name not in chosen and _applies(one, tree):
-                chosen[one.name] = one
-        by_room[room] = list(chosen.values())
-    return by_room
+            mistake = _mistake_at(generator.choice(spots_by_function[function]))
+            if mistake is not None and mistake.name not in chosen and _applies(mistake, tree):
+                chosen[mistake.name] = mistake
+        mistakes_by_room[room] = list(chosen.values())
+    return mistakes_by_room
 
 
 def write(room: str, mistakes: list[Mistake]) -> None:
     """Puts the mistakes in the place of those that were generated before."""
     path = FOLDER / f"{room}.toml"
-    kept = path.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if path.exists() else f"# Mistakes in {room}."
+    head = path.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if path.exists() else f"# Mistakes in {room}."
     tables = []
-    for one in sorted(mistakes, key=lambda mistake: mistake.name):
-        fields = {name: getattr(one, name) for name in ("kind", "wrong", "function", "before", "after")}
-        lines = [f"[{one.name}]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
-        tables.append("\n".join(lines + ([f"occurrence = {one.occurrence}"] if one.occurrence else [])))
-    path.write_text("\n\n".join([kept, MARK, *tables]) + "\n", encoding="utf-8")
+    for seeded in sorted(mistakes, key=lambda mistake: mistake.name):
+        fields = {name: getattr(seeded, name) for name in ("kind", "wrong", "function", "before", "after")}
+        lines = [f"[{seeded.name}]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
+        tables.append("\n".join(lines + ([f"occurrence = {seeded.occurrence}"] if seeded.occurrence else [])))
+    path.write_text("\n\n".join([head, MARK, *tables]) + "\n", encoding="utf-8")
 
 
 def main() -> None:

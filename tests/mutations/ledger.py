@@ -1,4 +1,4 @@
-"""What became of each mistake, kept after each, so that a run goes on where the last one ended."""
+"""The outcome of each mistake, written after each, so that a run goes on where the last one ended."""
 
 import fcntl
 import json
@@ -9,13 +9,16 @@ from pathlib import Path
 from tests.mutations.mistakes import FOLDER, Mistake
 
 LEDGER = FOLDER / "ledger.json"
-CAUGHT, ALIVE, NEAR = "caught", "alive", "alive among near tests"
+CAUGHT, ALIVE, ALIVE_NEAR = "caught", "alive", "alive among near tests"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mistake's outcome. test: the first that failed; how: "failed", "not collected", "hung" or
-    "crashed"; tests: how many passed before the end; digest: of the mistake it was."""
+    """One mistake's outcome.
+
+    test: the first that failed; how: "failed", "not collected", "hung" or "crashed"; tests: how many passed
+    before the end; digest: of the mistake it was.
+    """
 
     name: str
     result: str
@@ -47,7 +50,7 @@ class Ledger:
         return {name: Row(name, **row) for name, row in json.loads(self.path.read_text()).items()}
 
     def row(self, mistake: Mistake) -> Row | None:
-        """Of this very mistake: a row from before its text was changed does not count."""
+        """Returns the mistake's row; None if its text changed since."""
         row = self.rows.get(mistake.name)
         return row if row is not None and row.digest == mistake.digest else None
 
@@ -58,8 +61,8 @@ class Ledger:
             fcntl.flock(folder, fcntl.LOCK_EX)
             self.rows = {**self._read(), row.name: row}
             lines = []
-            for name, kept in sorted(self.rows.items()):
-                fields = {key: value for key, value in asdict(kept).items() if key != "name"}
+            for name, stored in sorted(self.rows.items()):
+                fields = {key: value for key, value in asdict(stored).items() if key != "name"}
                 lines.append(f"{json.dumps(name)}: {json.dumps(fields)}")
             temporary = self.path.with_suffix(".new")
             temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -39,7 +39,7 @@ class Mistake:
 
 
 def read_mistakes(folder: Path = FOLDER, rooms: Iterable[str] = (), names: Iterable[str] = ()) -> list[Mistake]:
-    """Those of the tables, in their order, slips first; of `rooms` and `names` alone where given.
+    """Reads the tables in order, slips first; only those of `rooms` and `names` where given.
 
     Raises ValueError for an unknown room or name, for a kind that is none, and for a name that two mistakes
     have.
@@ -49,13 +49,13 @@ def read_mistakes(folder: Path = FOLDER, rooms: Iterable[str] = (), names: Itera
         for path in sorted(folder.glob("*.toml"))
         for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
     ]
-    known = [mistake.name for mistake in mistakes]
-    if twice := sorted({name for name in known if known.count(name) > 1}):
-        raise ValueError(f"two mistakes are named {', '.join(twice)}")
+    known_names = [mistake.name for mistake in mistakes]
+    if repeated := sorted({name for name in known_names if known_names.count(name) > 1}):
+        raise ValueError(f"two mistakes are named {', '.join(repeated)}")
     if wrong_kind := [mistake.name for mistake in mistakes if mistake.kind not in KINDS]:
         raise ValueError(f"kind of {', '.join(wrong_kind)} is none of {', '.join(KINDS)}")
-    for given, existing in ((rooms, {mistake.room for mistake in mistakes}), (names, set(known))):
-        if unknown := sorted(set(given) - existing):
+    for requested, existing in ((rooms, {mistake.room for mistake in mistakes}), (names, set(known_names))):
+        if unknown := sorted(set(requested) - existing):
             raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(existing))}")
     rooms, names = set(rooms), set(names)
     chosen = [m for m in mistakes if (not rooms or m.room in rooms) and (not names or m.name in names)]

@@ -1,5 +1,5 @@
-"""What most users do, at tiny size in one process: train, save, go on, and convert. `generate.py` looks at
-which lines this runs."""
+"""Commands of most users, at tiny size in one process: train, save, go on, and convert. `generate.py` looks
+at which lines this runs."""
 
 from pathlib import Path
 from typing import Any

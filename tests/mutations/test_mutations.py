@@ -35,8 +35,8 @@ NUMBERS = {"function": "outer", "before": "2+1", "after": "2"}
 
 
 def mistake(**changes: object) -> Mistake:
-    given = {"room": "r", "name": "m", "kind": "slip", "wrong": "w", "function": "outer", "before": "", "after": ""}
-    return Mistake(**{**given, **changes})  # type: ignore[arg-type]
+    fields = {"room": "r", "name": "m", "kind": "slip", "wrong": "w", "function": "outer", "before": "", "after": ""}
+    return Mistake(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def repository() -> Tree:
 
 @pytest.mark.parametrize("room", sorted({mistake.room for mistake in read_mistakes()}))
 def test_mistakes_apply(repository: Tree, room: str) -> None:
-    for one in read_mistakes(rooms=[room]):
-        path, wrong = repository.changed(one)
-        assert wrong != repository.texts[path], one.name
+    for seeded in read_mistakes(rooms=[room]):
+        path, wrong = repository.changed(seeded)
+        assert wrong != repository.texts[path], seeded.name
 
 
 def test_there_are_enough_of_each_kind() -> None:
-    kinds = [one.kind for one in read_mistakes()]
+    kinds = [seeded.kind for seeded in read_mistakes()]
     assert len(kinds) >= 100 and min(kinds.count(kind) for kind in ("slip", "generated")) >= 50
 
 
@@ -100,8 +100,8 @@ def test_there_are_enough_of_each_kind() -> None:
     ],
 )
 def test_places_are_found_whatever_their_lines(tree: Path, fields: dict[str, object], expected: str) -> None:
-    one = mistake(**fields)
-    assert expected in Tree(tree).changed(one)[1]
+    seeded = mistake(**fields)
+    assert expected in Tree(tree).changed(seeded)[1]
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,25 @@ def test_places_are_found_whatever_their_lines(tree: Path, fields: dict[str, obj
     ],
 )
 def test_what_no_longer_applies_is_an_error(tree: Path, fields: dict[str, object], fact: str) -> None:
-    one = mistake(**fields)
+    seeded = mistake(**fields)
     with pytest.raises(NoLongerApplies, match=f"m: .*{fact}"):
-        Tree(tree).changed(one)
+        Tree(tree).changed(seeded)
 
 
 def test_a_moved_function_keeps_its_mistake(tree: Path) -> None:
-    one = mistake(**NUMBERS)
+    seeded = mistake(**NUMBERS)
     moved = tree / "megatron" / "sub" / "other.py"
     moved.parent.mkdir()
     (tree / "megatron" / "module.py").rename(moved)
-    assert Tree(tree).find(one).path == moved
+    assert Tree(tree).find(seeded).path == moved
     (tree / "megatron" / "again.py").write_text(MODULE)
     with pytest.raises(NoLongerApplies, match=r"again\.py, .*other\.py"):
-        Tree(tree).find(one)
+        Tree(tree).find(seeded)
 
 
 def run(tree: Path, tmp_path: Path, *words: str) -> int:
-    given = ["--root", str(tree), "--mistakes", str(tmp_path / "tables"), "--ledger", str(tmp_path / "ledger.json")]
-    return main([*given, "--jobs", "1", *words])
+    options = ["--root", str(tree), "--mistakes", str(tmp_path / "tables"), "--ledger", str(tmp_path / "ledger.json")]
+    return main([*options, "--jobs", "1", *words])
 
 
 def test_caught_and_alive_are_told_apart_and_kept(
@@ -169,7 +169,7 @@ def test_what_fails_without_the_mistake_too_catches_nothing(
 
 
 @pytest.mark.parametrize(
-    "after, limit, ending",
+    "mutated, limit, ending",
     [
         ("while True: pass", "5", "(hung)"),
         ("import os; os.kill(os.getpid(), 9)", "600", "(crashed)"),
@@ -177,9 +177,9 @@ def test_what_fails_without_the_mistake_too_catches_nothing(
     ],
 )
 def test_other_endings(
-    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], after: str, limit: str, ending: str
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mutated: str, limit: str, ending: str
 ) -> None:
-    table(tmp_path / "tables", one={"function": "outer", "before": "return total", "after": after})
+    table(tmp_path / "tables", one={"function": "outer", "before": "return total", "after": mutated})
     assert run(tree, tmp_path, "--limit", limit) == 0
     out = capsys.readouterr().out
     assert "room/one: caught by tests/test_module.py" in out and ending in out
@@ -202,6 +202,6 @@ def test_list_and_unknown_names(tree: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_digest_is_of_what_is_done() -> None:
-    one = mistake(**NUMBERS)
-    assert dataclasses.replace(one, wrong="other words").digest == one.digest
-    assert dataclasses.replace(one, after="3").digest != one.digest
+    seeded = mistake(**NUMBERS)
+    assert dataclasses.replace(seeded, wrong="other words").digest == seeded.digest
+    assert dataclasses.replace(seeded, after="3").digest != seeded.digest

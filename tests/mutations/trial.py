@@ -16,14 +16,14 @@ from pathlib import Path, PurePosixPath
 
 from tests.import_graph import ImportGraph
 from tests.mutations.copies import Copy
-from tests.mutations.ledger import ALIVE, CAUGHT, NEAR, Row
+from tests.mutations.ledger import ALIVE, ALIVE_NEAR, CAUGHT, Row
 from tests.mutations.mistakes import Mistake
 from tests.selection import TEST_FILE
 
 ORDINARY, LONGER, ALL = "cpu and not more", "more", "cpu or more"  # the last as .ci/run
 NEAREST, NEAR_FILES = 8, 32
 LIMIT = 7200.0  # seconds of one process of pytest, in which every test has a limit of its own
-TOLD = "NEOX_MUTATION_TRIAL"  # environment variable by which processes that a test left behind are known
+TRIAL_VARIABLE = "NEOX_MUTATION_TRIAL"  # environment variable by which processes that a test left behind are known
 FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"\b(\d+) passed\b")
 NOT_FOUND, NO_TESTS = 4, 5  # pytest's exit codes
@@ -35,8 +35,11 @@ class PytestError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One process of pytest. code: its exit code, None where the time was up. failure: what pytest names: a
-    test, or a file that could not be collected."""
+    """One process of pytest.
+
+    code: its exit code, None where the time was up. failure: what pytest names: a test, or a file that could
+    not be collected.
+    """
 
     code: int | None
     passed: int
@@ -46,54 +49,55 @@ class Run:
 
 @dataclass
 class Runner:
-    """limit: seconds of one process of pytest. near: leave out all but the nearest files."""
+    """limit: seconds of one process of pytest. near_only: leave out all but the nearest files."""
 
     copy: Copy
     commit: str
     limit: float = LIMIT
-    near: bool = False
-    ended: bool = False
-    _told: str = ""
+    near_only: bool = False
+    interrupted: bool = False
+    _trial_id: str = ""
 
     def end(self) -> None:
         """Kill what runs, and run nothing more."""
-        self.ended = True
-        if self._told:
-            _end_all(self._told)
+        self.interrupted = True
+        if self._trial_id:
+            _end_all(self._trial_id)
 
-    def try_out(self, mistake: Mistake, first: Sequence[str] = ()) -> Row:
-        """What becomes of a mistake. Raises NoLongerApplies, and PytestError where pytest itself fails.
+    def try_out(self, mistake: Mistake, first_tests: Sequence[str] = ()) -> Row:
+        """Runs tests against a mistake. Raises NoLongerApplies, and PytestError where pytest itself fails.
 
-        first: tests or files to begin with, where they are still there: what caught it the last time. A test
-        that fails as well without the mistake counts for nothing: it is left out, and the others go on.
+        first_tests: tests or files to begin with, where they are still there: what caught it the last
+        time. A test that fails as well without the mistake counts for nothing: it is left out, and the others
+        go on.
         """
         begin, passed = time.monotonic(), 0
         excluded: list[str] = []
-        result, test, how = NEAR if self.near else ALIVE, "", ""
-        known = [name for name in first if (self.copy.root / name.partition("::")[0]).exists()]
-        waiting = [(known, ALL), *_chunks(self._tests(mistake), self.near)][::-1]
+        result, test, ending = ALIVE_NEAR if self.near_only else ALIVE, "", ""
+        known_tests = [name for name in first_tests if (self.copy.root / name.partition("::")[0]).exists()]
+        waiting = [(known_tests, ALL), *_chunks(self._tests(mistake), self.near_only)][::-1]
         while waiting:
             chunk, marks = waiting.pop()
             if not chunk:
                 continue
             with self.copy.with_mistake(mistake):
                 run = self._pytest([*chunk, "-m", marks, *(f"--deselect={name}" for name in excluded)])
-            if run.code in (0, NO_TESTS) or (chunk is known and run.code == NOT_FOUND):
+            if run.code in (0, NO_TESTS) or (chunk is known_tests and run.code == NOT_FOUND):
                 passed += run.passed
                 continue
-            test, how = _ending(run, chunk)
-            if how in ("failed", "not collected") and not self._passes_without(test):
+            test, ending = _ending(run, chunk)
+            if ending in ("failed", "not collected") and not self._passes_unmutated(test):
                 excluded.append(test)
-                if how == "not collected":
+                if ending == "not collected":
                     chunk = [file for file in chunk if file != test]
                 waiting.append((chunk, marks))
                 continue
             result, passed = CAUGHT, passed + run.passed
             break
         else:
-            test = how = ""
+            test = ending = ""
         seconds = round(time.monotonic() - begin)
-        return Row(mistake.name, result, test, how, passed, seconds, self.commit, mistake.digest)
+        return Row(mistake.name, result, test, ending, passed, seconds, self.commit, mistake.digest)
 
     @cached_property
     def _graph(self) -> ImportGraph:
@@ -107,13 +111,18 @@ class Runner:
         files = [path for path in steps if TEST_FILE.fullmatch(path)]
         return sorted(files, key=lambda path: (PurePosixPath(path).parts[1] != room, steps[path], path))
 
-    def _passes_without(self, test: str) -> bool:
+    def _passes_unmutated(self, test: str) -> bool:
         self.copy.restore()
         return self._pytest([test, "-m", ALL]).code in (0, NO_TESTS)
 
     def _pytest(self, arguments: Sequence[str]) -> Run:
-        self._told = str(uuid.uuid4())
-        environment = {**os.environ, "PYTHONPATH": str(self.copy.root), "COLUMNS": "400", TOLD: self._told}
+        self._trial_id = str(uuid.uuid4())
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.copy.root),
+            "COLUMNS": "400",
+            TRIAL_VARIABLE: self._trial_id,
+        }
         words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
         with tempfile.TemporaryFile() as file:  # a pipe would stay open as long as what pytest started
             process = subprocess.Popen(
@@ -125,11 +134,11 @@ class Runner:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                _end_all(self._told)
+                _end_all(self._trial_id)
                 process.wait()
             file.seek(0)
             output = file.read().decode(errors="replace")
-        if self.ended:
+        if self.interrupted:
             raise PytestError("it was interrupted")
         failure, passed = FAILURE.search(output), PASSED.findall(output)
         return Run(code, int(passed[-1]) if passed else 0, failure.group(2) if failure else "", output)
@@ -140,11 +149,11 @@ def _file(copy: Copy, mistake: Mistake) -> str:
         return path
 
 
-def _chunks(files: Sequence[str], near: bool) -> list[tuple[list[str], str]]:
+def _chunks(files: Sequence[str], near_only: bool) -> list[tuple[list[str], str]]:
     """Files and marks of each process of pytest: what is near and short first."""
-    closest, others, rest = list(files[:NEAREST]), list(files[NEAREST:NEAR_FILES]), list(files[NEAR_FILES:])
-    first = [(closest, ORDINARY), (others, ORDINARY)]
-    return first if near else [*first, ([*closest, *others], LONGER), (rest, ALL)]
+    closest, near_files, far_files = list(files[:NEAREST]), list(files[NEAREST:NEAR_FILES]), list(files[NEAR_FILES:])
+    first_chunks = [(closest, ORDINARY), (near_files, ORDINARY)]
+    return first_chunks if near_only else [*first_chunks, ([*closest, *near_files], LONGER), (far_files, ALL)]
 
 
 def _ending(run: Run, chunk: Sequence[str]) -> tuple[str, str]:
@@ -158,9 +167,9 @@ def _ending(run: Run, chunk: Sequence[str]) -> tuple[str, str]:
     return run.failure, "failed" if "::" in run.failure else "not collected"
 
 
-def _end_all(told: str) -> None:
+def _end_all(trial_id: str) -> None:
     """Kills what a run of pytest started and did not end: ranks and servers are in sessions of their own."""
-    word = f"{TOLD}={told}".encode()
+    word = f"{TRIAL_VARIABLE}={trial_id}".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from megatron.neox_arguments.addresses import without_secrets
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("https://s3.amazonaws.com/b/k.jsonl?X-Amz-Signature=a%2Fb&X-Amz-Date=1", "https://s3.amazonaws.com/b/k.jsonl"),
         ("https://a.blob.core.windows.net/c/f?sv=2024&sig=x", "https://a.blob.core.windows.net/c/f"),
@@ -25,6 +25,6 @@ from megatron.neox_arguments.addresses import without_secrets
         ("no address: why? a@b.c", "no address: why? a@b.c"),
     ],
 )
-def test_what_an_address_shows(text: str, shown: str) -> None:
-    assert without_secrets(text) == shown
-    assert str(UserError(text)) == shown, "whatever a library put into its message"
+def test_what_an_address_shows(text: str, expected: str) -> None:
+    assert without_secrets(text) == expected
+    assert str(UserError(text)) == expected, "whatever a library put into its message"

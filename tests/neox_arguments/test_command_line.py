@@ -18,7 +18,7 @@ def folder(write, tmp_path):
 
 @pytest.fixture
 def printed(capsys):
-    """What a command line prints that ends with exit code 0 and starts nothing."""
+    """Returns the output of a command line that exits with code 0 and starts nothing."""
 
     def run(argv, parse=parse_deepy):
         with pytest.raises(SystemExit) as exited:
@@ -64,9 +64,9 @@ def test_flags_set_keys_over_files(folder, flags, key, value):
 def test_fp8_flags_win_over_files_and_are_typed_again_on_other_machines(folder):
     (folder / "fp8.yml").write_text("precision_fp8: off\nte_fp8_mha: true\nprecision: bfloat16\n")
     assert parse_deepy(["train.py", "a", "fp8"]).args.precision_fp8 == "off"
-    forced, kept = parse_deepy(["train.py", "a", "fp8", "--fp8"]), parse_deepy(["train.py", "a", "--no-fp8"])
+    forced, disabled = parse_deepy(["train.py", "a", "fp8", "--fp8"]), parse_deepy(["train.py", "a", "--no-fp8"])
     assert forced.args.precision_fp8 == "auto" and forced.args.origin("precision_fp8") == "--fp8"
-    assert list(forced.words) == ["train.py", "a", "fp8", "--fp8"] and list(kept.words)[-1] == "--no-fp8"
+    assert list(forced.words) == ["train.py", "a", "fp8", "--fp8"] and list(disabled.words)[-1] == "--no-fp8"
     assert parse_deepy(["train.py", "a", "--set", "te_fp8_mha=true"]).args.precision_fp8 == "te"
 
 
@@ -87,8 +87,10 @@ def test_a_huggingface_model_stands_for_files_where_a_script_takes_one(folder):
     ):
         assert (args.num_layers, args.load, args.seq_length) == (3, "there", 4)
         assert args.origin("num_layers") == "--hf-model"
-    over = parse_script(["a", "--hf-model", "there"], "eval.py", adopt)
-    assert over.num_layers == 3 and over.origin("optimizer") == parse_script(["a"], "eval.py").origin("optimizer")
+    overridden = parse_script(["a", "--hf-model", "there"], "eval.py", adopt)
+    assert overridden.num_layers == 3 and overridden.origin("optimizer") == parse_script(["a"], "eval.py").origin(
+        "optimizer"
+    )
     with pytest.raises(SystemExit):
         parse_script(["a", "--hf-model", "there"], "train.py")
 
@@ -129,9 +131,9 @@ def test_what_is_printed_of_a_configuration_and_of_the_commands(folder, printed)
 
 
 def test_from_dict_equals_files(folder, model):
-    ours, theirs = NeoXArgs.from_dict(model), parse_deepy(["train.py", "a"]).args
-    names = [name for name in ours.__dataclass_fields__ if name not in ("origins", "config_files")]
-    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
+    from_values, from_files = NeoXArgs.from_dict(model), parse_deepy(["train.py", "a"]).args
+    names = [name for name in from_values.__dataclass_fields__ if name not in ("origins", "config_files")]
+    assert [getattr(from_values, name) for name in names] == [getattr(from_files, name) for name in names]
 
 
 def test_the_page_of_a_key_is_printed(folder, printed):
@@ -141,6 +143,16 @@ def test_the_page_of_a_key_is_printed(folder, printed):
         assert "default   1.0" in text and "honoured, differs" in text and "#1432" in text
     pages = printed(["--help-config", "lr_*"]).split("\n\n")
     assert {page.splitlines()[0] for page in pages} >= {"lr_decay_style", "lr_decay_iters", "lr_scaling"}
+    for key, kinds, group in (
+        ("kv_cache_gb", "auto or float", "Textgen"),
+        ("layer_types", "list of full_attention, sliding_attention", "Model"),
+        ("te_fp8_format", "hybrid, e4m3", "FP8"),
+        ("mup_attn_temp", "float", "MuP"),
+        ("moe_top_k", "int", "MoE"),
+        ("train_impl", "normal, dpo, rm, kto, reinforce", "Post training"),
+    ):
+        text = printed(["--help-config", key])
+        assert f"type      {kinds}\n" in text and f"group     {group}\n" in text
     with pytest.raises(ConfigError, match="gradient_cliping: no .*key.*gradient_clipping"):
         parse_deepy(["--help-config", "gradient_cliping"])
 
@@ -149,6 +161,6 @@ def test_two_runs_are_compared(folder, printed):
     (folder / "c.yml").write_text((folder / "a.yml").read_text() + "seed: 3\n")
     (folder / "saved").mkdir()
     (folder / "saved" / "a.yml").write_text((folder / "a.yml").read_text())
-    for one in ("a", "saved"):
-        assert printed(["--diff-config", one, "c.yml"]).startswith("seed: 1234 (default) -> 3 (c.yml:")
+    for saved_run in ("a", "saved"):
+        assert printed(["--diff-config", saved_run, "c.yml"]).startswith("seed: 1234 (default) -> 3 (c.yml:")
     assert printed(["--diff-config", "a,b", "a.yml,b"]) == "no value differs\n"

@@ -49,21 +49,21 @@ def test_what_a_run_would_refuse_is_marked_and_told(write):
 
 
 def test_what_differs_between_two_runs(write):
-    other = TEXT.replace("1e-2", "2e-2").replace("hidden_size: 64", "hidden_size: 128") + "seed: 5\n"
-    one, two = write(a=TEXT, b=other)
-    assert diff_config(load([one]), load([two])).splitlines() == [
+    changed_text = TEXT.replace("1e-2", "2e-2").replace("hidden_size: 64", "hidden_size: 128") + "seed: 5\n"
+    base_file, changed_file = write(a=TEXT, b=changed_text)
+    assert diff_config(load([base_file]), load([changed_file])).splitlines() == [
         "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)", "head_dim: 16 (derived) -> 32 (derived)",
         "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)", "seed: 1234 (default) -> 5 (b.yml:10)",
         "lr: 0.01 (derived) -> 0.02 (derived)",
     ]  # fmt: skip
-    assert diff_config(load([one]), load([one])) == ""
+    assert diff_config(load([base_file]), load([base_file])) == ""
 
 
 def test_what_is_printed_is_a_configuration(args, tmp_path):
     (tmp_path / "printed.yml").write_text(print_config(args))
-    again = load([tmp_path / "printed.yml"])
+    reloaded = load([tmp_path / "printed.yml"])
     for name in set(keys_of(NeoXArgs)) - {"config_files"}:
-        assert getattr(again, name) == getattr(args, name), name
+        assert getattr(reloaded, name) == getattr(args, name), name
 
 
 def test_the_dump_is_that_of_neox(args):
@@ -83,13 +83,13 @@ def test_the_reference_is_up_to_date_and_its_check_can_fail(tmp_path, monkeypatc
         return config_reference.main()
 
     assert run("--check") == 0
-    there = ("--output", str(tmp_path))
-    assert run("--check", *there) == 1
-    assert run(*there) == run("--check", *there) == 0
+    output_options = ("--output", str(tmp_path))
+    assert run("--check", *output_options) == 1
+    assert run(*output_options) == run("--check", *output_options) == 0
     for name in ("configuration.md", "configuration.schema.json"):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "x")
-        assert run("--check", *there) == 1
+        assert run("--check", *output_options) == 1
         (tmp_path / name).write_text(text)
 
 

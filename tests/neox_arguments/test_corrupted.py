@@ -10,7 +10,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
 from tests.neox_arguments.conftest import ELEUTHER
 
-MADE = {"batch_size", "lr", "optimizer_type", "dynamic_loss_scale", "is_pipe_parallel", "attention_config"}
+DERIVED_KEYS = {"batch_size", "lr", "optimizer_type", "dynamic_loss_scale", "is_pipe_parallel", "attention_config"}
 KEYS = keys_of(NeoXArgs)
 
 
@@ -68,7 +68,7 @@ def corrupt(values: dict, chance: random.Random) -> tuple[str, str, str]:
 def cases():
     chance = random.Random(4)
     sources = [
-        {key: value for key, value in entry["values"].items() if key not in MADE}
+        {key: value for key, value in entry["values"].items() if key not in DERIVED_KEYS}
         for name, entry in sorted(ELEUTHER["loaded"].items())
         if "train_iters" in entry["values"] and "mamba" not in name and "gmlp" not in name and "rwkv" not in name
     ]
@@ -82,16 +82,16 @@ def test_every_broken_file_is_refused_with_its_file_and_line(write):
             load(write(broken=text))
         rows = enumerate(text.replace("-", "_").splitlines(), 1)
         places = tuple(f"broken.yml:{number}: " for number, line in rows if line.startswith(f"{name}:"))
-        told = [problem.replace("-", "_") for problem in refused.value.problems if problem.startswith(places)]
-        assert re.search(rf"\b{name}\b", "\n".join(told)), f"{kind} {name} {places}: {refused.value}"
+        messages = [problem.replace("-", "_") for problem in refused.value.problems if problem.startswith(places)]
+        assert re.search(rf"\b{name}\b", "\n".join(messages)), f"{kind} {name} {places}: {refused.value}"
         kinds.add(kind)
     assert len(kinds) == 5
 
 
 def test_the_files_they_are_made_from_load(write):
-    """So that a refusal is of the fault and nothing else."""
+    """The source files are valid, so a refusal is caused by the fault alone."""
     for name, entry in ELEUTHER["loaded"].items():
         if "gmlp" in name or "mamba" in name:
             continue
-        values = {key: value for key, value in entry["values"].items() if key not in MADE}
+        values = {key: value for key, value in entry["values"].items() if key not in DERIVED_KEYS}
         load(write(whole="".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items())))

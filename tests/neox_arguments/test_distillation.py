@@ -1,4 +1,4 @@
-"""What goes with `distillation`, and what is refused beside it."""
+"""`distillation` accepts some keys and refuses others."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ LABELLED = {"train_data_paths": ["d"], "train_label_data_paths": ["l"], "pack_im
 ON_POLICY = {"lmbda": 0.5}
 
 
-def values_of(section: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**BASE, **more, "distillation": {"teacher": "checkpoints/teacher", **section}}
+def values_of(section: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    return {**BASE, **overrides, "distillation": {"teacher": "checkpoints/teacher", **section}}
 
 
-def test_defaults_are_the_forward_divergence_alone() -> None:
+def test_defaults_are_only_the_forward_divergence() -> None:
     section = NeoXArgs.from_dict(values_of({})).distillation
     assert section == {"teacher": "checkpoints/teacher", "beta": 0.0, "temperature": 1.0, "weight": 1.0, "top_k": None,
                        "cache": False, "cache_dir": None, "lmbda": 0.0, "max_new_tokens": 128}  # fmt: skip
@@ -25,7 +25,7 @@ def test_defaults_are_the_forward_divergence_alone() -> None:
     assert section is not None and section["lmbda"] == 0.5
 
 
-@pytest.mark.parametrize(("section", "more", "facts"), [
+@pytest.mark.parametrize(("section", "overrides", "facts"), [
     ({"beta": 1.5}, {}, "distillation.beta: 1 1.5"),
     ({"weight": 0.0}, {}, "distillation.weight: 0 0.0"),
     ({"alpha": 0.5}, {}, "distillation.alpha: unknown"),
@@ -42,5 +42,5 @@ def test_defaults_are_the_forward_divergence_alone() -> None:
     ({**ON_POLICY, "cache": True, "top_k": 8}, LABELLED, "distillation.cache: lmbda"),
     ({"lmbda": 1.0, "weight": 0.5}, LABELLED, "distillation.weight: policy"),
 ])  # fmt: skip
-def test_what_is_refused_is_named(section: dict[str, Any], more: dict[str, Any], facts: str) -> None:
-    assert refused(facts, values_of(section, **more))
+def test_what_is_refused_is_named(section: dict[str, Any], overrides: dict[str, Any], facts: str) -> None:
+    assert refused(facts, values_of(section, **overrides))

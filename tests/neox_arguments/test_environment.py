@@ -92,8 +92,8 @@ def test_a_contradiction_names_both_places(write):
         load(write(a=FROM_FILE + "gradient_clipping: 1.0\n", ds__json=DEEPSPEED)[:1])
     assert all_say(refused.value.problems, ("ds.json:3: gradient_clipping: 0.5 a.yml:7 1.0",))
     assert load(write(a=FROM_FILE + "gradient_clipping: 0.5\n", ds__json=DEEPSPEED)[:1]).gradient_clipping == 0.5
-    again = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"])
-    assert again.gradient_clipping == 0.7, "an override comes last of all"
+    overridden = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"])
+    assert overridden.gradient_clipping == 0.7, "an override comes last of all"
 
 
 def test_what_a_contradiction_advises_mends_it(write):

@@ -1,4 +1,4 @@
-"""What `moe_*` keys mean together, and what is refused of them."""
+"""Combinations of `moe_*` keys: their meaning, and refusals."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.validation.experts import router_notes
-from megatron.neox_arguments.values.adapters import lora_targets
+from megatron.neox_arguments.values.lora_settings import lora_targets
 from tests.neox_arguments.conftest import MODEL, refused
 
 MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
@@ -45,15 +45,15 @@ def test_what_does_not_fit_is_refused(values: dict[str, Any], facts: str) -> Non
     assert refused(facts, MODEL | MOE | values)
 
 
-def test_what_a_router_cannot_learn_is_said(model: dict[str, Any]) -> None:
-    def told(words: str, **values: Any) -> bool:
+def test_what_a_router_cannot_learn_is_reported(model: dict[str, Any]) -> None:
+    def noted(words: str, **values: Any) -> bool:
         return any(words in note for note in router_notes(NeoXArgs.from_dict(model | MOE | values)))
 
-    assert told("nothing balances the experts")
+    assert noted("nothing balances the experts")
     for keys in ({"moe_aux_loss_coeff": 0.01}, {"moe_router_bias_update_rate": 0.001}, {"moe_router_type": "sinkhorn"}):
-        assert not told("nothing balances the experts", **keys)
-    assert told("no router learns", moe_top_k=1, norm_topk_prob=True)
-    assert not told("no router learns", norm_topk_prob=True) and not told("no router learns", moe_top_k=1)
+        assert not noted("nothing balances the experts", **keys)
+    assert noted("no router learns", moe_top_k=1, norm_topk_prob=True)
+    assert not noted("no router learns", norm_topk_prob=True) and not noted("no router learns", moe_top_k=1)
 
 
 def test_which_blocks_have_experts(model: dict[str, Any]) -> None:
@@ -89,9 +89,9 @@ def test_ranks_that_share_out_experts_divide_the_data_ranks(model: dict[str, Any
 
 
 def test_adapters_of_a_model_whose_blocks_all_have_experts(model: dict[str, Any]) -> None:
-    whole = {"activation": "swiglu", "lora": {"target": "all-linear"}}
-    args = NeoXArgs.from_dict(model | MOE | whole)
+    all_linear = {"activation": "swiglu", "lora": {"target": "all-linear"}}
+    args = NeoXArgs.from_dict(model | MOE | all_linear)
     assert lora_targets(args) == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert "up_proj" in lora_targets(NeoXArgs.from_dict(model | MOE | whole | {"moe_layer_freq": [0, 1]}))
+    assert "up_proj" in lora_targets(NeoXArgs.from_dict(model | MOE | all_linear | {"moe_layer_freq": [0, 1]}))
     with pytest.raises(ConfigError, match="up_proj"):
-        NeoXArgs.from_dict(model | MOE | whole | {"lora": {"target": ["up_proj"]}})
+        NeoXArgs.from_dict(model | MOE | all_linear | {"lora": {"target": ["up_proj"]}})

@@ -26,7 +26,7 @@ LLAMA3_8B = {"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 1
 CODELLAMA = {"hidden_size": 4096, "activation": "swiglu", "mlp_multiple_of": 256}
 MISTRAL = {"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 14336}
 GOLDEN = {"hidden_size": 32, "activation": "swiglu", "intermediate_size": 240, "mlp_multiple_of": 16}
-PLAIN = {"hidden_size": 64, "mlp_multiple_of": 24}
+UNSET_WIDTH = {"hidden_size": 64, "mlp_multiple_of": 24}
 
 
 @pytest.mark.parametrize("keys, true, upstream, fork", [
@@ -43,7 +43,7 @@ def test_width(keys, true, upstream, fork):
     assert (width(None, **keys), width("upstream", **keys), width("fork", **keys)) == (true, upstream, fork)
 
 
-@pytest.mark.parametrize("keys", [MISTRAL, PLAIN | {"intermediate_size": 24 * 3}])
+@pytest.mark.parametrize("keys", [MISTRAL, UNSET_WIDTH | {"intermediate_size": 24 * 3}])
 def test_what_upstream_cannot_run_is_refused(keys):
     message = refusal(**keys, compat_ffn_width="upstream")["compat_ffn_width"]
     assert "GPT-NeoX" in message and "cannot run" in message
@@ -52,8 +52,8 @@ def test_what_upstream_cannot_run_is_refused(keys):
 def test_a_true_width_that_contradicts_its_multiple_is_refused():
     message = refusal(**GOLDEN | {"intermediate_size": 250}, compat_ffn_width="none")["compat_ffn_width"]
     assert "250" in message and "mlp_multiple_of 16" in message and "256" in message
-    plain = {"hidden_size": 64, "intermediate_size": 100, "mlp_multiple_of": 64}
-    message = refusal(**plain)["intermediate_size"]
+    contradiction = {"hidden_size": 64, "intermediate_size": 100, "mlp_multiple_of": 64}
+    message = refusal(**contradiction)["intermediate_size"]
     assert "128 in GPT-NeoX" in message and "100 in " in message
 
 
@@ -77,9 +77,9 @@ def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, l
 
 
 def test_files_with_one_reading_need_no_line():
-    for keys in (LLAMA3_8B, MISTRAL, PLAIN, {"hidden_size": 64}, {"hidden_size": 64, "intermediate_size": 100}):
+    for keys in (LLAMA3_8B, MISTRAL, UNSET_WIDTH, {"hidden_size": 64}, {"hidden_size": 64, "intermediate_size": 100}):
         assert refusal(**keys) == {}
-    assert width(None, **PLAIN) == 264, "an unset width is rounded up"
+    assert width(None, **UNSET_WIDTH) == 264, "an unset width is rounded up"
 
 
 def test_shipped_files_come_out_at_their_published_widths():
@@ -90,8 +90,8 @@ def test_shipped_files_come_out_at_their_published_widths():
     for name, expected in published.items():
         values = ELEUTHER["loaded"][f"configs/{name}.yml + overlay"]["values"]
         line = re.search(r"`compat_ffn_width: (\w+)`", " ".join(NeoXArgs.from_dict(values).refusals().values()))
-        more = {"compat_ffn_width": line[1]} if line else {}
-        args = NeoXArgs.from_dict(values | more | {"tokenizer_type": "HFTokenizer"})
+        compat_keys = {"compat_ffn_width": line[1]} if line else {}
+        args = NeoXArgs.from_dict(values | compat_keys | {"tokenizer_type": "HFTokenizer"})
         assert (args.ffn_size, args.refusals()) == (expected, {}), name
 
 

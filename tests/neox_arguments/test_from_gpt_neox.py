@@ -13,17 +13,17 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 KEYS = keys_of(NeoXArgs)
 
 
-def named(section: str, column: int) -> list[str]:
-    """What stands in backticks in a column: a key, a pattern of keys, or KEY: VALUE."""
+def names_in_column(section: str, column: int) -> list[str]:
+    """Returns a column's text in backticks: a key, a pattern of keys, or KEY: VALUE."""
     rows = [line.strip("|").split(" | ") for line in SECTIONS[section].splitlines() if line.startswith("| ")]
     return [word for row in rows[1:] for word in re.findall(r"`([^`]+)`", row[column])]
 
 
 def test_what_is_said_not_to_be_built_is_not_and_nothing_is_left_out() -> None:
-    words = named("Not built yet", 1)
+    words = names_in_column("Not built yet", 1)
     listed_keys = {name for name in KEYS for word in words if fnmatchcase(name, word)}
     assert listed_keys == {name for name, key in KEYS.items() if key.standing == "later"}
-    values = {f"{name}: {value}" for name, key in KEYS.items() for value in key.later_values}
+    values = {f"{name}: {value}" for name, key in KEYS.items() for value in key.not_built_values}
     assert {word for word in words if ":" in word} == values
 
 
@@ -39,7 +39,7 @@ def key_of(path: str) -> Key | None:
 
 
 def test_what_is_said_to_be_refused_is() -> None:
-    listed_keys = {word: key for word in named("Refused", 0) if (key := key_of(word)) is not None}
+    listed_keys = {word: key for word in names_in_column("Refused", 0) if (key := key_of(word)) is not None}
     assert len(listed_keys) > 40
     assert not [word for word, key in listed_keys.items() if key.standing != "refused" and not key.refuse_values]
 
@@ -74,7 +74,7 @@ def test_every_key_that_gpt_neox_never_reads_has_a_row_and_a_verdict() -> None:
     )
 
 
-def test_no_key_is_named_that_is_not_there() -> None:
+def test_every_named_key_exists() -> None:
     values = {value for key in KEYS.values() for value in key.choices} | {"a_b", "madgrad_wd", "all_config"}
     words = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))
     methods = {*dir(NeoXArgs), *inspect.signature(NeoXArgs.consume_neox_args).parameters}

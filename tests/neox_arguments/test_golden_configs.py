@@ -29,18 +29,20 @@ DIFFERENCES = {
     "deepspeed_config.zero_optimization.stage": "stage 0 is 1 for pipelines and 16-bit weights: DeepSpeed's 0 is wrong",
     "deepspeed_config.zero_optimization.cpu_offload": "false; DeepSpeed 0.19.8 calls it offload_optimizer",
 }
-DIFFERENCES |= {f"deepspeed_config.{path}": why for path, why in DIFFERENCES.items() if path.startswith(("fp", "bf"))}
+DIFFERENCES |= {
+    f"deepspeed_config.{path}": reason for path, reason in DIFFERENCES.items() if path.startswith(("fp", "bf"))
+}
 DIFFERENCES["deepspeed_config.zero_optimization.load_from_fp32_weights"] = "as above"
 # Files GPT-NeoX loads and crashes with later.
 REFUSED = ("configs/gmlp_small.yml", "configs/gmlp_small.yml + configs/local_setup.yml")
 
 
-def unequal(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+def unequal(actual: Any, expected: Any, path: str) -> Iterator[str]:
     """Paths of what GPT-NeoX says and we say otherwise."""
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for name, value in theirs.items():
-            yield from unequal(ours.get(name, "absent"), value, f"{path}.{name}" if path else name)
-    elif ours != theirs and str(ours).lower() != str(theirs).lower():  # names are read without case
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for name, value in expected.items():
+            yield from unequal(actual.get(name, "absent"), value, f"{path}.{name}" if path else name)
+    elif actual != expected and str(actual).lower() != str(expected).lower():  # names are read without case
         yield path
 
 
@@ -56,10 +58,12 @@ def differences(entry: dict[str, Any]) -> list[str]:
 
 
 def test_every_file_resolves_as_in_neox_but_for_the_table():
-    found = {name: set(differences(GOLDEN[name])) for name in set(GOLDEN) - set(REFUSED)}
-    unexplained = {name: paths - set(DIFFERENCES) for name, paths in found.items() if paths - set(DIFFERENCES)}
+    differing_paths = {name: set(differences(GOLDEN[name])) for name in set(GOLDEN) - set(REFUSED)}
+    unexplained = {
+        name: paths - set(DIFFERENCES) for name, paths in differing_paths.items() if paths - set(DIFFERENCES)
+    }
     assert unexplained == {} and len(GOLDEN) == 94
-    assert set.union(*found.values()) == set(DIFFERENCES), "the table holds what happens, no more"
+    assert set.union(*differing_paths.values()) == set(DIFFERENCES), "the table holds what happens, no more"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -67,20 +71,20 @@ def test_what_cannot_be_done_is_refused(name):
     assert refused("optimizer.params.eps: float 1.0e_8", GOLDEN[name]["values"])
 
 
-def without(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says by itself: its values with an overlay, without the overlay."""
-    made = {"batch_size", "train_batch_size", "global_num_gpus", "lr", "optimizer_type", "attention_config"}
-    return {key: value for key, value in GOLDEN[name]["values"].items() if key not in keys and key not in made}
+def base_values(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a file itself: its values with an overlay, without the overlay."""
+    derived = {"batch_size", "train_batch_size", "global_num_gpus", "lr", "optimizer_type", "attention_config"}
+    return {key: value for key, value in GOLDEN[name]["values"].items() if key not in keys and key not in derived}
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.endswith(" + overlay")])
 def test_files_without_batch_or_model_say_what_is_missing(name):
     """GPT-NeoX: `Either train_batch_size or ... needs to be provided`, or a TypeError."""
-    alone = name.removesuffix(" + overlay")
-    assert alone in ELEUTHER["failed"]
+    base_name = name.removesuffix(" + overlay")
+    assert base_name in ELEUTHER["failed"]
     overlay = GOLDEN[name]["overlay"]
     with pytest.raises(ConfigError) as caught:
-        NeoXArgs.from_dict(without(name, overlay)).check_training()
+        NeoXArgs.from_dict(base_values(name, overlay)).check_training()
     missing = [key for key in overlay if key not in ("optimizer", "train_batch_size")]
     required = [key for key in missing if keys_of(NeoXArgs)[key].required]
     text = "\n".join(caught.value.problems)
@@ -88,7 +92,7 @@ def test_files_without_batch_or_model_say_what_is_missing(name):
 
 
 def test_defaults_are_those_of_neox():
-    """Where a default differs, it is on purpose."""
+    """Defaults differ only on purpose."""
     neox_defaults = ELEUTHER["defaults"]
     keys = {name: key for name, key in keys_of(NeoXArgs).items() if name in neox_defaults and not key.required}
     differs = {name for name, key in keys.items() if key.default != neox_defaults[name]["default"]}

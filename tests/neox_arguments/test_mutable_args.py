@@ -48,7 +48,7 @@ def args(write) -> MutableNeoXArgs:
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch):
+def _single_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -115,11 +115,11 @@ def test_a_launched_program_gets_the_same_object(args):
     args.train_iters = 3
     words = args.get_deepspeed_main_args()
     assert words[words.index("--neox-args") - 1] == "train.py"
-    again = megatron.NeoXArgs.consume_neox_args(input_args=words)
-    assert again == args and again.user_script == "train.py" and again.frozen() == args.frozen()
-    again.seed = 1
-    assert again != args
-    assert megatron.NeoXArgs.consume_neox_args({"seed": 1}, words) == again
+    consumed = megatron.NeoXArgs.consume_neox_args(input_args=words)
+    assert consumed == args and consumed.user_script == "train.py" and consumed.frozen() == args.frozen()
+    consumed.seed = 1
+    assert consumed != args
+    assert megatron.NeoXArgs.consume_neox_args({"seed": 1}, words) == consumed
     Path(words[-1]).unlink()
 
 
@@ -127,9 +127,9 @@ def test_scripts_take_words_a_file_or_a_program_s_object(args):
     args.train_iters = 3
     words = args.get_deepspeed_main_args()
     expected = args.frozen()
-    for given in (args, expected, words, words[-2:]):
-        assert script_args(given, None, "train.py") == expected
-        assert script_args(given, {"seed": 8}, "train.py") == expected.replace(seed=8)
+    for source in (args, expected, words, words[-2:]):
+        assert script_args(source, None, "train.py") == expected
+        assert script_args(source, {"seed": 8}, "train.py") == expected.replace(seed=8)
     assert script_args(["a.yml"], {"train_iters": 3}, "train.py") == expected
     with pytest.raises(ConfigError, match="not both"):
         script_args(["a.yml", *words[-2:]], None, "train.py")
@@ -164,18 +164,18 @@ def test_ranks_of_another_starter_are_not_taken_for_single_ones(args, monkeypatc
 
 
 def test_equality_is_that_of_values(args):
-    again = megatron.NeoXArgs.from_dict({**args.frozen().user_values})
-    assert again == args and args.frozen() == args and args == args.frozen()
+    rebuilt = megatron.NeoXArgs.from_dict({**args.frozen().user_values})
+    assert rebuilt == args and args.frozen() == args and args == args.frozen()
     args.rank = 1
-    assert again != args and args != "a.yml" and "num_layers=2" in repr(args) and "seed" not in repr(args)
+    assert rebuilt != args and args != "a.yml" and "num_layers=2" in repr(args) and "seed" not in repr(args)
 
 
 def test_copies_are_objects_of_their_own(args):
     args.seed = 5
-    for again in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
-        assert again == args and again.frozen() == args.frozen()
-        again.optimizer["params"]["lr"] = 1.0
-        assert again != args and args.lr == 0.0006
+    for duplicate in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert duplicate == args and duplicate.frozen() == args.frozen()
+        duplicate.optimizer["params"]["lr"] = 1.0
+        assert duplicate != args and args.lr == 0.0006
     assert dataclasses.asdict(args)["seed"] == 5
 
 
@@ -190,15 +190,17 @@ def test_constructors_say_what_is_missing():
 def test_groups_of_keys_by_neox_names(name):
     for module in (megatron.neox_arguments, neox_args):
         group = getattr(module, name)
-        ours = keys_of(Resolved)
+        resolved_keys = keys_of(Resolved)
         for key in GROUPS[name]:
-            assert keys_of(group)[key] == ours[key] or keys_of(group)[key].default == ours[key].default
-            assert getattr(group, key) == ours[key].default
+            assert (
+                keys_of(group)[key] == resolved_keys[key] or keys_of(group)[key].default == resolved_keys[key].default
+            )
+            assert getattr(group, key) == resolved_keys[key].default
     with pytest.raises(AttributeError, match="NeoXArgsNothing"):
         _ = megatron.neox_arguments.NeoXArgsNothing
 
 
-def test_importing_megatron_reads_nothing_until_it_is_asked():
+def test_importing_megatron_reads_nothing():
     """No configuration needs torch, DeepSpeed or numpy."""
     code = (
         "import json, sys, megatron; steps, names = [], ('megatron.', 'torch', 'deepspeed', 'numpy')\n"
@@ -207,8 +209,10 @@ def test_importing_megatron_reads_nothing_until_it_is_asked():
         "from megatron import NeoXArgs; assert NeoXArgs.validate_keys(); seen(); print(json.dumps(steps))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    first, second, third = json.loads(run.stdout)
-    assert (first, second) == ([], ["megatron.fused_kernels"])
-    assert "megatron.neox_arguments" in third and all(name.startswith("megatron.") for name in third)
+    after_import, after_kernels, after_arguments = json.loads(run.stdout)
+    assert (after_import, after_kernels) == ([], ["megatron.fused_kernels"])
+    assert "megatron.neox_arguments" in after_arguments and all(
+        name.startswith("megatron.") for name in after_arguments
+    )
     with pytest.raises(ImportError, match="cannot import name 'NeoXArg'"):
         from megatron import NeoXArg  # noqa: F401

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.reports.config_dump import print_config
-from tests.neox_arguments.conftest import TEXT, says
+from tests.neox_arguments.conftest import TEXT, message_states
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def test_what_was_passed_in_can_change_afterwards(model):
 
 def test_replace_makes_a_new_resolved_object(args):
     changes = {"optimizer.params.lr": 0.2, "zero-optimization.stage": 1}
-    other = args.replace(train_iters=50, lr_decay_fraction=0.5, **changes)
-    assert (other.lr_decay_iters, other.lr, other.zero_stage) == (25, 0.2, 1)
+    replaced = args.replace(train_iters=50, lr_decay_fraction=0.5, **changes)
+    assert (replaced.lr_decay_iters, replaced.lr, replaced.zero_stage) == (25, 0.2, 1)
     assert (args.lr_decay_iters, args.lr, args.zero_stage) == (None, 0.1, 0)
-    assert other.replace(train_iters=None).lr_decay_iters is None
+    assert replaced.replace(train_iters=None).lr_decay_iters is None
     with pytest.raises(ConfigError, match="seed: expected int"):
         args.replace(seed="x")
     with pytest.raises(ConfigError, match="unknown key; did you mean seed"):
@@ -56,11 +56,14 @@ def test_json_round_trip_is_lossless(write):
     text = TEXT + "optimizer: {type: AdamW, params: {lr: 1.0e-1, betas: [0.9, 0.95]}}\ntrain_batch_size: 8\n# a note\n"
     args = load(write(a=text), ["zero_optimization.stage=1", "attention_config=[[[flash], 2]]"])
     for original in (args, args.for_world(4), args.for_world(4).replace(seed=7)):
-        again = NeoXArgs.from_json(original.to_json())
-        assert again == original
-        assert again.config_files == {"a.yml": text}
-        assert again.origin("optimizer.params.lr") == "a.yml:6" and again.origin("zero_optimization.stage") == "--set"
-        assert again.world_size == original.world_size
+        reloaded = NeoXArgs.from_json(original.to_json())
+        assert reloaded == original
+        assert reloaded.config_files == {"a.yml": text}
+        assert (
+            reloaded.origin("optimizer.params.lr") == "a.yml:6"
+            and reloaded.origin("zero_optimization.stage") == "--set"
+        )
+        assert reloaded.world_size == original.world_size
 
 
 def test_copies(args):
@@ -82,7 +85,7 @@ def test_derived_properties(model):
     assert args.replace(num_kv_heads=None, activation="gelu").kv_heads == 4
 
 
-@pytest.mark.parametrize("given, precision, section", [
+@pytest.mark.parametrize("values, precision, section", [
     ({}, "fp32", None),
     ({"precision": "fp16"}, "fp16", "fp16"),
     ({"fp16": {"enabled": True}}, "fp16", "fp16"),
@@ -92,8 +95,8 @@ def test_derived_properties(model):
     ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16", "bf16"),
     ({"fp16": {"enabled": False}}, "fp32", None),
 ])  # fmt: skip
-def test_precision_and_its_sections_agree(model, given, precision, section):
-    args = NeoXArgs.from_dict(model | given)
+def test_precision_and_its_sections_agree(model, values, precision, section):
+    args = NeoXArgs.from_dict(model | values)
     assert args.precision == precision
     enabled = [name for name in ("fp16", "bf16") if (getattr(args, name) or {}).get("enabled")]
     assert enabled == ([section] if section else [])
@@ -110,22 +113,24 @@ def test_clipping_as_written_and_as_neox_read_it(model):
 
 def test_no_save_optim_as_gpt_neox_takes_it_and_as_written(model):
     args = NeoXArgs.from_dict(model | {"no_save_optim": True})
-    assert not args.compat_no_save_optim and says(*args.startup_notes(), "no_save_optim no effect compat_no_save_optim")
+    assert not args.compat_no_save_optim and message_states(
+        *args.startup_notes(), "no_save_optim no effect compat_no_save_optim"
+    )
     assert NeoXArgs.from_dict(json.loads(args.to_json())["given"]).startup_notes() == args.startup_notes()
     assert re.search(r"^no_save_optim: +true +# program$", print_config(args), re.M), "as it was given"
     args = NeoXArgs.from_dict(model | {"no_save_optim": True, "compat_no_save_optim": True})
-    assert says(*args.startup_notes(), "compat_no_save_optim no_load_optim")
+    assert message_states(*args.startup_notes(), "compat_no_save_optim no_load_optim")
 
 
 def test_layernorm_without_biases_is_said_since_gpt_neox_has_them(model):
-    given = model | {"norm": "layernorm", "use_bias_in_norms": False}
-    assert says(*NeoXArgs.from_dict(given).startup_notes(), "use_bias_in_norms compat_norm_bias")
-    assert NeoXArgs.from_dict(given | {"norm": "rmsnorm"}).startup_notes() == []
+    values = model | {"norm": "layernorm", "use_bias_in_norms": False}
+    assert message_states(*NeoXArgs.from_dict(values).startup_notes(), "use_bias_in_norms compat_norm_bias")
+    assert NeoXArgs.from_dict(values | {"norm": "rmsnorm"}).startup_notes() == []
 
 
 def test_settings_without_effect_are_named_once_and_not_in_their_sections(model):
-    given = {"rope_fusion": True, "layernorm_fusion": False, "fp16": {"enabled": True, "type": "fp16", "fp16": False}}
-    args = NeoXArgs.from_dict(model | given | {"zero_optimization": {"stage": 1}})
+    values = {"rope_fusion": True, "layernorm_fusion": False, "fp16": {"enabled": True, "type": "fp16", "fp16": False}}
+    args = NeoXArgs.from_dict(model | values | {"zero_optimization": {"stage": 1}})
     (note,) = args.startup_notes()
     assert "rope_fusion (" in note and "fp16.fp16 (" in note and "layernorm_fusion" not in note
     assert args.fp16 is not None and "type" not in args.fp16 and "load_from_fp32_weights" not in args.zero_optimization

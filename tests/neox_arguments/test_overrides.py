@@ -3,9 +3,9 @@
 import pytest
 
 from megatron.neox_arguments import ConfigError, load
-from tests.neox_arguments.conftest import TEXT, says
+from tests.neox_arguments.conftest import TEXT, message_states
 
-MORE = """\
+EXTRA_TEXT = """\
 seed: 5
 optimizer: {type: Adam, params: {lr: 0.01, betas: [0.9, 0.95]}}
 fp16: {enabled: true, loss_scale: 0}
@@ -14,7 +14,7 @@ fp16: {enabled: true, loss_scale: 0}
 
 @pytest.fixture
 def files(write):
-    return write(a=TEXT + MORE)
+    return write(a=TEXT + EXTRA_TEXT)
 
 
 def test_overrides_win_and_say_so(files):
@@ -51,4 +51,4 @@ def test_a_whole_section_replaces_the_old_one_and_a_new_one_is_begun(files):
 def test_bad_overrides(files, override, facts):
     with pytest.raises(ConfigError) as caught:
         load(files, [override])
-    assert says(caught.value.problems[0], facts)
+    assert message_states(caught.value.problems[0], facts)

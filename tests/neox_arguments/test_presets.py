@@ -16,7 +16,7 @@ GOLDEN = ELEUTHER["loaded"]
 NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
 
 
-def counted(tokens: int, embeddings: str, **parameters: float) -> dict[str, tuple[int, float, str]]:
+def model_size(tokens: int, embeddings: str, **parameters: float) -> dict[str, tuple[int, float, str]]:
     return {name: (tokens, count, embeddings) for name, count in parameters.items()}
 
 
@@ -25,32 +25,32 @@ def counted(tokens: int, embeddings: str, **parameters: float) -> dict[str, tupl
 # rounded: GPT-3's (arXiv 2005.14165, table D.1; one embedding) and those that GPT-NeoX's own files are named
 # after (none).
 PUBLISHED = {
-    **counted(NEOX, "none", **{"19M": 19e6, "49M": 49e6, "800M": 800e6}),
-    **counted(NEOX, "one", **{
+    **model_size(NEOX, "none", **{"19M": 19e6, "49M": 49e6, "800M": 800e6}),
+    **model_size(NEOX, "one", **{
         "125M": 125e6, "350M": 356e6, "760M": 760e6, "1-3B": 1320e6, "2-7B": 2650e6, "6-7B": 6660e6, "13B": 12850e6,
         "175B": 174600e6,
     }),
-    **counted(NEOX, "all", **{
+    **model_size(NEOX, "all", **{
         "20B": 20_554_567_680, "neox_7b": 6.85e9, "llama_7b_gqa": 7.39e9, "pythia/14M": 14_067_712,
         "pythia/31M": 30_494_720, "pythia/70M": 70_426_624, "pythia/160M": 162_322_944, "pythia/410M": 405_334_016,
         "pythia/1B": 1_011_781_632, "pythia/1-4B": 1_414_647_808, "pythia/2-8B": 2_775_208_960,
         "pythia/6-9B": 6_857_302_016, "pythia/12B": 11_846_072_320,
         "125M-dmoe": 559e6,  # in every block 8 feed-forwards in the place of 125M's one
     }),
-    **counted(LLAMA, "all", **{
+    **model_size(LLAMA, "all", **{
         "llama/7B": 6_738_415_616, "llama/13B": 13_015_864_320, "llama/30B": 32_528_943_616,
         "llama/65B": 65_285_660_672, "llama2/7B": 6_738_415_616, "llama2/13B": 13_015_864_320,
         "llama2/70B": 68_976_648_192, "mistral/7B": 7_241_732_096,
     }),
-    **counted(LLAMA3, "all", **{
+    **model_size(LLAMA3, "all", **{
         "llama3/8B": 8_030_261_248, "llama3/70B": 70_553_706_496, "llama3-1/8B": 8_030_261_248,
         "llama3-1/70B": 70_553_706_496,
     }),
-    **counted(50280, "all", **{"olmo/1B": 1_176_764_416, "olmo/7B": 6_888_095_744, "olmoe/1B-7B": 6_919_161_856}),
-    **counted(100278, "all", **{"olmo2/7B": 7_298_617_344}),
+    **model_size(50280, "all", **{"olmo/1B": 1_176_764_416, "olmo/7B": 6_888_095_744, "olmoe/1B-7B": 6_919_161_856}),
+    **model_size(100278, "all", **{"olmo2/7B": 7_298_617_344}),
 }  # fmt: skip
 ENVIRONMENT = {"local_setup", "hosts_setup", "slurm_setup", "text_generation"}  # go after a model
-OTHERS = {"quickstart"}
+OTHER_PRESETS = {"quickstart"}
 # What GPT-NeoX's files have otherwise than the published models, or not in the same unit.
 NOT_PUBLISHED = dict.fromkeys(("llama2/7B", "llama2/13B"), {"use_bias_in_mlp"})
 NOT_PUBLISHED["llama2/70B"] = {"use_bias_in_mlp", "rotary_emb_base"}
@@ -75,21 +75,21 @@ def preset(name):
 
 
 def golden(name):
-    """What GPT-NeoX resolves its own file of that name to; None where it has none."""
-    for second in ("", " + configs/llama/train_config.yml"):
-        if f"configs/{name}.yml{second}" in GOLDEN:
-            return GOLDEN[f"configs/{name}.yml{second}"]["values"]
+    """Returns GPT-NeoX's values of its own file of that name; None where it has none."""
+    for overlay in ("", " + configs/llama/train_config.yml"):
+        if f"configs/{name}.yml{overlay}" in GOLDEN:
+            return GOLDEN[f"configs/{name}.yml{overlay}"]["values"]
     return None
 
 
 def test_every_file_is_known():
     config_names = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
     # Those of pipelines are read in tests/pipelines.
-    of_pipelines = {name for name in config_names if name.startswith("pipelines/") or name == "promotion_gates"}
-    assert config_names - of_pipelines == set(PUBLISHED) | ENVIRONMENT | OTHERS | {"container_setup"}
+    pipeline_names = {name for name in config_names if name.startswith("pipelines/") or name == "promotion_gates"}
+    assert config_names - pipeline_names == set(PUBLISHED) | ENVIRONMENT | OTHER_PRESETS | {"container_setup"}
 
 
-@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHER_PRESETS}))
 def test_a_preset_runs_as_it_is(name):
     args = preset(name).check_training()
     assert args.refusals() == {} and args.startup_notes() == []  # nor does a key stand there that has no effect
@@ -124,17 +124,17 @@ def test_a_preset_is_the_model_of_the_same_name(name):
             "output_layer_init_method",
         }  # fmt: skip
         return
-    theirs = {key: values.get(key, keys[key].default) for key in SHAPE}
-    assert {key for key in SHAPE if getattr(args, key) != theirs[key]} == NOT_PUBLISHED.get(name, set())
+    published = {key: values.get(key, keys[key].default) for key in SHAPE}
+    assert {key for key in SHAPE if getattr(args, key) != published[key]} == NOT_PUBLISHED.get(name, set())
     width = {key: values[key] for key in ("activation", "intermediate_size", "mlp_multiple_of") if key in values}
-    shape = {key: theirs[key] for key in SHAPE[:6]} | width | {"compat_ffn_width": "upstream"}
+    shape = {key: published[key] for key in SHAPE[:6]} | width | {"compat_ffn_width": "upstream"}
     assert args.ffn_size == NeoXArgs.from_dict(shape).ffn_size
     if args.norm == "rmsnorm":
         assert args.rms_norm_epsilon == values["rms_norm_epsilon"]
     if not name.startswith("llama"):  # whose recipe is the paper's, not that of fine-tuning
         assert {key for key in OPTIMIZATION if getattr(args, key) != values.get(key, keys[key].default)} == set()
-        ours = dict(args.optimizer["params"])
-        assert ours | {"betas": list(ours["betas"])} == values["optimizer"]["params"]
+        optimizer_params = dict(args.optimizer["params"])
+        assert optimizer_params | {"betas": list(optimizer_params["betas"])} == values["optimizer"]["params"]
 
 
 def test_environment_files_go_after_any_preset():
@@ -164,10 +164,10 @@ def test_a_container_is_configured_by_its_environment(monkeypatch):
 
 def test_the_container_says_how_a_preset_takes_these():
     text = (CONFIGS / "container_setup.yml").read_text()
-    shown = re.findall(r"(\w[\w.]*)=(\S+)", "".join(re.findall(r"#  +--set.*\n(?:#  +.*\n)*", text)))
-    assert len(shown) == 7
+    documented = re.findall(r"(\w[\w.]*)=(\S+)", "".join(re.findall(r"#  +--set.*\n(?:#  +.*\n)*", text)))
+    assert len(documented) == 7
     values = {"$MODEL": "/m", "$OUTPUT_DIR": "/o", "$BATCH_SIZE": "2", "$LEARNING_RATE": "1e-4", "$EPOCHS": "2"}
-    texts = [f"{key}={re.sub(r'[$][A-Z_]+', lambda found: values[found.group()], value)}" for key, value in shown]
+    texts = [f"{key}={re.sub(r'[$][A-Z_]+', lambda match: values[match.group()], value)}" for key, value in documented]
     args = load(["configs/pythia/70M.yml", "configs/local_setup.yml"], texts).check_training()
     assert (args.train_epochs, args.train_iters, args.lr, args.lr_scaling) == (2, None, 1e-4, "linear")
     assert (args.load, args.save, args.train_micro_batch_size_per_gpu) == ("/m", "/o", 2)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, load
 from megatron.neox_arguments.reading.files import read_files
-from tests.neox_arguments.conftest import TEXT, all_say, says
+from tests.neox_arguments.conftest import TEXT, all_say, message_states
 
 MODEL = TEXT.replace("num_", "num-")
 
@@ -30,17 +30,17 @@ def test_files_are_merged_both_spellings_mean_the_same_and_files_of_one_name_are
     assert args.origin("seed") == "sub/a.yml:1"
 
 
-@pytest.mark.parametrize("second", ["train_iters: 8", "train-iters: 8"])
-def test_a_key_in_two_files_names_both_places(write, second):
-    (problem,) = refused(write(a=MODEL + "train-iters: 7\n", b=f"seed: 1\n{second}\n"))
-    assert says(problem.replace("train-iters", "train_iters"), "b.yml:2: train_iters: a.yml:6")
+@pytest.mark.parametrize("second_line", ["train_iters: 8", "train-iters: 8"])
+def test_a_key_in_two_files_names_both_places(write, second_line):
+    (problem,) = refused(write(a=MODEL + "train-iters: 7\n", b=f"seed: 1\n{second_line}\n"))
+    assert message_states(problem.replace("train-iters", "train_iters"), "b.yml:2: train_iters: a.yml:6")
 
 
 def test_a_recipe_may_set_seq_length_again_after_an_imported_model(write):
     args = load(write(hf_model=MODEL, recipe="seq-length: 16\n"))
     assert (args.seq_length, args.origin("seq_length")) == (16, "recipe.yml:1")
-    (twice,) = refused(write(hf_model=MODEL, recipe="seq_length: 16\n", other="seq_length: 8\n"))
-    assert says(twice, "other.yml:1: seq_length: recipe.yml:1")
+    (problem,) = refused(write(hf_model=MODEL, recipe="seq_length: 16\n", other="seq_length: 8\n"))
+    assert message_states(problem, "other.yml:1: seq_length: recipe.yml:1")
     for files in ({"recipe": "seq_length: 16\n", "hf_model": MODEL}, {"hf_model": MODEL, "b": "hidden_size: 32\n"}):
         assert len(refused(write(**files))) == 1
     assert len(refused(write(hf_model=MODEL + "seq_length: 16\n"))) == 1
@@ -73,12 +73,12 @@ def test_a_file_that_cannot_be_read_is_the_only_problem(write, tmp_path):
     (tmp_path / "latin.yml").write_bytes(b"seed: \xff")
     for file, facts in (("c.yml", "no file"), ("latin.yml", "read"), (".", "read")):
         (problem,) = refused([file])
-        assert says(problem, f"{file}: {facts}")
+        assert message_states(problem, f"{file}: {facts}")
 
 
 def test_required_keys_are_named(write):
-    named = ["hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
-    assert [problem.split(":")[0] for problem in refused(write(a="num_layers: 2\n"))] == named
+    expected = ["hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
+    assert [problem.split(":")[0] for problem in refused(write(a="num_layers: 2\n"))] == expected
 
 
 @pytest.mark.parametrize("text, line", [("num_layers: [1\n", 2), ("- 1\n- 2\n", 1), ("a: b: c\n", 1)])
@@ -106,14 +106,14 @@ def test_values_as_people_write_them(write):
 def test_types_are_strict(write, line):
     text = MODEL.replace("num-layers: 2\n", "") + line
     (problem,) = [p for p in refused(write(a=text)) if "is required" not in p]
-    assert says(problem, f"a.yml:5: {line.split(':')[0]}: expected")
+    assert message_states(problem, f"a.yml:5: {line.split(':')[0]}: expected")
 
 
 def test_json_with_tabs(write):
     text = '{\n\t"num-layers": 2, "hidden_size": 64, "num_attention_heads": 4,\n'
     text += '\t"seq_length": 32,\n\t"max_position_embeddings": 16}'
     (problem,) = refused(write(a__json=text))
-    assert says(problem, "a.json:3: seq_length: 32 max_position_embeddings 16 a.json:4")
+    assert message_states(problem, "a.json:3: seq_length: 32 max_position_embeddings 16 a.json:4")
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -123,7 +123,7 @@ UNREADABLE = {
     "nested brackets": ("seed: " + "[" * 600 + "]" * 600, "a.yml:1: not valid YAML: nested 50"),
     "nested a little": ("seed: " + "[" * 60 + "]" * 60, "a.yml:1: not valid YAML: nested 50"),
     "a huge integer": ("layernorm_epsilon: 1" + "0" * 400, "a.yml:1: layernorm_epsilon: expected number"),
-    "more digits than Python reads": ("seed: 1" + "0" * 5000, "a.yml:1: not valid YAML: no int"),
+    "more digits than Python reads": ("seed: 1" + "0" * 5000, "a.yml:1: not valid YAML: int"),
     "no boolean": ("\nfinetune: !!bool x", "a.yml:2: not valid YAML: x bool"),
     "no time": ("save: !!timestamp x", "a.yml:1: not valid YAML: x timestamp"),
     "a name of Python": ("save: !!python/name:os.system", "a.yml:1: not valid YAML: "),
@@ -136,7 +136,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_what_no_yaml_reader_survives_is_one_line(write, kind):
     text, facts = UNREADABLE[kind]
-    (line,) = [line for line in refused(write(a=text)) if says(line, facts)]
+    (line,) = [line for line in refused(write(a=text)) if message_states(line, facts)]
     assert "\n" not in line
 
 

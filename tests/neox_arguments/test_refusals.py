@@ -1,10 +1,10 @@
-"""What resolves, and is refused by a run before its first step."""
+"""Some values resolve, but a run refuses them before its first step."""
 
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
-from tests.neox_arguments.conftest import MODEL, TRAINABLE, problems_of, says
+from tests.neox_arguments.conftest import MODEL, TRAINABLE, message_states, problems_of
 
 CASES = [
     ({"attention_config": [[["local"], 2]]}, "attention_config", "local DeepSpeed"),
@@ -28,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize("values, path, facts", CASES)
 def test_a_run_refuses_what_resolves(values, path, facts):
     args = NeoXArgs.from_dict(MODEL | TRAINABLE | values)
-    assert path in args.refusals() and says(args.refusals()[path], f": {facts}")
+    assert path in args.refusals() and message_states(args.refusals()[path], f": {facts}")
     with pytest.raises(ConfigError, match=f"^program: {path}: "):
         args.check_training()
 
@@ -49,7 +49,7 @@ def test_what_is_switched_off_or_default_is_not_refused(values):
 def test_every_refused_or_later_key_is_refused_by_name():
     """Each with a value of its type that is not its default; the reason says what to do."""
     samples = {bool: True, int: 7, float: 0.75, str: "text"}
-    tried = 0
+    num_tried = 0
     for name, key in keys_of(NeoXArgs).items():
         if key.standing not in ("refused", "later"):
             continue
@@ -60,11 +60,11 @@ def test_every_refused_or_later_key_is_refused_by_name():
                 continue
             if value is not None and value != key.default:
                 assert name in args.refusals(), name
-                tried += 1
+                num_tried += 1
                 break
         else:
             pytest.fail(f"no value of {name} could be tried")
-    assert tried >= 56
+    assert num_tried >= 56
 
 
 @pytest.mark.parametrize("values, facts", [
@@ -77,7 +77,7 @@ def test_every_refused_or_later_key_is_refused_by_name():
 ])  # fmt: skip
 def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(values, facts):
     (line,) = NeoXArgs.from_dict(MODEL | TRAINABLE | values).check_training().startup_notes()
-    assert says(line, facts) and "\n" not in line
+    assert message_states(line, facts) and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(values, fact
 )
 def test_keys_that_gpt_neox_files_carry_and_nobody_knows(key, facts):
     (problem,) = problems_of({key: 0.1})
-    assert says(problem, f"{key}: unknown key {facts}")
+    assert message_states(problem, f"{key}: unknown key {facts}")

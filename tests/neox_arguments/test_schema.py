@@ -36,7 +36,7 @@ def test_presets_are_valid(validator, path):
 
 
 def test_golden_files_are_valid_in_both_spellings(validator):
-    """What GPT-NeoX resolved from its files, but for the one file that has text for a number."""
+    """GPT-NeoX's values of its files are valid, but for the one file that has text for a number."""
     for name, entry in ELEUTHER["loaded"].items():
         dashes = {key.replace("_", "-"): value for key, value in entry["values"].items()}
         for values in (entry["values"], dashes):

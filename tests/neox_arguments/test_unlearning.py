@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from megatron.methods.unlearning.schedule import ascent_steps, begins_burst, is_ascent, optimizer_steps
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
 from tests.neox_arguments.conftest import MODEL, refused
 
 BASE: dict[str, Any] = {**MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a",
@@ -17,7 +17,7 @@ def args(**keys: Any) -> NeoXArgs:
 
 
 def calls_of_the_fork(iterations: int, keys: dict[str, Any]) -> str:
-    """Its calls of train_step, a letter each, as its training loop makes them (reference: its `train`)."""
+    """Returns the fork's calls of train_step, a letter each, in its loop's order (reference: its `train`)."""
     calls = ""
     for iteration in range(iterations):
         if keys["ga_mode"] == "interleaved":
@@ -35,11 +35,11 @@ def test_steps_are_those_of_the_fork(keys: dict[str, Any]) -> None:
     values, calls = args(ga_dataset="b", **keys), calls_of_the_fork(23, keys)
     steps = "".join("a" if is_ascent(values, step) else "o" for step in range(len(calls)))
     assert steps == calls and optimizer_steps(values, 23) == len(calls)
-    for first in (0, 1, 3, 7, len(calls)):
-        assert ascent_steps(values, first, len(calls)) == calls[first:].count("a")
+    for start in (0, 1, 3, 7, len(calls)):
+        assert ascent_steps(values, start, len(calls)) == calls[start:].count("a")
     bursts = [step for step in range(len(calls)) if begins_burst(values, step)]
-    alone = keys["ga_mode"] == "interleaved" or keys["ga_iters"] == 1
-    assert bursts == [i for i, c in enumerate(calls) if c == "a" and (alone or calls[i - 1] == "o")]
+    any_burst = keys["ga_mode"] == "interleaved" or keys["ga_iters"] == 1
+    assert bursts == [i for i, c in enumerate(calls) if c == "a" and (any_burst or calls[i - 1] == "o")]
 
 
 INTERLEAVED = {"ga_dataset": "b", "ga_mode": "interleaved"}

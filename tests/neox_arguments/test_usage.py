@@ -9,14 +9,15 @@ from pathlib import Path
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import Key, key, keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.methods import further_sets
 from tests.neox_arguments.conftest import ROOT
 
-HERE = ROOT / "megatron" / "neox_arguments"
+PACKAGE = ROOT / "megatron" / "neox_arguments"
 
 
 def sources() -> list[Path]:
     scripts = [ROOT / name for name in ("deepy.py", "train.py", "eval.py", "generate.py")]
-    return [path for path in sorted((ROOT / "megatron").rglob("*.py")) if HERE not in path.parents] + scripts
+    return [path for path in sorted((ROOT / "megatron").rglob("*.py")) if PACKAGE not in path.parents] + scripts
 
 
 @cache
@@ -25,7 +26,16 @@ def parsed(path: Path) -> ast.AST:
 
 
 def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """`args.name`, `self.args.name`, `self._args.name` and `getattr(args, "name")`, with their lines."""
+    """`args.name`, `self.args.name`, `self._args.name` and `getattr(args, "name")`, with their lines.
+
+    `ToyKeys.read_from(args)`, and a variable that is set to it, count as args."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and is_keys(node.value)]
+            names = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+                    yield node.attr, node.lineno
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_args(node.value):
             yield node.attr, node.lineno
@@ -36,7 +46,11 @@ def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def is_args(node: ast.AST) -> bool:
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name in ("args", "_args")
+    return name in ("args", "_args") or is_keys(node)
+
+
+def is_keys(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "read_from"
 
 
 @cache
@@ -47,19 +61,23 @@ def reads_of(path: Path) -> tuple[tuple[str, int], ...]:
 @cache
 def resolved_here() -> set[str]:
     """Keys that resolving turns into another value, property or refusal, or reads files by."""
-    key_names = {name for name, _ in reads_of(HERE / "validation" / "refusals.py")}
+    key_names = {name for name, _ in reads_of(PACKAGE / "validation" / "refusals.py")}
     key_names |= {impl.key for impl in TRAIN_IMPLS.values()}
-    for node in ast.walk(parsed(HERE / "reading" / "files.py")):
+    for node in ast.walk(parsed(PACKAGE / "reading" / "files.py")):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    owners = {"derive": "values", "ffn_width": "values", "losses": "args", "rollouts": "args", "unlearning": "args"}
-    for name, owner in {"resolved.py": "self", **{f"values/{name}.py": one for name, one in owners.items()}}.items():
-        for node in ast.walk(parsed(HERE / name)):
+    key_names |= {key for further in further_sets().values() for key in (further.data, further.labels, further.storage)}
+    owners = {"derive": "values", "ffn_width": "values", "losses": "args"}
+    for name, owner in {
+        "resolved.py": "self",
+        **{f"values/{name}.py": variable for name, variable in owners.items()},
+    }.items():
+        for node in ast.walk(parsed(PACKAGE / name)):
             match node:
-                case ast.Attribute(value=ast.Name(id=of), ctx=ast.Load(), attr=key_name) if of == owner:
+                case ast.Attribute(value=ast.Name(id=value_name), ctx=ast.Load(), attr=key_name) if value_name == owner:
                     key_names.add(key_name)
-                case ast.Subscript(value=ast.Name(id=of), ctx=ast.Load(), slice=ast.Constant(value=key_name)):
-                    key_names |= {str(key_name)} if of == owner else set()
+                case ast.Subscript(value=ast.Name(id=value_name), ctx=ast.Load(), slice=ast.Constant(value=key_name)):
+                    key_names |= {str(key_name)} if value_name == owner else set()
     return key_names
 
 
@@ -74,8 +92,12 @@ def needs_a_reader(declared: Key) -> bool:
 
 
 def test_the_scan_sees_what_it_should():
-    tree = ast.parse("args.one\nself.args.two\nself._args.three\ngetattr(args, 'four')\nother.five\nargs.six()\n")
-    assert [name for name, _ in sorted(reads(tree), key=lambda read: read[1])] == ["one", "two", "three", "four", "six"]
+    tree = ast.parse(
+        "args.one\nself.args.two\nself._args.three\ngetattr(args, 'four')\nother.five\nargs.six()\n"
+        "def f():\n    x = Keys.read_from(args)\n    x.seven\nKeys.read_from(args).eight\nx.nine"
+    )
+    names = [name for name, _ in sorted(reads(tree), key=lambda read: read[1])]
+    assert names == ["one", "two", "three", "four", "six", "seven", "eight"]
     assert {"precision", "intermediate_size", "lr_decay_fraction"} <= resolved_here()
     assert "tensorboard_dir" not in resolved_here()
 
@@ -106,8 +128,8 @@ def test_a_dummy_key_and_a_deleted_reader_are_found():
         dummy_key: int = key(1, "Nothing reads it")
 
     assert idle(WithDummy, sources()) == ["dummy_key"]
-    kept = [path for path in sources() if path.name not in ("loggers.py",)]
-    assert "wandb_project" in idle(NeoXArgs, kept)
+    remaining = [path for path in sources() if path.name not in ("loggers.py",)]
+    assert "wandb_project" in idle(NeoXArgs, remaining)
 
 
 def sub_keys(declaration: type) -> Iterator[tuple[type, Key]]:
@@ -133,16 +155,16 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
     }  # fmt: skip
     texts = {
         node.value
-        for path in [*sources(), *HERE.rglob("*.py")]
-        if path.parent != HERE / "keys"
+        for path in [*sources(), *PACKAGE.rglob("*.py")]
+        if path.parent != PACKAGE / "keys"
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     idle_ones = []
     for section, declared in sub_keys(NeoXArgs):
-        known, model = texts, handed_on.get(section.__name__)
+        known_names, model = texts, handed_on.get(section.__name__)
         if model is not None:
-            known = {field.alias for field in model.model_fields.values()} | set(model.model_fields)
-        if declared.name not in known and len(declared.choices) != 1:
+            known_names = {field.alias for field in model.model_fields.values()} | set(model.model_fields)
+        if declared.name not in known_names and len(declared.choices) != 1:
             idle_ones.append(f"{section.__name__}.{declared.name}")
     assert idle_ones == []

@@ -5,7 +5,7 @@ import yaml
 
 from megatron.neox_arguments import NeoXArgs, load
 from megatron.neox_arguments.values.losses import least_prefix_saving
-from tests.neox_arguments.conftest import TRAINABLE, problems_of, says
+from tests.neox_arguments.conftest import TRAINABLE, message_states, problems_of
 
 TABLE = """
 - adam: &adam {type: Adam, params: {lr: 0.1}}
@@ -185,7 +185,7 @@ ANCHORS, *CASES = yaml.safe_load(TABLE)
 @pytest.mark.parametrize(("refused", "change", "key", "facts"), CASES)
 def test_contradictions(refused, change, key, facts):
     (problem,) = problems_of(refused)
-    assert says(problem, f"{key}: {facts}")
+    assert message_states(problem, f"{key}: {facts}")
     assert problems_of({key: value for key, value in (refused | change).items() if value is not None}) == ()
 
 
@@ -193,9 +193,9 @@ def test_prompts_are_shared_but_where_a_prompt_depends_on_its_row(model):
     """States, and dropout."""
     packed = ANCHORS["pairs"] | {"pack_impl": "best_fit", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     dropout = [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"lora": {"r": 2, "dropout": 0.1}}]
-    alone = [ANCHORS["mamba"], *({"disable_dropout": False} | each for each in dropout)]
-    found = [least_prefix_saving(NeoXArgs.from_dict(model | packed | changes)) for changes in ({}, *alone)]
-    assert found[0] is not None and found[1:] == [None] * 4
+    unshared = [ANCHORS["mamba"], *({"disable_dropout": False} | section for section in dropout)]
+    savings = [least_prefix_saving(NeoXArgs.from_dict(model | packed | changes)) for changes in ({}, *unshared)]
+    assert savings[0] is not None and savings[1:] == [None] * 4
 
 
 def test_places_of_both_keys_are_named(write):
@@ -209,9 +209,9 @@ def test_what_training_needs():
     assert problems_of(TRAINABLE, NeoXArgs.check_training) == ()
     for key in ("train_iters", "data_path", "train_micro_batch_size_per_gpu"):
         (problem,) = problems_of(TRAINABLE | {key: None}, NeoXArgs.check_training)
-        assert says(problem, f"{key}: required")
+        assert message_states(problem, f"{key}: required")
     (problem,) = problems_of(TRAINABLE | {"tokenizer_type": "HFTokenizer"}, NeoXArgs.check_training)
-    assert says(problem, "vocab_file: required HFTokenizer")
+    assert message_states(problem, "vocab_file: required HFTokenizer")
     problems = problems_of(TRAINABLE | {"tokenizer_type": None}, NeoXArgs.check_training)
     assert [line.split(":")[0] for line in problems] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
 
@@ -231,18 +231,18 @@ def test_data_are_named_without_a_scheme():
 
 
 def test_what_generation_needs():
-    enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
-    for given in (
-        enough,
-        enough | {"text_gen_type": "input-file", "sample_input_file": "p"},
-        enough | {"load": None, "save": "x", "checkpoint_factor": 1},
+    required = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
+    for values in (
+        required,
+        required | {"text_gen_type": "input-file", "sample_input_file": "p"},
+        required | {"load": None, "save": "x", "checkpoint_factor": 1},
     ):
-        assert problems_of(given, NeoXArgs.check_generation) == ()
+        assert problems_of(values, NeoXArgs.check_generation) == ()
     assert len(problems_of({"maximum_tokens": 31}, NeoXArgs.check_generation)) == 3
     for changes, facts in (
         ({"maximum_tokens": 32}, "maximum_tokens: 32 max_position_embeddings 32"),
         ({"prompt_end": ""}, "prompt_end: empty"),
         ({"text_gen_type": "input-file"}, "sample_input_file: required"),
     ):
-        (problem,) = problems_of(enough | changes, NeoXArgs.check_generation)
-        assert says(problem, facts)
+        (problem,) = problems_of(required | changes, NeoXArgs.check_generation)
+        assert message_states(problem, facts)

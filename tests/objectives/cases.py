@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from megatron.data import Batch
-from megatron.data.batch import document_starts, share_prefixes
+from megatron.data.batch import document_starts
+from megatron.data.preferences.responses import Responses, batch_responses, share_prefixes
 
 VOCAB = 48
 
@@ -32,34 +33,34 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
     answers = np.full((len(rows), length), -1)
     begins = np.zeros((len(rows), length), bool)
     for row, numbers in enumerate(rows):
-        at = 0
+        offset = 0
         for number in numbers:
             prompt, answer = documents[number]
-            ids, end = np.array(prompt + answer), at + len(prompt) + len(answer)
-            begins[row, at] = True
-            tokens[row, at:end], answers[row, at:end] = ids, number
-            positions[row, at:end] = np.arange(len(ids))
-            first = at + max(len(prompt) - 1, 0)
-            labels[row, first : end - 1] = ids[first - at + 1 :]
-            weights[row, first : end - 1] = 1
-            at = end
-        if at < length:
-            begins[row, at] = True
-            positions[row, at:] = np.arange(length - at)
-    starts, longest = document_starts(begins)
-    return Batch(*map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
-                 response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs))  # fmt: skip
+            ids, end = np.array(prompt + answer), offset + len(prompt) + len(answer)
+            begins[row, offset] = True
+            tokens[row, offset:end], answers[row, offset:end] = ids, number
+            positions[row, offset:end] = np.arange(len(ids))
+            first_label = offset + max(len(prompt) - 1, 0)
+            labels[row, first_label : end - 1] = ids[first_label - offset + 1 :]
+            weights[row, first_label : end - 1] = 1
+            offset = end
+        if offset < length:
+            begins[row, offset] = True
+            positions[row, offset:] = np.arange(length - offset)
+    return Batch(
+        *map(torch.from_numpy, (tokens, labels, weights, positions)), documents=document_starts(begins),
+        method=Responses(torch.from_numpy(answers), torch.tensor(signs)),
+    )  # fmt: skip
 
 
 def shared_in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int,
                    signs: Sequence[float]) -> Batch:  # fmt: skip
     """`in_rows` of pairs, the prompt of each (but for its last token) once, in the chosen document."""
     prefixes = [len(prompt) - 1 if number % 2 else 0 for number, (prompt, _) in enumerate(documents)]
-    own = [(prompt[prefix:], answer) for (prompt, answer), prefix in zip(documents, prefixes, strict=True)]
-    batch = in_rows(own, rows, length, signs)
-    assert batch.response_ids is not None
+    suffixes = [(prompt[prefix:], answer) for (prompt, answer), prefix in zip(documents, prefixes, strict=True)]
+    batch = in_rows(suffixes, rows, length, signs)
     padding = [0] * (len(signs) - len(documents))
-    return share_prefixes(batch, batch.response_ids, np.array(prefixes + padding))
+    return share_prefixes(batch, batch_responses(batch).response_ids, np.array(prefixes + padding))
 
 
 def documents_of(pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[Document]:

@@ -22,7 +22,7 @@ Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
 
 
 def as_head(logits: Tensor) -> HeadInput:
-    """What gives these logits: their product with ones on the diagonal."""
+    """Returns a head that gives these logits: their product with ones on the diagonal."""
 
     def head(hidden_states: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
         if use is None:
@@ -35,7 +35,7 @@ def as_head(logits: Tensor) -> HeadInput:
 
 @cache
 def facts(name: str) -> dict[str, Any]:
-    """Of `FOLDER`: what is kept of a script of this room."""
+    """Reads the facts in `FOLDER` that a script of this room has stored."""
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
@@ -46,7 +46,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def assert_gradient(stage: Stage, expected: np.ndarray | Tensor) -> None:
-    """That of all weights, by layer and name one vector, is the expected one to fp32's rounding."""
+    """The gradient of all weights, by layer and name one vector, is the expected one to fp32's rounding."""
     grads, expected = gradients(stage), torch.as_tensor(expected)
     actual = torch.cat([grads[key].flatten() for key in sorted(grads)])
     assert float((actual - expected).norm() / expected.norm()) < 1e-5
@@ -74,7 +74,7 @@ def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
 
 def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
     if objective.step_baselines is not None:
-        batches = objective.step_baselines(batches, lambda asked: scores(forward, asked), None)
+        batches = objective.step_baselines(batches, lambda micro_batches: scores(forward, micro_batches), None)
     weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)
     loss, total = torch.zeros(()), torch.zeros(len(objective.metrics), 2)
     for batch in batches:
@@ -88,8 +88,8 @@ def assert_step(objective: Objective, stage: Stage, batches: list[Batch], loss: 
                 close: float = 1e-12) -> dict[str, float]:  # fmt: skip
     """Loss and gradient of a step are these; its metrics."""
     stage.zero_grad()
-    ours, metrics = step_loss(objective, forward_of(stage), batches)
-    ours.backward()
-    assert float(ours.detach()) == pytest.approx(loss, rel=1e-5, abs=close)
+    actual, metrics = step_loss(objective, forward_of(stage), batches)
+    actual.backward()
+    assert float(actual.detach()) == pytest.approx(loss, rel=1e-5, abs=close)
     assert_gradient(stage, gradient)
     return {name: float(value) for name, value in metrics.items()}

@@ -1,7 +1,7 @@
 """GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain), made from seeds.
 
 Its KTO differs, and is compat_kto here: it takes the KL from the other half of the micro-batch, averages
-class weights over a half and multiplies rewards by the share of the row that is no padding."""
+class weights over a half and multiplies rewards by the share of the row that is not padding."""
 
 import json
 from dataclasses import replace
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.data.batch import RolloutValues
+from megatron.data.preferences.responses import Responses, with_responses
+from megatron.methods.reinforcement.objective import PolicySettings, RolloutValues, reinforcement, rollout_values
 from megatron.objectives import KtoSettings, PairSettings, dpo, kto, language_modelling, response_sums
-from megatron.objectives.reinforcement import PolicySettings, reinforcement
 from tests.objectives.steps import as_head, step_loss
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden" / "posttrain"
@@ -39,15 +39,15 @@ def read(name: str) -> dict[str, Tensor]:
 
 def with_reference(batch: Batch, logits: Tensor) -> Batch:
     logprobs = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-    return Batch(**{**vars(batch), "reference_logprobs": response_sums(logprobs, batch)})
+    return with_responses(batch, reference_logprobs=response_sums(logprobs, batch))
 
 
-def pairs(found: dict[str, Tensor]) -> tuple[Batch, list[int]]:
+def pairs(io_arrays: dict[str, Tensor]) -> tuple[Batch, list[int]]:
     """Upstream's rows are all chosen, then all rejected; ours alternate."""
     rows = [0, 2, 1, 3]
-    tokens, labels, weights = (found[name][rows].long() for name in ("tokens", "labels", "loss_mask"))
+    tokens, labels, weights = (io_arrays[name][rows].long() for name in ("tokens", "labels", "loss_mask"))
     answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
-    return Batch(tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)), rows
+    return Batch(tokens, labels * weights, weights, method=Responses(answers, torch.ones(4))), rows
 
 
 @pytest.mark.parametrize("name", ["dpo_beta0.1", "dpo_beta0.5", "dpo_reference_free"])
@@ -79,8 +79,7 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     arrays = read("kto")
     rewards, weights = arrays["batch_reward"], arrays["loss_mask"].long()
     answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
-    batch = Batch(arrays["tokens"], arrays["labels"] * weights, weights, response_ids=answers,
-                  preference_labels=rewards[:, 0])  # fmt: skip
+    batch = Batch(arrays["tokens"], arrays["labels"] * weights, weights, method=Responses(answers, rewards[:, 0]))
     batch = with_reference(batch, reference)
     args = expected["args"]
     settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)
@@ -100,28 +99,32 @@ def test_masked_labels() -> None:
     loss.backward()
     assert float(loss.detach()) == pytest.approx(SUMMARY["lm_labels"]["loss"], rel=1e-5)
     assert policy.grad is not None
-    norms, few = policy.grad.double().norm(dim=-1), policy.grad[..., :32]
+    norms, first_columns = policy.grad.double().norm(dim=-1), policy.grad[..., :32]
     torch.testing.assert_close(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
-    torch.testing.assert_close(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(first_columns, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
 
 
-def rewarded(found: dict[str, Tensor], reference: Tensor) -> Batch:
+def rewarded(io_arrays: dict[str, Tensor], reference: Tensor) -> Batch:
     """GPT-NeoX's batch of REINFORCE: an answer a row, with its advantage."""
-    tokens, weights = found["tokens"], found["loss_mask"].long()
-    labels = found["labels"] * weights
-    beside = reference.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    known = RolloutValues(found["batch_reward"].flatten(), torch.zeros_like(beside), reference_logprobs=beside)
-    return Batch(tokens, labels, weights, rewards=found["batch_raw_reward"].flatten(), rollout=known)
+    tokens, weights = io_arrays["tokens"], io_arrays["loss_mask"].long()
+    labels = io_arrays["labels"] * weights
+    token_logprobs = reference.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    advantages, rewards = io_arrays["batch_reward"].flatten(), io_arrays["batch_raw_reward"].flatten()
+    zeros = torch.zeros_like(token_logprobs)
+    values = RolloutValues(advantages, zeros, rewards, reference_logprobs=token_logprobs)
+    return Batch(tokens, labels, weights, method=values)
 
 
 @pytest.mark.parametrize("name", ["mse", "abs", "kl", "full", "noref"])
 def test_reinforce(name: str) -> None:
-    """Ours is upstream's times the rows of the micro-batch, by which upstream divides once more."""
+    """The loss is upstream's times the rows of the micro-batch, by which upstream divides once more."""
     expected, arrays = SUMMARY[f"reinforce_{name}"], read("reinforce_kl")
     policy, reference = logits_of(f"reinforce_{name}")
     beta = 0.0 if name == "noref" else expected["args"]["kl_div_beta"]
     objective = reinforcement("reinforce", PolicySettings(kl_beta=beta, kl_impl=name), 1.0)
-    batch = replace(rewarded(arrays, reference), reference_output=as_head(reference.transpose(0, 1)).use)
+    batch = rewarded(arrays, reference)
+    output = as_head(reference.transpose(0, 1)).use
+    batch = replace(batch, method=replace(rollout_values(batch), reference_output=output))
     loss, metrics = step_loss(objective, lambda _: policy.transpose(0, 1), [batch])
     rows = len(policy)
     (loss / rows).backward()
@@ -129,6 +132,6 @@ def test_reinforce(name: str) -> None:
     assert float(metrics["reward"]) == pytest.approx(expected["metrics"]["reward"], rel=1e-5)
     assert policy.grad is not None
     if name == "kl":
-        norms, few = policy.grad.norm(dim=-1).double(), policy.grad[..., :32]
+        norms, first_columns = policy.grad.norm(dim=-1).double(), policy.grad[..., :32]
         torch.testing.assert_close(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-8)
-        torch.testing.assert_close(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(first_columns, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)

@@ -27,23 +27,23 @@ def _case() -> tuple[Tensor, Batch]:
 def test_equals_float64_sum_of_weighted_tokens() -> None:
     """Over a cut vocabulary: tests/mpu/test_head.py."""
     logits, batch = _case()
-    exact, ours = logits.double().requires_grad_(), logits.clone().requires_grad_()
-    every = F.cross_entropy(exact.view(-1, VOCAB), batch.labels.t().reshape(-1), reduction="none")
-    expected = (every * batch.loss_weights.t().reshape(-1)).sum()
+    exact, actual = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    token_losses = F.cross_entropy(exact.view(-1, VOCAB), batch.labels.t().reshape(-1), reduction="none")
+    expected = (token_losses * batch.loss_weights.t().reshape(-1)).sum()
     expected.backward()
-    loss = LANGUAGE_MODELLING.loss_sum(as_head(ours), batch, None)[0].sum()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(actual), batch, None)[0].sum()
     loss.backward()
     assert loss.dtype == torch.float32 and LANGUAGE_MODELLING.weight(batch) == batch.loss_weights.sum()
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    assert actual.grad is not None
+    torch.testing.assert_close(actual.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def _guessed() -> tuple[Tensor, Batch]:
     """Every third label is the likeliest token."""
     logits, batch = _case()
-    third = torch.arange(SEQ) % 3 == 0
-    return logits, replace(batch, labels=torch.where(third, logits.argmax(-1).t(), batch.labels))
+    is_third = torch.arange(SEQ) % 3 == 0
+    return logits, replace(batch, labels=torch.where(is_third, logits.argmax(-1).t(), batch.labels))
 
 
 def statistics(rank: int, world_size: int, z_loss: float) -> dict[str, float]:

@@ -1,18 +1,19 @@
 """Reward models: TRL's RewardTrainer 1.16 and GPT-NeoX's own numbers; any split of a step; the last token."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.data import Batch
-from megatron.objectives import build_objective, reward
+from megatron.data.preferences.responses import Responses, batch_responses, with_responses
+from megatron.objectives import reward
 from megatron.objectives.reward import last_places
+from megatron.training.method import build_objective
 from tests.objectives.cases import MARGINS, PAIRS, documents_of, shared_in_rows
 from tests.objectives.steps import arrays, assert_step, facts, step_loss
 from tests.objectives.test_golden import SUMMARY, read
-from tests.objectives.test_trl import PAIRWISE, args_with, pair_batches, stage_of
+from tests.objectives.test_trl import PAIRWISE, pair_batches, stage_of, tiny_args
 
 CASES: dict[str, dict[str, Any]] = facts("trl_reward")
 RM = {**PAIRWISE, "train_impl": "rm"}
@@ -25,22 +26,22 @@ def batches(layout: str) -> list[Batch]:
     return pair_batches(packed=layout == "packed")
 
 
-def with_margins(made: list[Batch]) -> list[Batch]:
+def with_margins(micro_batches: list[Batch]) -> list[Batch]:
     left = [*MARGINS, 9.0]  # that of padding counts nowhere
-    sizes = [len(batch.preference_labels) // 2 for batch in made]  # type: ignore[arg-type]
+    sizes = [len(batch_responses(batch).preference_labels) // 2 for batch in micro_batches]
     parts = torch.tensor(left[: sum(sizes)]).split(sizes)
-    return [replace(batch, margins=part) for batch, part in zip(made, parts, strict=True)]
+    return [with_responses(batch, margins=part) for batch, part in zip(micro_batches, parts, strict=True)]
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("name", CASES)
 def test_value_gradient_and_metrics_are_those_of_trl(name: str, layout: str) -> None:
-    case, made = CASES[name], batches(layout)
-    args = args_with(**RM, center_rewards_coefficient=case.get("center_rewards_coefficient"))
+    case, micro_batches = CASES[name], batches(layout)
+    args = tiny_args(**RM, center_rewards_coefficient=case.get("center_rewards_coefficient"))
     stage = stage_of("policy", "trl_reward", **RM)
-    made = with_margins(made) if case.get("margin") else made
+    micro_batches = with_margins(micro_batches) if case.get("margin") else micro_batches
     gradient = arrays("trl_reward")[f"gradient_{name}"]
-    metrics = assert_step(build_objective(args), stage, made, case["loss"], gradient)
+    metrics = assert_step(build_objective(args), stage, micro_batches, case["loss"], gradient)
     names = {"mean_reward", "accuracy", "margin"}
     names |= {"min_reward", "max_reward"} if layout != "padded" else set()  # of a micro-batch
     for key in names:
@@ -50,27 +51,28 @@ def test_value_gradient_and_metrics_are_those_of_trl(name: str, layout: str) -> 
 def test_the_score_is_that_of_the_last_token() -> None:
     for layout in ("padded", "packed", "shared"):
         for batch in batches(layout):
-            assert batch.response_ids is not None and batch.preference_labels is not None
-            seen = []
-            for place in last_places(batch).tolist()[: int((batch.preference_labels != 0).sum())]:
+            responses, scored_tokens = batch_responses(batch), []
+            for place in last_places(batch).tolist()[: int((responses.preference_labels != 0).sum())]:
                 column, row = divmod(place, len(batch.tokens))
-                seen.append((int(batch.response_ids[row, column]), int(batch.tokens[row, column])))
-                after = batch.response_ids[row, column + 1 : column + 2].tolist()
-                assert after != [seen[-1][0]]
-            documents = DOCUMENTS if len(seen) == 8 else DOCUMENTS[:2] if len(seen) == 2 else DOCUMENTS[2:]
-            assert seen == [(i, answer[-1]) for i, (_, answer) in enumerate(documents)]
+                scored_tokens.append((int(responses.response_ids[row, column]), int(batch.tokens[row, column])))
+                next_response = responses.response_ids[row, column + 1 : column + 2].tolist()
+                assert next_response != [scored_tokens[-1][0]]
+            documents = (
+                DOCUMENTS if len(scored_tokens) == 8 else DOCUMENTS[:2] if len(scored_tokens) == 2 else DOCUMENTS[2:]
+            )
+            assert scored_tokens == [(i, answer[-1]) for i, (_, answer) in enumerate(documents)]
 
 
 @pytest.mark.parametrize("name", ["rm", "rm_zloss"])
 def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
-    """It reads the value before the last token, ours that of the last: here the answers end before it."""
+    """GPT-NeoX reads the value before the last token, ours the last one: here answers end before it."""
     expected, arrays = SUMMARY[name], read("rm")
     values = arrays["policy_logits"].requires_grad_()
     rows = [0, 4, 1, 5, 2, 6, 3, 7]  # all chosen, then all rejected there; ours alternate
     tokens = arrays["tokens"][rows]
-    inside = torch.arange(tokens.shape[1]) <= arrays["loss_mask"].argmax(1)[rows].unsqueeze(1)
-    responses = torch.where(inside, torch.arange(8).unsqueeze(1), -1)
-    batch = Batch(tokens, tokens, inside.long(), response_ids=responses, preference_labels=torch.ones(8))
+    is_response = torch.arange(tokens.shape[1]) <= arrays["loss_mask"].argmax(1)[rows].unsqueeze(1)
+    responses = torch.where(is_response, torch.arange(8).unsqueeze(1), -1)
+    batch = Batch(tokens, tokens, is_response.long(), method=Responses(responses, torch.ones(8)))
     objective = reward(z_loss=expected["args"]["z_loss"])
     loss, metrics = step_loss(objective, lambda _: values[rows].transpose(0, 1), [batch])
     loss.backward()

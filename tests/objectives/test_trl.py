@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.model import Stage, layer_params
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import build_objective
-from tests.model.stages import Weights, gradients, small, stage_with
+from megatron.training.method import build_objective
+from tests.model.stages import Weights, gradients, make_stage, small
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows
 from tests.objectives.steps import Forward, arrays, assert_step, facts, forward_of, scores, step_loss
 
@@ -25,7 +25,7 @@ PAIRWISE = {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpac
 CASES = facts("trl")
 
 
-def args_with(**keys: Any) -> NeoXArgs:
+def tiny_args(**keys: Any) -> NeoXArgs:
     return small(hidden_size=16, num_attention_heads=2, num_kv_heads=2, norm="rmsnorm", rms_norm_epsilon=1e-5,
                  activation="swiglu", intermediate_size=24, padded_vocab_size=VOCAB, no_weight_tying=True,
                  use_bias_in_attn_linear=False, use_bias_in_mlp=False, max_position_embeddings=64, **keys)  # fmt: skip
@@ -33,13 +33,15 @@ def args_with(**keys: Any) -> NeoXArgs:
 
 def unflat(args: NeoXArgs, values: np.ndarray) -> Weights:
     weights: Weights = {}
-    at = 0
+    offset = 0
     for layer, specs in sorted(layer_params(args).items()):
         for spec in sorted(specs, key=lambda spec: spec.name):
             count = int(np.prod(spec.shape))
-            weights.setdefault(layer, {})[spec.name] = torch.from_numpy(values[at : at + count]).view(spec.shape)
-            at += count
-    assert at == len(values)
+            weights.setdefault(layer, {})[spec.name] = torch.from_numpy(values[offset : offset + count]).view(
+                spec.shape
+            )
+            offset += count
+    assert offset == len(values)
     return weights
 
 
@@ -62,10 +64,10 @@ def keys_of_case(case: dict[str, Any]) -> dict[str, Any]:
     return {**keys, "dpo_loss_type": losses, "dpo_loss_weights": [1.0, case["cpo_alpha"]], "dpo_reference_free": True}
 
 
-def stage_of(which: str, kept: str = "trl", **keys: Any) -> Stage:
+def stage_of(weights_name: str, file_stem: str = "trl", **keys: Any) -> Stage:
     """The script's model with its "policy" or "reference" weights."""
-    args = args_with(**keys)
-    return stage_with(args, unflat(args, arrays(kept)[which]))
+    args = tiny_args(**keys)
+    return make_stage(args, unflat(args, arrays(file_stem)[weights_name]))
 
 
 def kto_batches(packed: bool) -> list[Batch]:
@@ -73,12 +75,14 @@ def kto_batches(packed: bool) -> list[Batch]:
     signs = [1.0 if good else -1.0 for _, _, good in ANSWERS]
     if packed:
         examples = in_rows(documents, [[2, 0], [4, 1, 3]], 40, signs + [0.0])
-        return [replace(examples, kl_batch=in_rows(MISMATCHED, [[1, 4, 0, 3, 2]], 64, [1.0] * len(MISMATCHED)))]
-    first = in_rows(documents[:3], [[0], [1], [2]], 16, signs[:3])
-    second = in_rows(documents[3:], [[0], [1]], 16, signs[3:])
-    others = [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part))
+        return [with_responses(examples, kl_batch=in_rows(MISMATCHED, [[1, 4, 0, 3, 2]], 64, [1.0] * len(MISMATCHED)))]
+    first_batch = in_rows(documents[:3], [[0], [1], [2]], 16, signs[:3])
+    second_batch = in_rows(documents[3:], [[0], [1]], 16, signs[3:])
+    kl_batches = [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part))
               for part in (MISMATCHED[:1], MISMATCHED[1:])]  # fmt: skip
-    return [replace(batch, kl_batch=kl) for batch, kl in zip((first, second), others, strict=True)]
+    return [
+        with_responses(batch, kl_batch=kl) for batch, kl in zip((first_batch, second_batch), kl_batches, strict=True)
+    ]
 
 
 def pair_batches(packed: bool) -> list[Batch]:
@@ -100,9 +104,12 @@ def lm_batches(packed: bool, assistant_only: bool) -> list[Batch]:
 
 def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
     sums = scores(forward, batches)
-    scored = [replace(batch, reference_logprobs=each) for batch, each in zip(batches, sums, strict=True)]
-    return [batch if batch.kl_batch is None else replace(batch, kl_batch=with_reference([batch.kl_batch], forward)[0])
-            for batch in scored]  # fmt: skip
+    scored = [with_responses(batch, reference_logprobs=logprobs) for batch, logprobs in zip(batches, sums, strict=True)]
+    return [
+        batch if (kl := batch_responses(batch).kl_batch) is None
+        else with_responses(batch, kl_batch=with_reference([kl], forward)[0])
+        for batch in scored
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -115,29 +122,29 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
         batches = lm_batches(packed, case["assistant_only"])
     else:
         keys = keys_of_case(case)
-        made = kto_batches(packed) if case["kind"] == "kto" else pair_batches(packed)
-        batches = with_reference(made, forward_of(stage_of("reference")))
+        micro_batches = kto_batches(packed) if case["kind"] == "kto" else pair_batches(packed)
+        batches = with_reference(micro_batches, forward_of(stage_of("reference")))
     gradient = arrays("trl")[f"gradient_{name}"]
-    metrics = assert_step(build_objective(args_with(**keys)), policy, batches, case["loss"], gradient)
+    metrics = assert_step(build_objective(tiny_args(**keys)), policy, batches, case["loss"], gradient)
     if case["kind"] in ("cpo", "orpo"):  # theirs are of all places, padding included
         metrics = {key: value for key, value in metrics.items() if not key.startswith("logits")}
     if name == "dpo_sft":  # no reference is read for it here
         metrics = {key: value for key, value in metrics.items() if not key.startswith("rewards")}
     shared = set(metrics) & set(case["metrics"])
-    least = {"entropy", "mean_token_accuracy"} if case["kind"] == "sft" else {"logps/chosen", "logps/rejected"}
-    assert least <= shared
+    required = {"entropy", "mean_token_accuracy"} if case["kind"] == "sft" else {"logps/chosen", "logps/rejected"}
+    assert required <= shared
     assert case["kind"] == "sft" or name == "dpo_sft" or "rewards/margins" in shared
     for key in shared:
         assert metrics[key] == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
 
 
-def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
+def test_a_likelihood_loss_with_pairs_weighs_tokens_of_the_step() -> None:
     """TRL takes the mean over the chosen tokens of each micro-batch, then the mean of these, ours over the
     step's tokens, whatever the split. One micro-batch at a time, both are the same."""
-    made = arrays("trl_accumulated")
-    theirs, their_gradient = float(made["loss"]), torch.from_numpy(made["gradient"])
+    trl_arrays = arrays("trl_accumulated")
+    trl_loss, trl_gradient = float(trl_arrays["loss"]), torch.from_numpy(trl_arrays["gradient"])
     keys = {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 1.0], "dpo_beta": 0.3}
-    objective, reference = build_objective(args_with(**PAIRWISE, **keys)), stage_of("reference")
+    objective, reference = build_objective(tiny_args(**PAIRWISE, **keys)), stage_of("reference")
     documents = documents_of(PAIRS)
     parts = [in_rows(part, [[i] for i in range(4)], 16, [1.0] * 4) for part in (documents[:4], documents[4:])]
 
@@ -148,23 +155,23 @@ def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
         grads = gradients(policy)
         return float(loss.detach()), torch.cat([grads[layer, key].flatten() for layer, key in sorted(grads)])
 
-    (first, one), (second, other) = step(parts[:1]), step(parts[1:])
-    assert (first + second) / 2 == pytest.approx(theirs, rel=1e-5)
-    largest = float(their_gradient.abs().max())
-    torch.testing.assert_close((one + other) / 2, their_gradient, rtol=1e-4, atol=1e-5 * largest)
-    ours, gradient = step(parts)
-    assert ours == pytest.approx(step([in_rows(documents, [[i] for i in range(8)], 16, [1.0] * 8)])[0], rel=1e-6)
-    assert ours / theirs == pytest.approx(1.015, abs=1e-3), "what docs/post-training.md says of these pairs"
-    assert float((gradient - their_gradient).norm() / their_gradient.norm()) == pytest.approx(0.133, abs=1e-3)
+    (first_loss, first_gradient), (second_loss, second_gradient) = step(parts[:1]), step(parts[1:])
+    assert (first_loss + second_loss) / 2 == pytest.approx(trl_loss, rel=1e-5)
+    largest = float(trl_gradient.abs().max())
+    torch.testing.assert_close((first_gradient + second_gradient) / 2, trl_gradient, rtol=1e-4, atol=1e-5 * largest)
+    actual, gradient = step(parts)
+    assert actual == pytest.approx(step([in_rows(documents, [[i] for i in range(8)], 16, [1.0] * 8)])[0], rel=1e-6)
+    assert actual / trl_loss == pytest.approx(1.015, abs=1e-3), "what docs/post-training.md says of these pairs"
+    assert float((gradient - trl_gradient).norm() / trl_gradient.norm()) == pytest.approx(0.133, abs=1e-3)
 
 
-def leaves(found: Any, path: str = "") -> dict[str, Any]:
+def leaves(value_tree: Any, path: str = "") -> dict[str, Any]:
     """All numbers and words by their paths; of metrics, which change with TRL's versions, none."""
-    if not isinstance(found, dict | list):
-        return {path: found}
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
-    of_pairs = [leaves(value, f"{path}/{key}") for key, value in pairs if key != "metrics"]
-    return {key: value for each in of_pairs for key, value in each.items()}
+    if not isinstance(value_tree, dict | list):
+        return {path: value_tree}
+    pairs = value_tree.items() if isinstance(value_tree, dict) else enumerate(value_tree)
+    leaf_dicts = [leaves(value, f"{path}/{key}") for key, value in pairs if key != "metrics"]
+    return {key: value for leaf_dict in leaf_dicts for key, value in leaf_dict.items()}
 
 
 @pytest.mark.product
@@ -174,12 +181,14 @@ def test_trl_still_gives_these_numbers(script: str, files: set[str], tmp_path: P
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", f"tests.objectives.{script}", str(tmp_path)], check=True)
     assert {file.stem for file in tmp_path.iterdir()} == files
-    for made in tmp_path.glob("*.json"):
-        assert leaves(json.loads(made.read_text())) == pytest.approx(leaves(facts(made.stem)), rel=1e-5, abs=1e-6)
-    for made in tmp_path.glob("*.npz"):
-        with np.load(made) as again:
-            assert set(again) == set(arrays(made.stem))
-            for name, values in arrays(made.stem).items():
+    for new_file in tmp_path.glob("*.json"):
+        assert leaves(json.loads(new_file.read_text())) == pytest.approx(
+            leaves(facts(new_file.stem)), rel=1e-5, abs=1e-6
+        )
+    for new_file in tmp_path.glob("*.npz"):
+        with np.load(new_file) as new_arrays:
+            assert set(new_arrays) == set(arrays(new_file.stem))
+            for name, values in arrays(new_file.stem).items():
                 # fp32 sums cancel to small entries: their error is of the largest one's size (seen: 2e-6).
                 atol = 1e-5 * max(1.0, float(np.abs(values).max()))
-                np.testing.assert_allclose(again[name], values, rtol=1e-4, atol=atol)
+                np.testing.assert_allclose(new_arrays[name], values, rtol=1e-4, atol=atol)

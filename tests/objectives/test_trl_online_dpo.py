@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.methods.reinforcement.advantages import best_and_worst
+from megatron.methods.reinforcement.answers import Answer, as_pairs, batch_of
+from megatron.methods.reinforcement.generation import advantages_of, pairs_of, penalties
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import build_objective
-from megatron.objectives.advantages import best_and_worst
 from megatron.objectives.preference import DIFFERENCE
-from megatron.rollouts.answers import Answer, as_pairs, batch_of
-from megatron.rollouts.generation import advantages_of, pairs_of, penalties
+from megatron.training.method import build_objective
 from tests.objectives.steps import arrays, assert_step, facts, forward_of, step_loss
-from tests.objectives.test_trl import args_with, stage_of, with_reference
+from tests.objectives.test_trl import stage_of, tiny_args, with_reference
 
 STORED = facts("trl_online_dpo")
 CASES: dict[str, dict[str, Any]] = STORED["cases"]
@@ -20,14 +20,14 @@ CASES: dict[str, dict[str, Any]] = STORED["cases"]
 
 def args_of(case: dict[str, Any]) -> NeoXArgs:
     rollout = {"prompts": ["prompts.jsonl"], "num_generations": 2, "max_completion_length": STORED["most"]}
-    return args_with(train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
+    return tiny_args(train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
                      reward_functions=["rewards.py:right"],
                      rollout={**rollout, "missing_eos_penalty": case["missing_eos_penalty"]})  # fmt: skip
 
 
 def answers() -> list[Answer]:
     return [Answer(prompt, tokens, [-1.0] * len(tokens), len(tokens) < STORED["most"])
-            for prompt, two in STORED["answers"] for tokens in two]  # fmt: skip
+            for prompt, pair in STORED["answers"] for tokens in pair]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,10 +61,10 @@ def test_answers_without_a_pair_change_nothing() -> None:
     case, written = CASES["sigmoid"], answers()
     args = args_of(case)
     policy, reference = stage_of("policy"), stage_of("reference")
-    found = []
+    results = []
     for rows, signs in ((slice(0, 2), [1.0, -1.0]), (slice(0, 4), [1.0, -1.0, 0.0, 0.0])):
         batch = as_pairs(batch_of(written[rows], 20, rewards=[0.0] * len(signs), advantages=signs))
         batches = with_reference([batch], forward_of(reference))
         loss, metrics = step_loss(build_objective(args), forward_of(policy), batches)
-        found.append({"loss": float(loss.detach()), **{name: float(value) for name, value in metrics.items()}})
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        results.append({"loss": float(loss.detach()), **{name: float(value) for name, value in metrics.items()}})
+    assert results[1] == pytest.approx(results[0], rel=1e-5)

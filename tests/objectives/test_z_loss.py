@@ -11,7 +11,7 @@ from megatron.model import build_stage, init_stage
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.training.setup import build_engine
-from tests.model.runs import LR, SGD, Step, whole_weights
+from tests.model.runs import LR, SGD, Step, full_weights
 from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
 
@@ -47,14 +47,16 @@ def test_a_run_adds_it_to_the_mean_over_tokens() -> None:
     tokens = torch.stack([batch.loss_weights.sum() for batch in batches]).sum()
     loss, with_z = (torch.stack(values).sum() / tokens for values in zip(*pairs, strict=True))
     gradient = torch.autograd.grad(with_z, list(stage.parameters()), retain_graph=True)
-    plain = torch.autograd.grad(loss, list(stage.parameters()))
-    assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(gradient, plain, strict=True)), "z-loss does nothing"
+    loss_gradient = torch.autograd.grad(loss, list(stage.parameters()))
+    assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(gradient, loss_gradient, strict=True)), (
+        "z-loss does nothing"
+    )
     expected = {(layer, name): (param - LR * grad).detach()
                 for (layer, name, param), grad in zip(stage_parameters(stage), gradient, strict=True)}  # fmt: skip
     for world_size, layout in [(1, {}), (2, {"model_parallel_size": 2}), (2, {"pipe_parallel_size": 2})]:
         ranks = run_ranks(one_step, world_size, layout)
         for rank in ranks:
             torch.testing.assert_close(rank.loss, loss.detach(), rtol=1e-5, atol=0)
-        for layer, tensors in whole_weights(args, ranks).items():
+        for layer, tensors in full_weights(args, ranks).items():
             for name, weight in tensors.items():
                 torch.testing.assert_close(weight, expected[layer, name], rtol=1e-5, atol=1e-5)

@@ -22,8 +22,8 @@ from trl.trainer.utils import split_tensor_dict
 from tests.objectives.cases import VOCAB
 from tests.objectives.trl_reference import flat, keep, metrics, model, settings, words
 
-GROUP, MOST = 4, 12  # answers to a prompt, tokens of an answer
-APART = 0.03  # of the weights before the first step
+GROUP, MAX_COMPLETION = 4, 12  # answers to a prompt, tokens of an answer
+WEIGHT_NOISE = 0.03  # of the weights before the first step
 LENGTHS = (3, (2, 9, 5, 12)), (7, (4, 1, 8, 6))  # of each prompt, and of its answers
 REWARDS = [0.5, 2.0, -1.0, 0.25, 3.0, 1.0, 1.5, -0.5]
 SCORED: dict[str, list[list[float | None]]] = {
@@ -44,72 +44,76 @@ def rollouts() -> dict[str, Any]:
     for size, lengths in LENGTHS:
         prompt = generator.integers(4, VOCAB, size).tolist()
         rows += [(prompt, generator.integers(4, VOCAB, length).tolist()) for length in lengths]
-    below = [(0.4 * generator.standard_normal(len(answer))).tolist() for _, answer in rows]
+    differences = [(0.4 * generator.standard_normal(len(answer))).tolist() for _, answer in rows]
     mask = [[1] * len(answer) for _, answer in rows]
     mask[1][2:5], mask[3][0:2], mask[4], mask[6][7:] = [0] * 3, [0] * 2, [0] * 4, [0]
-    return {"prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
-            "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST}  # fmt: skip
+    return {"prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": differences,
+            "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MAX_COMPLETION}  # fmt: skip
 
 
 def moved(seed: int) -> LlamaForCausalLM:
-    made, generator = model(1), torch.Generator().manual_seed(seed)
+    policy, generator = model(1), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for param in made.parameters():
-            param.add_(APART * torch.randn(param.shape, generator=generator))
-    return made
+        for param in policy.parameters():
+            param.add_(WEIGHT_NOISE * torch.randn(param.shape, generator=generator))
+    return policy
 
 
-def trainer_of(folder: str, kind: str, accumulation: int = 1, first: bool = False, **options: Any) -> Any:
+def trainer_of(folder: str, kind: str, accumulation: int = 1, first_step: bool = False, **options: Any) -> Any:
     """TRL's trainer, whose model is as before the first step and whose reference is `model(2)`."""
-    made, config = (GRPOTrainer, GRPOConfig) if kind == "grpo" else (RLOOTrainer, RLOOConfig)
+    trainer_class, config = (GRPOTrainer, GRPOConfig) if kind == "grpo" else (RLOOTrainer, RLOOConfig)
     reference = Path(folder) / "reference"
     if not reference.exists():
         model(2).save_pretrained(reference)
-    before = model(1) if first else moved(3)
-    before.config._name_or_path = str(reference)
+    policy = model(1) if first_step else moved(3)
+    policy.config._name_or_path = str(reference)
     args = config(**settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
-                  gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
-                  num_iterations=1 if first else 2, **options)  # fmt: skip
-    return made(model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8),
+                  gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MAX_COMPLETION,
+                  num_iterations=1 if first_step else 2, **options)  # fmt: skip
+    return trainer_class(model=policy, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8),
                 processing_class=words(), reward_funcs=lambda completions, **_: [0.0] * len(completions))  # fmt: skip
 
 
 def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[float]] | None = None) -> dict[str, Any]:
-    """What TRL makes of the answers and their rewards. weighed: log-probabilities of the sampler."""
-    known = rollouts()
+    """Returns TRL's inputs of a step for answers and rewards. weighed: the sampler's log-probabilities."""
+    stored_rollouts = rollouts()
     times = len(rewards) // len(REWARDS) + 1
-    prompts, answers = ((known[name] * times)[: len(rewards)] for name in ("prompts", "answers"))
-    masks = known["mask"] if tools else None
+    prompts, answers = ((stored_rollouts[name] * times)[: len(rewards)] for name in ("prompts", "answers"))
+    masks = stored_rollouts["mask"] if tools else None
     written = [""] * len(answers)
-    found = (prompts, answers, masks, written, weighed, {}, None, [])
-    trainer._generate = lambda _: found if isinstance(trainer, GRPOTrainer) else (prompts, answers, written)
+    generated = (prompts, answers, masks, written, weighed, {}, None, [])
+    trainer._generate = lambda _: generated if isinstance(trainer, GRPOTrainer) else (prompts, answers, written)
     trainer._calculate_rewards = lambda *_: torch.tensor(rewards).unsqueeze(1)
     trainer.use_vllm = weighed is not None
     trainer.model.train()
     return trainer._generate_and_score_completions([{"prompt": "a b"}] * len(rewards))
 
 
-def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Of the tokens of the answers, 0 at padding."""
+def logprobs(trainer: Any, policy: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Returns log-probabilities of the answers' tokens, 0 at padding."""
     ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
     with torch.no_grad():
-        values, *_ = trainer._get_per_token_logps_and_entropies(by, ids, mask, inputs["completion_ids"].shape[1])
+        values, *_ = trainer._get_per_token_logps_and_entropies(policy, ids, mask, inputs["completion_ids"].shape[1])
     return values * inputs["completion_mask"]
 
 
-def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumulation: int = 1, first: bool = False,
+def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumulation: int = 1,
         **options: Any) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
-    """Loss, arrays and metrics of a case: with tokens that are not trained (tools), weights for the sampler's
-    probabilities (vllm), several micro-batches, whose metrics are those of the last, or the first step."""
+    """Returns loss, arrays and metrics of a case.
+
+    tools: with tokens that are not trained. vllm: with weights for the sampler's probabilities.
+    accumulation: micro-batches; metrics are those of the last. options: TRL's, and `first`: of a first step.
+    """
+    first_step = options.pop("first", False)
     if vllm:
         options = {**options, "vllm_importance_sampling_mode": "token_truncate"}
-    trainer = trainer_of(folder, kind, accumulation, first, **options)
+    trainer = trainer_of(folder, kind, accumulation, first_step, **options)
     inputs = scored(trainer, REWARDS, tools)
     old = logprobs(trainer, trainer.model, inputs)
     if vllm:
-        below = rollouts()["below"]
-        weighed = [[float(value) - by for value, by in zip(row, shifts, strict=False)]
-                   for row, shifts in zip(old, below, strict=True)]  # fmt: skip
+        differences = rollouts()["below"]
+        weighed = [[float(value) - difference for value, difference in zip(row, shifts, strict=False)]
+                   for row, shifts in zip(old, differences, strict=True)]  # fmt: skip
         inputs = scored(trainer, REWARDS, tools, weighed)
     arrays = {"old": old, "advantages": inputs["advantages"]}
     if trainer.ref_model is not None:
@@ -132,40 +136,40 @@ def cases() -> dict[str, dict[str, Any]]:
     losses["cispo"] = {"kind": "grpo", "loss_type": "cispo", "epsilon_high": 1.1}
     losses["gspo"] = {"kind": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence", **bounds}
     kl: dict[str, Any] = {"beta": 0.05, "use_bias_correction_kl": False}
-    by_name: dict[str, dict[str, Any]] = {}
+    all_cases: dict[str, dict[str, Any]] = {}
     for name, options in losses.items():
-        by_name[name] = {**options, "beta": 0.0, "temperature": 1.0}
-        by_name[f"{name}_kl"] = {**options, **kl, "temperature": 0.7}
-        by_name[f"{name}_kl_by_ratio"] = {**options, "beta": 0.05, "use_bias_correction_kl": True, "temperature": 1.0}
-        by_name[f"{name}_tools_cap"] = {**options, **kl, "temperature": 1.3, "tools": True, "vllm": True,
+        all_cases[name] = {**options, "beta": 0.0, "temperature": 1.0}
+        all_cases[f"{name}_kl"] = {**options, **kl, "temperature": 0.7}
+        all_cases[f"{name}_kl_by_ratio"] = {**options, "beta": 0.05, "use_bias_correction_kl": True, "temperature": 1.0}
+        all_cases[f"{name}_tools_cap"] = {**options, **kl, "temperature": 1.3, "tools": True, "vllm": True,
                                         "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
-    by_name["dapo_first"] = {**losses["dapo"], "beta": 0.0, "temperature": 0.7, "first": True}
-    by_name["grpo_first_cap"] = {**losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
+    all_cases["dapo_first"] = {**losses["dapo"], "beta": 0.0, "temperature": 0.7, "first": True}
+    all_cases["grpo_first_cap"] = {**losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
                                  "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
-    by_name["bnpo"] = {"kind": "grpo", "loss_type": "bnpo", **bounds, **kl, "temperature": 0.7}
+    all_cases["bnpo"] = {"kind": "grpo", "loss_type": "bnpo", **bounds, **kl, "temperature": 0.7}
     for name in ("grpo", "dapo", "dr_grpo", "cispo"):
-        by_name[f"{name}_accumulated"] = {**losses[name], **kl, "temperature": 0.7, "accumulation": 2}
+        all_cases[f"{name}_accumulated"] = {**losses[name], **kl, "temperature": 0.7, "accumulation": 2}
     for beta, temperature in ((0.0, 1.0), (0.0, 0.7), (0.05, 1.3)):
-        by_name[f"rloo_{beta}_{temperature}"] = {"kind": "rloo", **bounds, "beta": beta, "temperature": temperature}
-    return by_name
+        all_cases[f"rloo_{beta}_{temperature}"] = {"kind": "rloo", **bounds, "beta": beta, "temperature": temperature}
+    return all_cases
 
 
 def advantages(folder: str) -> dict[str, dict[str, Any]]:
-    """Of every matrix: rewards, advantages by scale or leave_one_out, share of groups of equal rewards."""
+    """Returns by matrix: rewards, advantages by scale or leave_one_out, share of groups of equal rewards."""
     grpo, rloo = trainer_of(folder, "grpo", beta=0.0), trainer_of(folder, "rloo", beta=0.0)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, groups in SCORED.items():
         rewards = [math.nan if value is None else value for group in groups for value in group]
-        found[name] = {"rewards": groups}
+        results[name] = {"rewards": groups}
         for scale in ("group", "batch", "none"):
             grpo.scale_rewards = scale
-            found[name][scale] = scored(grpo, rewards, False)["advantages"].tolist()
-        found[name]["equal"] = metrics(grpo)["frac_reward_zero_std"]
-        found[name]["leave_one_out"] = scored(rloo, rewards, False)["advantages"].tolist()
-    return found
+            results[name][scale] = scored(grpo, rewards, False)["advantages"].tolist()
+        results[name]["equal"] = metrics(grpo)["frac_reward_zero_std"]
+        results[name]["leave_one_out"] = scored(rloo, rewards, False)["advantages"].tolist()
+    return results
 
 
-ONLINE_MOST, PAD, END = 10, 0, 1
+ONLINE_MAX_COMPLETION, PAD, END = 10, 0, 1
 ONLINE_LENGTHS = (3, (2, 9)), (7, (10, 1)), (1, (4, 10)), (5, (10, 10))  # of prompts, and of their two answers
 ONLINE_REWARDS = [(0.5, 2.0), (1.25, 1.0), (-1.0, 0.5), (3.0, -2.0)]  # the penalty turns the second and the third
 ONLINE: dict[str, dict[str, Any]] = {
@@ -176,36 +180,44 @@ ONLINE: dict[str, dict[str, Any]] = {
 
 def answers() -> list[tuple[list[int], tuple[list[int], list[int]]]]:
     """Prompts with two answers each; those that are shorter than they may be end with the token for that."""
-    generator, found = np.random.default_rng(11), []
+    generator, prompts_and_answers = np.random.default_rng(11), []
     for size, lengths in ONLINE_LENGTHS:
-        two = [generator.integers(4, VOCAB, length).tolist() for length in lengths]
-        first, second = (one if len(one) == ONLINE_MOST else [*one[:-1], END] for one in two)
-        found.append((generator.integers(4, VOCAB, size).tolist(), (first, second)))
-    return found
+        pair = [generator.integers(4, VOCAB, length).tolist() for length in lengths]
+        first_answer, second_answer = (
+            answer if len(answer) == ONLINE_MAX_COMPLETION else [*answer[:-1], END] for answer in pair
+        )
+        prompts_and_answers.append((generator.integers(4, VOCAB, size).tolist(), (first_answer, second_answer)))
+    return prompts_and_answers
 
 
 def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-    width, both = max(map(len, rows)), []
+    width, padded_arrays = max(map(len, rows)), []
     for values, padding in ((rows, PAD), ([[1] * len(row) for row in rows], 0)):
-        around = [[padding] * (width - len(row)) for row in rows]
-        both.append([more + row if left else row + more for row, more in zip(values, around, strict=True)])
-    return torch.tensor(both[0]), torch.tensor(both[1])
+        margins = [[padding] * (width - len(row)) for row in rows]
+        padded_arrays.append(
+            [margin + row if left else row + margin for row, margin in zip(values, margins, strict=True)]
+        )
+    return torch.tensor(padded_arrays[0]), torch.tensor(padded_arrays[1])
 
 
 def run_online(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
-    known = answers()
-    args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(known), max_new_tokens=ONLINE_MOST,
-                           max_length=64, **options)  # fmt: skip
-    made: Any = OnlineDPOTrainer
-    trainer = made(
+    prompts_and_answers = answers()
+    args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(prompts_and_answers),
+                           max_new_tokens=ONLINE_MAX_COMPLETION, max_length=64, **options)  # fmt: skip
+    trainer_class: Any = OnlineDPOTrainer
+    trainer = trainer_class(
         model=model(1), ref_model=model(2), args=args, processing_class=words(),
-        train_dataset=Dataset.from_list([{"prompt": "a b"}] * len(known)),
+        train_dataset=Dataset.from_list([{"prompt": "a b"}] * len(prompts_and_answers)),
         reward_funcs=lambda completions, **_: [pair[place] for place in (0, 1) for pair in ONLINE_REWARDS],
     )  # fmt: skip
-    written = [pair[place] for place in (0, 1) for _, pair in known]
-    given = (*padded([prompt for prompt, _ in known] * 2, left=True), *padded(written, left=False), None)
-    trainer._generate = lambda *_: given
-    loss = trainer.training_step(trainer.model, {"prompt": ["a b"] * len(known)})
+    written = [pair[place] for place in (0, 1) for _, pair in prompts_and_answers]
+    generated = (
+        *padded([prompt for prompt, _ in prompts_and_answers] * 2, left=True),
+        *padded(written, left=False),
+        None,
+    )
+    trainer._generate = lambda *_: generated
+    loss = trainer.training_step(trainer.model, {"prompt": ["a b"] * len(prompts_and_answers)})
     grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
     return float(loss), flat(grads), {name: float(values[-1]) for name, values in trainer.stats.items() if values}
 
@@ -214,8 +226,8 @@ def main(folder: Path) -> None:
     arrays, facts = {"policy": flat(dict(model(1).named_parameters()))}, {}
     with tempfile.TemporaryDirectory() as place:
         for name, options in cases().items():
-            loss, found, logged = run(place, **options)
-            arrays |= {f"{key}_{name}": value for key, value in found.items()}
+            loss, case_arrays, logged = run(place, **options)
+            arrays |= {f"{key}_{name}": value for key, value in case_arrays.items()}
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss, {key: value for key, value in logged.items() if "clip" in key and "mean" in key})
         keep(folder, "trl_policy", {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}, arrays)
@@ -223,8 +235,8 @@ def main(folder: Path) -> None:
         for name, options in ONLINE.items():
             loss, arrays[name], logged = run_online(place, **options)
             facts[name] = {**options, "loss": loss, "metrics": logged}
-    whole = {"answers": answers(), "rewards": ONLINE_REWARDS, "most": ONLINE_MOST, "cases": facts}
-    keep(folder, "trl_online_dpo", whole, arrays)
+    stored = {"answers": answers(), "rewards": ONLINE_REWARDS, "most": ONLINE_MAX_COMPLETION, "cases": facts}
+    keep(folder, "trl_online_dpo", stored, arrays)
 
 
 if __name__ == "__main__":

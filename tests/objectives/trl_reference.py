@@ -36,28 +36,28 @@ SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_s
 
 
 @torch.no_grad()
-def drawn(made: Any, seed: int) -> Any:
+def randomized(network: Any, seed: int) -> Any:
     """A model with random weights, those of norms about one."""
     generator = torch.Generator().manual_seed(seed)
-    for name, param in made.named_parameters():
+    for name, param in network.named_parameters():
         value = 0.3 * torch.randn(param.shape, generator=generator)
         param.copy_(1 + value if "norm" in name else value)
-    return made.eval()
+    return network.eval()
 
 
 def model(seed: int) -> transformers.LlamaForCausalLM:
-    return drawn(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
+    return randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
 
 
 def reward_model() -> transformers.LlamaForSequenceClassification:
     config = transformers.LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)
-    return drawn(transformers.LlamaForSequenceClassification(config), 3)
+    return randomized(transformers.LlamaForSequenceClassification(config), 3)
 
 
-def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
+def settings(folder: str | Path, **options: Any) -> dict[str, Any]:
     common = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
               "disable_tqdm": True}  # fmt: skip
-    return {"output_dir": str(folder), **common, **more}
+    return {"output_dir": str(folder), **common, **options}
 
 
 def keep(folder: Path, name: str, facts: Any, arrays: dict[str, np.ndarray]) -> None:
@@ -70,8 +70,8 @@ def words() -> transformers.PreTrainedTokenizerFast:
     vocabulary = {name: i for i, name in enumerate([*names, *(chr(97 + i) for i in range(26))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    named = dict(zip(("pad_token", "eos_token", "unk_token", "bos_token"), names, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    special_tokens = dict(zip(("pad_token", "eos_token", "unk_token", "bos_token"), names, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens)
 
 
 def flat(tensors: dict[str, Tensor]) -> np.ndarray:
@@ -81,7 +81,7 @@ def flat(tensors: dict[str, Tensor]) -> np.ndarray:
     return torch.cat(parts).detach().numpy().astype(np.float32)
 
 
-def whole(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
+def full_row(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
     return {"input_ids": prompt + answer, "attention_mask": [1] * len(prompt + answer),
             "labels": [-100] * len(prompt) + answer}  # fmt: skip
 
@@ -92,7 +92,7 @@ def pair_inputs(trainer: Any, kind: str, pairs: Any = PAIRS) -> Any:
     else:
         rows = [
             {f"{side}_{name}": ids for side, answer in (("chosen", c), ("rejected", r))
-             for name, ids in whole(p, answer).items()}
+             for name, ids in full_row(p, answer).items()}
             for p, c, r in pairs
         ]  # fmt: skip
     return trainer.data_collator(rows)
@@ -100,18 +100,18 @@ def pair_inputs(trainer: Any, kind: str, pairs: Any = PAIRS) -> Any:
 
 def kto_inputs(trainer: Any) -> Any:
     rows = [{"prompt_ids": p, "completion_ids": a, "label": good} for p, a, good in ANSWERS]
-    for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
-        row["KL_completion_ids"] = before["completion_ids"]
+    for row, previous_row in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        row["KL_completion_ids"] = previous_row["completion_ids"]
     return trainer.data_collator(rows)
 
 
 def reward_inputs(trainer: Any, margin: bool) -> Any:
-    return trainer.data_collator([{"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
-                                  for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)])  # fmt: skip
+    return trainer.data_collator([{"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": value} if margin else {})}
+                                  for (p, c, r), value in zip(PAIRS, MARGINS, strict=True)])  # fmt: skip
 
 
 def sft_inputs(trainer: Any, assistant_only: bool) -> Any:
-    rows = [whole(p, c) for p, c, _ in PAIRS]
+    rows = [full_row(p, c) for p, c, _ in PAIRS]
     return trainer.data_collator([
         {"input_ids": row["input_ids"], "labels": row["labels" if assistant_only else "input_ids"]} for row in rows
     ])  # fmt: skip
@@ -134,12 +134,13 @@ TRAINERS: dict[str, tuple[Any, Any]] = {"dpo": (trl.DPOTrainer, trl.DPOConfig), 
 
 def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:
     """TRL's, with a set of its form that is not read."""
-    made, config = TRAINERS[kind]
+    trainer_class, config = TRAINERS[kind]
     judged = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
     rows: Any = {"sft": [{"text": "a b c"}] * 2, "kto": judged}.get(kind, [ROW] * 2)
-    more = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
-    return made(model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
-                processing_class=words(), **({} if reference is None else {"ref_model": reference}))  # fmt: skip
+    extra_settings = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
+    args = config(**settings(folder, **extra_settings, **options))
+    return trainer_class(model=policy, args=args, train_dataset=Dataset.from_list(rows), processing_class=words(),
+                         **({} if reference is None else {"ref_model": reference}))  # fmt: skip
 
 
 def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False,
@@ -168,7 +169,7 @@ def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_o
 
 
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
-    """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
+    """Returns a HuggingFace model's loss on token ids: all in SFT, else chosen and rejected in turns."""
     trainer = trainer_of(folder, kind, transformers.AutoModelForCausalLM.from_pretrained(model), **options)
     rows: list[dict[str, Any]] = []
     if kind == "sft":
@@ -186,32 +187,37 @@ def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
+    all_cases: dict[str, dict[str, Any]] = {}
     for name in DPO_TYPES:
         smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}
         beta = {"sigmoid_norm": 5.0, "ipo": 0.5}.get(name, 0.1)
-        by_name[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
-    by_name["dpo_mix"] = {"kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5],
+        all_cases[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
+    all_cases["dpo_mix"] = {"kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5],
                           "beta": 0.3}  # fmt: skip
-    by_name["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
-    by_name["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
-    by_name["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
-    by_name["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
-    by_name["orpo"] = {"kind": "orpo", "beta": 0.1}
+    all_cases["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
+    all_cases["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
+    all_cases["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
+    all_cases["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
+    all_cases["orpo"] = {"kind": "orpo", "beta": 0.1}
     for name in ("kto", "apo_zero_unpaired"):
-        by_name[f"kto_{name}"] = {"kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2,
+        all_cases[f"kto_{name}"] = {"kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2,
                                   "undesirable_weight": 0.7}  # fmt: skip
     for loss in ("nll", "dft"):
         for scope in ("full", "assistant"):
-            by_name[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}
-    return by_name
+            all_cases[f"sft_{loss}_{scope}"] = {
+                "kind": "sft",
+                "loss_type": loss,
+                "assistant_only": scope == "assistant",
+            }
+    return all_cases
 
 
 def main(folder: Path) -> None:
     drawn_models = {"trl": {"policy": model(1), "reference": model(2)}, "trl_reward": {"policy": reward_model()}}
     with tempfile.TemporaryDirectory() as place:
         for name, table in (("trl", cases()), ("trl_reward", REWARDS)):
-            arrays, facts = {of: flat(dict(made.named_parameters())) for of, made in drawn_models[name].items()}, {}
+            named_models = drawn_models[name].items()
+            arrays, facts = {key: flat(dict(network.named_parameters())) for key, network in named_models}, {}
             for case, options in table.items():
                 loss, arrays[f"gradient_{case}"], logged = run(place, **{"kind": "reward", **options})
                 facts[case] = {**options, "loss": loss, "metrics": logged}

@@ -42,45 +42,45 @@ class Scraper(Callback):
     """Asks after every step what the run says of itself, once its row must have been written."""
 
     def __init__(self, monitoring: Monitoring) -> None:
-        self.port, self.seen = monitoring.port, list[tuple[dict[str, float], dict[str, Any]]]()
+        self.port, self.scrapes = monitoring.port, list[tuple[dict[str, float], dict[str, Any]]]()
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         with run.pause():
-            self.seen.append((scrape(self.port), json.loads(fetch(self.port, "/status"))))
+            self.scrapes.append((scrape(self.port), json.loads(fetch(self.port, "/status"))))
 
 
 def scraped_run(rank: int, world_size: int, values: dict[str, Any]) -> list[Any]:
     """For the pool: a run that is scraped from within after every step."""
     training = begin(values)
     monitoring = Monitoring(training.args)
-    before = json.loads(fetch(monitoring.port, "/status")), scrape(monitoring.port)
+    initial = json.loads(fetch(monitoring.port, "/status")), scrape(monitoring.port)
     scraper = Scraper(monitoring)
     train(training, [monitoring, scraper])
     training.engine.close()
     try:
         fetch(monitoring.port, "/status")
     except urllib.error.URLError:
-        return [before, scraper.seen]
+        return [initial, scraper.scrapes]
     raise AssertionError("the port is still open after the run")
 
 
 def test_a_scrape_says_what_metrics_jsonl_says(tmp_path: Path) -> None:
     values = config(LLAMA, ADAMW, save=str(tmp_path), train_iters=4, metrics_port=0, eval_interval=2, eval_iters=1,
                     checkpoint_factor=100)  # fmt: skip
-    [[before, seen]] = run_ranks(scraped_run, 1, values | {"split": "80,20,0"})
-    assert before == ({"status": "starting", "metrics": {}}, {"neox_state:starting": 1.0})
+    [[initial, scrapes]] = run_ranks(scraped_run, 1, values | {"split": "80,20,0"})
+    assert initial == ({"status": "starting", "metrics": {}}, {"neox_state:starting": 1.0})
     rows = {row["iteration"]: row for row in metric_rows(tmp_path)}
-    known: dict[str, float] = {}
-    for iteration, (gauges, status) in zip(range(5), seen, strict=True):
-        known |= {name: value for name, value in rows.get(iteration, {}).items() if name.startswith("train/")}
+    metrics: dict[str, float] = {}
+    for iteration, (gauges, status) in zip(range(5), scrapes, strict=True):
+        metrics |= {name: value for name, value in rows.get(iteration, {}).items() if name.startswith("train/")}
         assert gauges["neox_iteration"] == status["iteration"] == iteration
         assert gauges["neox_train_iters"] == 4.0
         assert [name for name in gauges if "state" in name] == ["neox_state:training"] or iteration == 0
-        assert {name: gauges[gauge_name(name)] for name in known} == known
-        assert {name: status["metrics"][name] for name in known} == known
+        assert {name: gauges[gauge_name(name)] for name in metrics} == metrics
+        assert {name: status["metrics"][name] for name in metrics} == metrics
         assert status["status"] == "running" and len(status["run_id"]) == 32
         assert status["log_dir"] == str(tmp_path / "logs")
-    gauges, validation = seen[-1][0], metric_rows(tmp_path, "validation/lm_loss")
+    gauges, validation = scrapes[-1][0], metric_rows(tmp_path, "validation/lm_loss")
     assert gauges["neox_runtime_tokens_per_sec"] == rows[4]["runtime/tokens_per_sec"] > 0
     assert gauges["neox_validation_lm_loss"] in {row["validation/lm_loss"] for row in validation}
     assert gauges["neox_runtime_restarts"] == 0
@@ -89,8 +89,8 @@ def test_a_scrape_says_what_metrics_jsonl_says(tmp_path: Path) -> None:
 def test_names_phases_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gauge_name("train/lm_loss") == "neox_train_lm_loss"
     assert gauge_name("eval_tasks/mmlu_acc,none") == "neox_eval_tasks_mmlu_acc_none"
-    wanted = ["training", "training", "saving"]
-    assert [phase_of("running", text) for text in ("in the first step", "in step 12", "saving")] == wanted
+    expected = ["training", "training", "saving"]
+    assert [phase_of("running", text) for text in ("in the first step", "in step 12", "saving")] == expected
     assert phase_of("failed", "in step 3") == "failed"
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"metrics_port: needs prometheus-client: pip install 'neox\[monitoring\]'"):
@@ -116,20 +116,20 @@ def test_a_taken_port_is_refused_before_the_run(command: list[str], tmp_path: Pa
 @pytest.mark.more
 @pytest.mark.ends_processes
 def test_train_py_answers_while_it_trains(command: list[str], tmp_path: Path) -> None:
-    """Until enough of its losses were seen."""
+    """The run is scraped until five of its losses were seen."""
     run = subprocess.Popen([*command, "metrics_port=0"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                            env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     port = next(int(m[1]) for line in run.stdout if (m := re.search(r"metrics: http://127\.0\.0\.1:(\d+)/", line)))
-    shown: set[float] = set()
-    while len(shown) < 5 and run.poll() is None:
-        shown |= {value for name, value in scrape(port).items() if name == "neox_train_lm_loss"}
+    scraped_losses: set[float] = set()
+    while len(scraped_losses) < 5 and run.poll() is None:
+        scraped_losses |= {value for name, value in scrape(port).items() if name == "neox_train_lm_loss"}
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(port, "/")
     run.terminate()
     run.communicate(timeout=200)
     assert run.returncode == 0
     losses = {row["train/lm_loss"] for row in metric_rows(tmp_path / "run")}
-    assert shown <= losses and all(map(math.isfinite, shown))
+    assert scraped_losses <= losses and all(map(math.isfinite, scraped_losses))
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +155,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "status.json").write_text("{")
     refusals = {"empty": "holds no run", "absent": "no such folder"}
-    for folder, said in refusals.items():
-        with pytest.raises(RunFolderError, match=said):
+    for folder, reason in refusals.items():
+        with pytest.raises(RunFolderError, match=reason):
             open_run(tmp_path / folder)
     run = open_run(tmp_path)
     assert run.status() == {} and "status.json: cannot be read" in run.problems.lines()[0]

@@ -80,7 +80,7 @@ def put(save: Path, name: str, values: dict[str, str]) -> None:
 
 
 def look(save: Path) -> tuple[Row, Run]:
-    """What jobs.py and report.py do with a run, but for drawing it."""
+    """Does what jobs.py and report.py do with a run, but for drawing it."""
     row = row_of(local_run(save), {})
     with open(os.devnull, "w", encoding="utf-8") as file:
         console(file).print(render([row], narrow=False))
@@ -92,12 +92,12 @@ def look(save: Path) -> tuple[Row, Run]:
     return row, run
 
 
-def of_memory(save: Path) -> None:
+def read_memory_parts(save: Path) -> None:
     with pytest.raises(RunFolderError, match=r"memory_parts\.json"):
         table(read_memory(save / "logs" / "memory_parts.json"))
 
 
-def of_gates(save: Path) -> None:
+def measure_gates(save: Path) -> None:
     measured = read_measurements(save / "logs")
     for name in measured.names():
         with suppress(MissingError):  # the newest row is without it
@@ -120,7 +120,7 @@ def test_no_odd_value_of_a_file_stops_its_readers(tmp_path: Path, name: str) -> 
             data = "{" + ", ".join(f'"{key}": {value}' for key in DATA_SHAPE) + "}"
             put(save, name, {"data": data})
             look(save)
-        (of_memory if name == "logs/memory_parts.json" else of_gates)(save)
+        (read_memory_parts if name == "logs/memory_parts.json" else measure_gates)(save)
 
 
 def test_what_was_left_out_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -129,12 +129,20 @@ def test_what_was_left_out_is_named_and_the_rest_is_shown(tmp_path: Path) -> Non
     put(save, "training_summary.json", {"training_seconds": "1e300", "world_size": "4"})
     odd = {"train/lm_loss": "2.5", "runtime/tokens_per_sec": '"fast"', "eval_tasks/a_acc": '{"b": 1}'}
     put(save, "logs/metrics.jsonl", odd)
+    rank = '[{"rank": 0, "peak": 1, "parts": 7}]'
+    put(
+        save,
+        "logs/memory_parts.json",
+        {"iteration": "1", "device": '"a"', "compile": "{}", "ranks": rank, "timeline": "{}"},
+    )
+    with pytest.raises(RunFolderError, match='whose "parts" is an object'):
+        read_memory(save / "logs" / "memory_parts.json")
     row, run = look(save)
-    for shown in (row.problems, run.problems):
+    for reported_problems in (row.problems, run.problems):
         for file, name in (("status.json", 'train_iters: "x"'), ("status.json", "pid: -1"),
                            ("metrics.jsonl", 'runtime/tokens_per_sec: "fast"'),
                            ("metrics.jsonl", "eval_tasks/a_acc: an object")):  # fmt: skip
-            assert any(f"/{file}: {name}" in line for line in shown), (name, shown)
+            assert any(f"/{file}: {name}" in line for line in reported_problems), (name, reported_problems)
     assert any("training_summary.json: training_seconds: 1e+300" in line for line in run.problems)
     assert ("world size", "4") in summary_facts(run) and run.series["train/lm_loss"].values.tolist() == [3.0, 2.5]
     page = write_report([save]).read_text()
@@ -155,27 +163,27 @@ def test_what_was_left_out_is_named_and_the_rest_is_shown(tmp_path: Path) -> Non
     ids=["half", "bytes", "empty", "list", "deep", "pipe", "folder"],
 )
 def test_a_damaged_file_hides_no_run(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    none = Slurm({}, lambda text: None, {"PATH": ""})
+    no_slurm = Slurm({}, lambda text: None, {"PATH": ""})
     for name in NAMES:
         save = write_run(tmp_path / name.replace("/", "-") / "run")
         (save / name).touch()
         damage(save / name)
         row, _ = look(save)
-        listed = overview(Choice(), none, {"NEOX_CHECKPOINT_DIR": str(save.parent)})
-        assert [one.job.name for one in listed] == ["run"], name
+        overview_rows = overview(Choice(), no_slurm, {"NEOX_CHECKPOINT_DIR": str(save.parent)})
+        assert [overview_row.job.name for overview_row in overview_rows] == ["run"], name
         if name == "status.json":
             assert row.verdict.kind == "UNKNOWN" and row.needs_a_person
             assert any("status.json: cannot be read" in line for line in row.problems)
 
 
-def test_a_silent_sacct_is_done_without(tmp_path: Path) -> None:
+def test_a_silent_sacct_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    for name, does in (("sacct", "sleep 1000 & wait"), ("scontrol", "exit 0"), ("squeue", "exit 0")):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+    for name, command in (("sacct", "sleep 1000 & wait"), ("scontrol", "exit 0"), ("squeue", "exit 0")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    told: list[str] = []
-    slurm = Slurm({}, told.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}, answers_s=0.5)
-    assert slurm.jobs() == [] and "sacct: does not answer within 0.5 s" in told[0] and len(told) == 1
+    messages: list[str] = []
+    slurm = Slurm({}, messages.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}, answers_s=0.5)
+    assert slurm.jobs() == [] and "sacct: does not answer within 0.5 s" in messages[0] and len(messages) == 1
 
 
 def test_a_log_with_numbers_of_any_size(tmp_path: Path) -> None:
@@ -206,7 +214,7 @@ def test_values_at_random(tmp_path_factory: pytest.TempPathFactory) -> None:
         for name, keys in NAMES.items():
             put(save, name, {key: data.draw(_VALUES) for key in keys if data.draw(st.booleans())})
         look(save)
-        of_gates(save)
+        measure_gates(save)
 
     any_values()
 

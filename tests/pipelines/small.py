@@ -87,7 +87,7 @@ def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":
 
 
 def passed(*words: Any) -> str:
-    """What a command that ends well has said on stderr."""
+    """Runs a command that must succeed, and returns its stderr."""
     done = pipeline(*words)
     assert done.returncode == 0, done.stderr
     return done.stderr

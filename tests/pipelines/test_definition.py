@@ -19,11 +19,11 @@ REFUSED = [
     ("title: x", "stages: is required"),
     ("stages: {a: {configs: [none.yml]}}", "none.yml: no such file"),
     ("stages: {a: {}}", "has no configuration"),
-    ("stages: {A b: {configs: [m.yml]}}", "is no name of a stage"),
+    ("stages: {A b: {configs: [m.yml]}}", "is not a name of a stage"),
     ("stages: {a: [1]}", "expected a mapping"),
     ("stages: {a: {configs: [m.yml], start_from: b}}", "did you mean starts_from"),
-    ("stages: {a: {configs: [m.yml], starts_from: b}}", "b is no earlier stage"),
-    ("stages: {a: {configs: [m.yml], starts_from: a}}", "a is no earlier stage"),
+    ("stages: {a: {configs: [m.yml], starts_from: b}}", "b is not an earlier stage"),
+    ("stages: {a: {configs: [m.yml], starts_from: a}}", "a is not an earlier stage"),
     ("stages: {a: {configs: [m.yml]}, a: {configs: [m.yml]}}", "already set"),
     ("stages: {a: {kind: data, outputs: [x]}}", "neither sources nor commands"),
     ("stages: {a: {kind: data, commands: [ls]}}", "says its outputs"),
@@ -48,14 +48,14 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_refused(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refused(tmp_path, text, message):
     (tmp_path / "m.yml").write_text("num_layers: 1\n")
     (tmp_path / "pipeline.yml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         read_pipeline(tmp_path / "pipeline.yml")
-    assert said in str(refused.value)
-    assert "pipeline.yml:" in str(refused.value) or said == "stages: is required"
+    assert message in str(refused.value)
+    assert "pipeline.yml:" in str(refused.value) or message == "stages: is required"
 
 
 def test_pipelines_are_found_and_recipes_written_once(tmp_path):
@@ -72,44 +72,44 @@ def test_pipelines_are_found_and_recipes_written_once(tmp_path):
         assert read_pipeline(write_recipe(recipe, folder)).gates == folder / "configs/promotion_gates.yml"
         for name in ("checkpoints", "data/raw", "data/packed", "data/sft", "data/dpo", "logs"):
             assert (folder / name).is_dir()
-        with pytest.raises(PipelineError, match="is there already"):
+        with pytest.raises(PipelineError, match="already exists"):
             write_recipe(recipe, folder)
-    with pytest.raises(PipelineError, match="there are 7b, quickstart"):
+    with pytest.raises(PipelineError, match="choose one of 7b, quickstart"):
         write_recipe("8b", tmp_path / "x")
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     ("run none", "none: no such pipeline"),
     ("resume p", "`run`"),
     ("run p --from sft --to pretrain", "--from sft comes after --to pretrain"),
     ("run p --only sfd", "no such stage; .*data, init"),
-    ("gate sft", "none here"),
+    ("gate sft", "neither this folder nor sft has a pipeline.yml"),
     ("gate p", "gate: "),
-    ("gate p sft", "it is waiting"),
-    ("gate p sft x", "too many words"),
-    ("override p sft --reason x", "it is waiting"),
+    ("gate p sft", "status: waiting"),
+    ("gate p sft x", "too many arguments"),
+    ("override p sft --reason x", "status: waiting"),
     ("init p", "pipeline.yml: .*already"),
     ("resume p --only", "--only: "),
 ])  # fmt: skip
-def test_refused_commands(tmp_path, monkeypatch, capsys, words, said):
+def test_refused_commands(tmp_path, monkeypatch, capsys, words, message):
     write_small(tmp_path / "p")
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 1
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_words_for_sbatch_and_damaged_states_are_refused(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["run", "p", "--", "--time=1"])
-    assert "only --slurm" in capsys.readouterr().err
+    assert "add --slurm" in capsys.readouterr().err
     assert parse(["run", "p", "--slurm", "--", "--time=1"]).sbatch_options == ["--time=1"]
     folder = write_small(tmp_path / "p")
-    for text, said in (
+    for text, message in (
         ('{"version": 1, "sta', "pipeline_state.json: cannot be read"),
-        ('{"version": 9, "stages": {}}', "is of version 9"),
+        ('{"version": 9, "stages": {}}', "has version 9"),
     ):
         (folder / "pipeline_state.json").write_text(text)
-        assert main(["status", str(folder)]) == 1 and said in capsys.readouterr().err
+        assert main(["status", str(folder)]) == 1 and message in capsys.readouterr().err
     assert Path.cwd() == folder
 
 
@@ -117,26 +117,26 @@ def test_what_a_run_would_refuse_is_said_before_anything_runs(tmp_path, capsys):
     """Not after hours of training."""
     folder = write_small(tmp_path / "p")
 
-    def said(*words: object) -> str:
+    def error_of(*words: object) -> str:
         assert main([str(word) for word in words]) == 1
         assert not (folder / "logs").exists()
         return capsys.readouterr().err
 
     change_yaml(folder / "sft.yml", hidden_size=64)
     change_yaml(folder / "lora.yml", train_itres=5)
-    text, facts = said("run", folder), ("stage sft: ", "hidden_size", "model.yml:", "sft.yml:")
+    text, facts = error_of("run", folder), ("stage sft: ", "hidden_size", "model.yml:", "sft.yml:")
     assert all(fact in text for fact in (*facts, "stage lora: ", "train_itres", "train_iters"))
     write_small(folder)
-    wanted = [{"metric": "validation/lm_loss", "max": 1.0}, {"metric": "eval_tasks/piqa_acc", "min": 0.5}]
-    change_yaml(folder / "gates.yml", sft={"require": wanted})
-    text = said("run", folder)
+    requirements = [{"metric": "validation/lm_loss", "max": 1.0}, {"metric": "eval_tasks/piqa_acc", "min": 0.5}]
+    change_yaml(folder / "gates.yml", sft={"require": requirements})
+    text = error_of("run", folder)
     assert re.search("sft: validation/lm_loss: .*eval_iters: 0", text) and re.search("sft: eval_tasks/piqa_acc: ", text)
     shutil.copy(write_small(folder) / "pipeline.yml", folder / "other.yml")
     (folder / "pipeline_state.json").write_text('{"version": 1, "file": "pipeline.yml", "stages": {}}')
     for words, fact in (
-        (("run", folder / "other.yml"), "pipeline.yml works here"),
+        (("run", folder / "other.yml"), "is used by the pipeline pipeline.yml"),
         (("run", folder, "--only", "sft", "--from", "pretrain"), "--from"),
         (("resume", folder, "sft", "--from", "lora"), "one of them"),
         (("run", folder, "--set", "save=x"), "save"),
     ):
-        assert fact in said(*words)
+        assert fact in error_of(*words)

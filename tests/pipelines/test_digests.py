@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pipelines.digests import only_longer
 
-BEFORE: dict[str, Any] = {"config": {"train_iters": 10, "lr": 0.1}, "data": "d"}
+FINISHED_RUN: dict[str, Any] = {"config": {"train_iters": 10, "lr": 0.1}, "data": "d"}
 
 
 @pytest.mark.parametrize(("now", "longer"), [
@@ -18,4 +18,4 @@ BEFORE: dict[str, Any] = {"config": {"train_iters": 10, "lr": 0.1}, "data": "d"}
     ({"config": {"train_epochs": 2, "lr": 0.1}, "data": "d"}, False),
 ])  # fmt: skip
 def test_a_run_goes_on_where_it_is_longer_alone(now: dict[str, Any], longer: bool) -> None:
-    assert only_longer(BEFORE, now) is longer
+    assert only_longer(FINISHED_RUN, now) is longer

@@ -13,11 +13,11 @@ import yaml
 from megatron.neox_arguments import ConfigError
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.errors import GATE_FAILED, METRIC_MISSING
+from megatron.pipelines.gate_verdicts import find_override, has_moved, requirements_digest
 from megatron.pipelines.gates import Gate, Requirement, judge, read_gates
 from megatron.pipelines.measurements import Measurements, MissingError, read_measurements, scores_of_results
 from megatron.pipelines.promotion import promoted_weights
 from megatron.pipelines.state import add_override, read_overrides
-from megatron.pipelines.verdicts import find_override, has_moved, requirements_digest
 from tests.launch.runs import ROOT
 from tests.pipelines.small import write_small
 
@@ -26,9 +26,9 @@ STAGES = ["pretrain", "sft", "dpo"]
 LOSS, ACC = "train/lm_loss", "eval_tasks/piqa_acc"
 
 
-def rows(*values: Any, every: int = 10, name: str = LOSS, **more: Any) -> tuple[dict[str, Any], ...]:
+def rows(*values: Any, interval: int = 10, name: str = LOSS, **extra_metrics: Any) -> tuple[dict[str, Any], ...]:
     """A row of metrics.jsonl every so many steps."""
-    return tuple({"iteration": every * i, name: value, **more} for i, value in enumerate(values, 1))
+    return tuple({"iteration": interval * i, name: value, **extra_metrics} for i, value in enumerate(values, 1))
 
 
 def measured(*values: Any, **scores: Any) -> Measurements:
@@ -123,7 +123,9 @@ REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] 
      measured(acc=0.7, acc_stderr=0.04), F),
     ({"metric": ACC, "max_drop": 0.5, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03), measured(acc=0.7), M),
 ]  # fmt: skip
-CASES = [(given, here, None, result) for given, here, result in [*ABSOLUTE, *WINDOWS, *STDERR]] + REGRESSION
+CASES = [
+    (required, measurements, None, result) for required, measurements, result in [*ABSOLUTE, *WINDOWS, *STDERR]
+] + REGRESSION
 
 
 def gate_of(tmp_path: Path, *require: dict[str, Any]) -> Any:
@@ -132,9 +134,9 @@ def gate_of(tmp_path: Path, *require: dict[str, Any]) -> Any:
     return read_gates(path, STAGES)["sft"]
 
 
-@pytest.mark.parametrize(("required", "here", "baseline", "result"), CASES, ids=range(len(CASES)))
-def test_case(tmp_path, required, here, baseline, result):
-    judgement = judge(gate_of(tmp_path, {"metric": LOSS, **required}), here, baseline)
+@pytest.mark.parametrize(("required", "measurements", "baseline", "result"), CASES, ids=range(len(CASES)))
+def test_case(tmp_path, required, measurements, baseline, result):
+    judgement = judge(gate_of(tmp_path, {"metric": LOSS, **required}), measurements, baseline)
     assert judgement.result == result, judgement.checks
     assert judgement.exit_code == {P: 0, F: GATE_FAILED, M: METRIC_MISSING}[result] == {P: 0, F: 3, M: 4}[result]
     assert all(check.result in str(check) for check in judgement.checks)
@@ -155,37 +157,37 @@ def test_several_checks_their_numbers_and_nearest_names(tmp_path):
     assert "train/lm_loss" in str(check)
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("sft: {require: [{metric: a}]}", "sft.require.0: a: bounds nothing"),
+@pytest.mark.parametrize(("text", "message"), [
+    ("sft: {require: [{metric: a}]}", "sft.require.0: a: has no bound"),
     ("sft: {require: [{max: 1}]}", "sft.require.0.metric: is required"),
     ("sft: {require: [{metric: a, maximum: 1}]}", "maximum"),
     ("sft: {require: [{metric: a, max: often}]}", "expected float"),
     ("sft: {require: [{metric: a, max: .nan}]}", "expected float"),
     ("sft: {require: [{metric: a, min: 2, max: 1}]}", "nothing can pass"),
     ("sft: {require: [{metric: a, max_drop: 0.1}]}", "set baseline"),
-    ("sft: {baseline: dpo, require: [{metric: a, max_drop: 0.1}]}", "dpo is no earlier stage"),
-    ("sft: {baseline: sft, require: [{metric: a, max_drop: 0.1}]}", "sft is no earlier stage"),
+    ("sft: {baseline: dpo, require: [{metric: a, max_drop: 0.1}]}", "dpo is not an earlier stage"),
+    ("sft: {baseline: sft, require: [{metric: a, max_drop: 0.1}]}", "sft is not an earlier stage"),
     ("sft: {baseline: pretrain, require: [{metric: a, max_drop: -0.1}]}", "at least 0"),
     ("sft: {baseline: pretrain, require: [{metric: a, max_drop: much}]}", "a share as 2%"),
     ("sft: {require: [{metric: a, max: 1, window: 0}]}", "at least 1 step"),
     ("sft: {require: [{metric: a, max: 1, window: 200%}]}", "a share of the run"),
-    ("sft: {require: [{metric: a, max: 1, aggregate: max}]}", "says nothing without window"),
+    ("sft: {require: [{metric: a, max: 1, aggregate: max}]}", "no effect without window"),
     ("sft: {require: [{metric: a, max: 1, stderr_z: -1}]}", "stderr_z"),
     ("sft: {require: []}", "is empty"),
     ("sft: {require: 3}", "expected a list"),
     ("sft: {}", "sft.require: is required"),
-    ("stf: {require: [{metric: a, max: 1}]}", "stf: is no training stage"),
+    ("stf: {require: [{metric: a, max: 1}]}", "stf: is not a training stage"),
     ("sft: [1]", "expected a mapping"),
     ("sft: {require: [{metric: a, max: 1}], require: [{metric: b, max: 1}]}", "already set"),
     ("- 1", "expected `key: value` lines"),
     ("sft: {", "not valid YAML"),
 ])  # fmt: skip
-def test_refused(tmp_path, text, said):
+def test_refused(tmp_path, text, message):
     path = tmp_path / "gates.yml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="gates.yml") as refused:
         read_gates(path, STAGES)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert text == "- 1" or "gates.yml:1" in str(refused.value)
 
 
@@ -193,13 +195,13 @@ def test_rows_of_a_run_that_was_killed_and_scores_of_eval(tmp_path):
     """A step that was logged twice counts once, as it was logged last, and half a line not at all."""
     lines = [json.dumps({"iteration": i, LOSS: value}) for i, value in ((10, 4.0), (20, 3.0), (20, 2.0))]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 30, "tra']))
-    found = read_measurements(tmp_path)
-    assert found.measure(LOSS, 20).value == 3.0 and found.measure(LOSS).value == 2.0
+    measurements = read_measurements(tmp_path)
+    assert measurements.measure(LOSS, 20).value == 3.0 and measurements.measure(LOSS).value == 2.0
     values = {"acc,none": 0.7, "acc_stderr,none": 0.01, "em,strict-match": 0.2, "em_stderr,strict-match": 0.02}
     (tmp_path / "results.json").write_text(json.dumps({"results": {"piqa": {"alias": "piqa", **values}}}))
     em = "eval_tasks/piqa_em_strict-match"
-    wanted = {ACC: 0.7, f"{ACC}_stderr": 0.01, em: 0.2, f"{em}_stderr": 0.02}
-    assert scores_of_results(tmp_path / "results.json") == wanted
+    expected = {ACC: 0.7, f"{ACC}_stderr": 0.01, em: 0.2, f"{em}_stderr": 0.02}
+    assert scores_of_results(tmp_path / "results.json") == expected
 
 
 @pytest.mark.parametrize("file", ["configs/promotion_gates.yml",
@@ -209,7 +211,7 @@ def test_gates_that_come_with_the_package(file):
 
 
 # (override of: stage, weights, gate's maximum, baseline's weights), a verdict on these, whether it holds
-@pytest.mark.parametrize(("given", "asked", "holds"), [
+@pytest.mark.parametrize(("overridden_verdict", "judged_verdict", "holds"), [
     (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, "p"), True),
     (("sft", "a", 1.0, None), ("sft", "a", 1.0, None), True),
     (("sft", "a", 1.0, "p"), ("sft", "b", 1.0, "p"), False),  # other weights
@@ -218,48 +220,48 @@ def test_gates_that_come_with_the_package(file):
     (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, "q"), False),  # the baseline has moved
     (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, None), False),
 ])  # fmt: skip
-def test_override(tmp_path, given, asked, holds):
+def test_override(tmp_path, overridden_verdict, judged_verdict, holds):
     def verdict(stage: str, weights: str, maximum: float, baseline: str | None) -> dict[str, Any]:
         gate = Gate(stage, (Requirement(LOSS, max=maximum),))
-        of_baseline = {"stage": "pretrain", "weights_sha256": baseline} if baseline else None
+        baseline_facts = {"stage": "pretrain", "weights_sha256": baseline} if baseline else None
         return {"stage": stage, "weights_sha256": weights, "requirements": requirements_digest(gate),
-                "baseline": of_baseline, "file": "logs/verdicts/sft-1.json"}  # fmt: skip
+                "baseline": baseline_facts, "file": "logs/verdicts/sft-1.json"}  # fmt: skip
 
     for reason in ("first", "second"):
-        add_override(tmp_path, verdict(*given), reason)
-    found = find_override(tmp_path, verdict(*asked))
-    assert (found is not None) == holds
-    assert found is None or (found.reason, found.sha256) == ("second", "a")
-    assert [one.reason for one in read_overrides(tmp_path)] == ["first", "second"], "nothing is forgotten"
+        add_override(tmp_path, verdict(*overridden_verdict), reason)
+    override = find_override(tmp_path, verdict(*judged_verdict))
+    assert (override is not None) == holds
+    assert override is None or (override.reason, override.sha256) == ("second", "a")
+    assert [recorded.reason for recorded in read_overrides(tmp_path)] == ["first", "second"], "nothing is forgotten"
 
 
 # rows, iteration of the weights, metric, window, what is said
-@pytest.mark.parametrize(("given", "iteration", "metric", "window", "said"), [
+@pytest.mark.parametrize(("metric_rows", "iteration", "metric", "window", "message"), [
     (rows(3.0, 2.0), 25, LOSS, None, None),  # logged every ten steps: the next row would be that of 30
-    (rows(3.0, 2.0), 30, LOSS, None, "at iteration 20 the last time, the weights are of 30"),
+    (rows(3.0, 2.0), 30, LOSS, None, "last measured at iteration 20; the weights are of iteration 30"),
     (rows(3.0), 9, LOSS, None, None),
-    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, None, "not in the row of iteration 30"),
-    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, 20, "not in the row of iteration 30"),
+    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, None, "no value at iteration 30"),
+    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, 20, "no value at iteration 30"),
     ((*rows(3.0, 2.0), {"iteration": 30, "validation/lm_loss": 1.0}), 20, LOSS, 20, None),
     (rows(3.0, name="validation/lm_loss"), 10, "validation/lm_loss", None, None),
-    (rows(3.0, name="validation/lm_loss"), 11, "validation/lm_loss", None, "the weights are of 11"),
+    (rows(3.0, name="validation/lm_loss"), 11, "validation/lm_loss", None, "the weights are of iteration 11"),
     ((*rows(3.0), {"iteration": 11, "train/lm_loss": 1.0}), 11, ACC, None, "there is no"),
 ])  # fmt: skip
-def test_what_was_measured_of_other_weights_is_missing(given, iteration, metric, window, said):
-    found = Measurements(given, {}, iteration)
-    with pytest.raises(MissingError, match=said) if said else nullcontext():
-        assert found.measure(metric, window).value > 0
+def test_what_was_measured_of_other_weights_is_missing(metric_rows, iteration, metric, window, message):
+    measurements = Measurements(metric_rows, {}, iteration)
+    with pytest.raises(MissingError, match=message) if message else nullcontext():
+        assert measurements.measure(metric, window).value > 0
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.07, 7), (0.55, 55), (0.1, 10), (0.001, 1)])
 def test_a_share_of_a_hundred_steps(share, steps):
-    assert Measurements(rows(*[1.0] * 100, every=1)).measure(LOSS, share).window["steps"] == steps
+    assert Measurements(rows(*[1.0] * 100, interval=1)).measure(LOSS, share).window["steps"] == steps
 
 
-@pytest.mark.parametrize(("was", "now", "moved"), [
+@pytest.mark.parametrize(("digest_before", "now", "moved"), [
     ("a", "a", False), ("a", "b", True), ("a", None, True), (None, "a", True), (None, None, False),
 ])  # fmt: skip
-def test_baseline_moved(tmp_path, was, now, moved):
+def test_baseline_moved(tmp_path, digest_before, now, moved):
     """The digest of the weights that a verdict compared with, and that of those there are now."""
     pipeline = read_pipeline(write_small(tmp_path / "p") / "pipeline.yml")
     final, layer = tmp_path / "p/checkpoints/pretrain_final", "layer_00-model_00-model_states.pt"
@@ -275,7 +277,7 @@ def test_baseline_moved(tmp_path, was, now, moved):
         (final / "global_step1/manifest.json").write_text(json.dumps(manifest))
         return promoted_weights(final)
 
-    verdict = {"baseline": {"stage": "pretrain", "weights_sha256": digest(was)}}
+    verdict = {"baseline": {"stage": "pretrain", "weights_sha256": digest(digest_before)}}
     digest(now)
     assert has_moved(pipeline, verdict) == moved
     assert not has_moved(pipeline, {"baseline": None})

@@ -1,4 +1,4 @@
-"""What befalls a pipeline: full disks, removed logs, processes left behind, files edited meanwhile."""
+"""Mishaps of a pipeline: full disks, removed logs, processes left behind, files edited meanwhile."""
 
 import json
 import os
@@ -12,11 +12,11 @@ import pytest
 
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.digests import weights_digest
+from megatron.pipelines.gate_verdicts import gates_of
 from megatron.pipelines.options import Options
 from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import DONE, FAILED, PROMOTED, State
 from megatron.pipelines.table import rows_of
-from megatron.pipelines.verdicts import gates_of
 from tests.launch.runs import DEEPY, ROOT, environment
 from tests.pipelines.small import GATES, command, pipeline, write_small, write_yaml
 from tests.process.test_commands import read_by_nobody
@@ -24,7 +24,7 @@ from tests.process.test_commands import read_by_nobody
 DATA = {"kind": "data", "outputs": ["made"]}
 
 
-def of_commands(folder: Path, *commands: str) -> Path:
+def write_data_pipeline(folder: Path, *commands: str) -> Path:
     """A pipeline of one data stage."""
     return write_small(folder, {"data": {**DATA, "commands": list(commands)}}, {})
 
@@ -47,14 +47,21 @@ def judged(folder: Path) -> State:
     return state
 
 
-def work_on(folder: Path, state: State, said: list[str]) -> StageWork:
-    made = read_pipeline(folder / "pipeline.yml")
-    return StageWork(made, made.stage("pretrain"), Options(), gates_of(made).get("pretrain"), state, said.append)
+def work_on(folder: Path, state: State, messages: list[str]) -> StageWork:
+    definition = read_pipeline(folder / "pipeline.yml")
+    return StageWork(
+        definition,
+        definition.stage("pretrain"),
+        Options(),
+        gates_of(definition).get("pretrain"),
+        state,
+        messages.append,
+    )
 
 
 def test_removed_logs_stop_neither_status_nor_a_run(tmp_path: Path) -> None:
-    state, said = judged(tmp_path), list[str]()
-    work = work_on(tmp_path, state, said)
+    state, messages = judged(tmp_path), list[str]()
+    work = work_on(tmp_path, state, messages)
     work.judge_and_promote()
     assert state["pretrain"].status == PROMOTED and (tmp_path / state["pretrain"].verdict).is_file()
     for damage in ("half", "gone"):
@@ -68,22 +75,22 @@ def test_removed_logs_stop_neither_status_nor_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edited", "says"),
+    ("edited", "expected"),
     [({"require": [{"metric": "train/lm_loss", "max": 1.0}]}, "next `run`"), ({"require": [{"max": 1}]}, "refused")],
 )
-def test_a_gate_that_is_edited_while_its_stage_runs_is_told(tmp_path: Path, edited: object, says: str) -> None:
-    state, said = judged(tmp_path), list[str]()
-    work = work_on(tmp_path, state, said)
+def test_a_gate_edited_during_its_stage_is_reported(tmp_path: Path, edited: object, expected: str) -> None:
+    state, messages = judged(tmp_path), list[str]()
+    work = work_on(tmp_path, state, messages)
     write_yaml(tmp_path / "gates.yml", {**GATES, "pretrain": edited})
     work.judge_and_promote()
-    (line,) = [line for line in said if "gates.yml: edited" in line]
-    assert says in line and state["pretrain"].status == PROMOTED, "by the gate as it was"
+    (line,) = [line for line in messages if "gates.yml: edited" in line]
+    assert expected in line and state["pretrain"].status == PROMOTED, "by the gate as it was"
 
 
 @pytest.mark.parametrize("word", ["run", "resume"])
 def test_it_outlives_who_reads_what_it_says(word: str, tmp_path: Path) -> None:
     """As `| tee` that has ended: the exit code is that of the stages."""
-    folder = of_commands(tmp_path / "p", "test -e ready && touch made")
+    folder = write_data_pipeline(tmp_path / "p", "test -e ready && touch made")
     assert pipeline("run", folder).returncode == 1
     for code in (1, 0):
         assert read_by_nobody(command(word, folder), tmp_path, stderr=subprocess.STDOUT).returncode == code
@@ -95,7 +102,7 @@ def test_nothing_outlives_its_command(tmp_path: Path) -> None:
     """In sessions of their own, without our variables, and deaf to SIGTERM."""
     sleeps = "trap '' TERM; sleep 1000 & echo $! >> pids; echo $$ >> pids; wait"
     left = f"setsid env -i bash -c {shlex.quote(sleeps)} >/dev/null 2>&1 &"
-    folder = of_commands(
+    folder = write_data_pipeline(
         tmp_path / "p", f"{left} while test $(wc -l < pids || echo 0) -lt 2; do sleep 0.1; done", "touch made"
     )
     (folder / "pids").touch()
@@ -106,7 +113,7 @@ def test_nothing_outlives_its_command(tmp_path: Path) -> None:
     assert pipeline("run", folder).returncode == 0, "its lock is free"
 
 
-def test_an_edited_pipeline_is_told(tmp_path: Path) -> None:
+def test_an_edited_pipeline_is_reported(tmp_path: Path) -> None:
     stages = {name: {**DATA, "commands": ["echo '# more' >> pipeline.yml; touch made"]} for name in ("a", "b")}
     done = pipeline("run", write_small(tmp_path / "p", stages, {}))
     assert done.returncode == 0 and "b: warning:" in done.stderr and "pipeline.yml: edited" in done.stderr
@@ -129,12 +136,23 @@ for word in ("run", "status", "run"):
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    """And once there is room again, the same command does all."""
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    """The same command does all once there is room again."""
+    disk, copies = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
-    command = [sys.executable, "-m", "tests.disks", str(disk), "300", str(kept), sys.executable, "-c", FULL, str(disk)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.disks",
+        str(disk),
+        "300",
+        str(copies),
+        sys.executable,
+        "-c",
+        FULL,
+        str(disk),
+    ]
     done = subprocess.run([*command, *DEEPY], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=290)
     assert re.findall(r"rc (\d+)", done.stdout) == ["1", "0", "0"], done.stdout + done.stderr
     errors = [line for line in done.stdout.splitlines() if "error: " in line]
     assert len(errors) == 1 and "pipeline_state.json" in errors[0] and os.strerror(28) in errors[0]
-    assert "Traceback" not in done.stdout and (kept / "made").is_file()
+    assert "Traceback" not in done.stdout and (copies / "made").is_file()

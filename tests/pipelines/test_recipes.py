@@ -27,7 +27,7 @@ def test_the_7b_is_what_it_says(tmp_path):
     described = read_pipeline(write_recipe("7b", tmp_path))
     with_model = [stage for stage in described.stages if stage.kind == "train"]
     words = {stage.name: train_words(described, stage, Options()) for stage in with_model}
-    runs = {name: parse_words(given).check_training() for name, given in words.items()}  # as they would read it
+    runs = {name: parse_words(run_words).check_training() for name, run_words in words.items()}  # as they would read it
     assert list(runs) == ["pretrain", "sft", "dpo", "lora"]
     for args in runs.values():
         shape = (args.num_layers, args.hidden_size, args.kv_heads, args.padded_vocab_size, args.max_position_embeddings)
@@ -65,8 +65,8 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
     rows = {"web": documents, "domain": documents, "chats": [{"messages": [user, model]}] * 20, "pairs": [pair] * 20}
     for name in (*rows, "tokenizer"):
         (raw / name).mkdir(parents=True)
-    for name, given in rows.items():
-        (raw / name / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    for name, source_rows in rows.items():
+        (raw / name / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in source_rows))
     shutil.copy(tokenizer, raw / "tokenizer/tokenizer.json")
     eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (raw / "tokenizer/tokenizer_config.json").write_text(json.dumps(eos))
@@ -106,14 +106,14 @@ def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
     passed("run", folder, "--precision", "fp32")
     assert {record["status"] for record in records(folder).values()} == {"done", "promoted"}
     assert (folder / "checkpoints/lora_final/latest").is_file()
-    said = (folder / "logs/pretrain.log").read_text()
-    assert "seq_curriculum" in said and "lm_loss" in said
+    log_text = (folder / "logs/pretrain.log").read_text()
+    assert "seq_curriculum" in log_text and "lm_loss" in log_text
 
 
 @pytest.mark.product
 @pytest.mark.timeout(600)
 def test_the_quickstart_with_fewer_steps(tmp_path):
-    """What make pipeline runs, with a tenth of its steps: the gates that need more of them are lower."""
+    """Runs the recipe of `make pipeline` with a tenth of its steps; gates that need more steps are lower."""
     folder = tmp_path / "quickstart"
     write_recipe("quickstart", folder)
     for name, steps in (("pretrain", 40), ("sft", 20), ("dpo", 30), ("lora", 10)):

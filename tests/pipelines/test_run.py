@@ -17,7 +17,7 @@ import yaml
 
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.saved_config import checkpoint_args
-from tests.launch.runs import BOTH, alive, environment, wait_until
+from tests.launch.runs import PIPED_OUTPUT, alive, environment, wait_for
 from tests.pipelines.small import (
     GATES,
     STAGES,
@@ -34,7 +34,7 @@ from tests.pipelines.small import (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline that has run to its end, one for all workers."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
@@ -48,8 +48,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
-    shutil.copytree(whole, tmp_path / "copy", symlinks=True)
+def copied(full_pipeline: Path, tmp_path: Path) -> Path:
+    shutil.copytree(full_pipeline, tmp_path / "copy", symlinks=True)
     return tmp_path / "copy"
 
 
@@ -59,35 +59,39 @@ def refuse(folder: Path, maximum: float = 0.1) -> None:
     write_yaml(folder / "gates.yml", gates)
 
 
-def test_layout_page_and_merged_weights(whole):
-    made = {"checkpoints", "data", "logs", "pipeline_state.json", "pipeline.html"}
-    assert {path.name for path in whole.iterdir()} >= made
+def test_layout_page_and_merged_weights(full_pipeline):
+    expected_names = {"checkpoints", "data", "logs", "pipeline_state.json", "pipeline.html"}
+    assert {path.name for path in full_pipeline.iterdir()} >= expected_names
     for stage in ("init", "pretrain", "sft", "lora"):
-        final = whole / "checkpoints" / f"{stage}_final"
-        assert final.is_symlink() and (final / "latest").is_file() and (whole / "logs" / f"{stage}.log").is_file()
-    page = (whole / "pipeline.html").read_text()
+        final = full_pipeline / "checkpoints" / f"{stage}_final"
+        assert (
+            final.is_symlink() and (final / "latest").is_file() and (full_pipeline / "logs" / f"{stage}.log").is_file()
+        )
+    page = (full_pipeline / "pipeline.html").read_text()
     for words in ("texts.jsonl", "CC0-1.0", "max_rise 5.0", "lora/merged"):
         assert words in page
-    assert all(record["status"] in ("done", "promoted") for record in records(whole).values())
-    merged = whole / "checkpoints/lora_final/global_step6"
+    assert all(record["status"] in ("done", "promoted") for record in records(full_pipeline).values())
+    merged = full_pipeline / "checkpoints/lora_final/global_step6"
     args = checkpoint_args(merged)
     assert args.lora is None
-    one = {"layers": [2], "tensor_rank": 0, "tensor_size": 1}
-    tuned = load_weights(whole / "checkpoints/sft_final/global_step6", args, **one)[2]
-    changed = [name for name, t in load_weights(merged, args, **one)[2].items() if not torch.equal(t, tuned[name])]
+    layer_options = {"layers": [2], "tensor_rank": 0, "tensor_size": 1}
+    tuned = load_weights(full_pipeline / "checkpoints/sft_final/global_step6", args, **layer_options)[2]
+    changed = [
+        name for name, t in load_weights(merged, args, **layer_options)[2].items() if not torch.equal(t, tuned[name])
+    ]
     assert "attention.query_key_value.weight" in changed and "input_layernorm.scale" not in changed
 
 
 def assert_all_skipped(word: str, folder: Path) -> None:
-    said = [line.partition(":")[2] for line in pipeline(word, folder, "--dry-run").stdout.splitlines()]
-    assert said == [" unchanged, would be skipped"] * 5
+    verdicts = [line.partition(":")[2] for line in pipeline(word, folder, "--dry-run").stdout.splitlines()]
+    assert verdicts == [" unchanged, would be skipped"] * 5
 
 
 def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
-    before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*") if path.is_file()}
-    said = passed("run", copied)
-    assert all(f"pipeline: {stage}: unchanged, skipped" in said for stage in STAGES)
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    times_before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*") if path.is_file()}
+    output = passed("run", copied)
+    assert all(f"pipeline: {stage}: unchanged, skipped" in output for stage in STAGES)
+    assert {path: path.stat().st_mtime_ns for path in times_before} == times_before
     assert_all_skipped("run", copied)
     change_yaml(copied / "model.yml", log_interval=5, checkpoint_factor=4, num_workers=1)
     assert_all_skipped("run", copied)
@@ -96,8 +100,10 @@ def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     assert len(lines) == 4
     assert all("--no-fp8" in line and "precision=bfloat16 seed=5" in line for line in lines)
     assert "init: would run (changed: seed null -> 5)" in dry
-    given = pipeline("run", copied, "--dry-run", "--no-fp8", "--precision", "fp32", "--set", "weight_decay=0.1").stdout
-    assert "would run" not in given, "what is the default anyway changes nothing"
+    dry_run = pipeline(
+        "run", copied, "--dry-run", "--no-fp8", "--precision", "fp32", "--set", "weight_decay=0.1"
+    ).stdout
+    assert "would run" not in dry_run, "what is the default anyway changes nothing"
     next((copied / "checkpoints/pretrain_final").glob("global_step8/layer_02*")).unlink()
     dry = pipeline("run", copied, "--dry-run").stdout
     assert "init: unchanged" in dry and "pretrain: unchanged" not in dry
@@ -108,29 +114,29 @@ def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
 
 def test_a_gate_stops_what_comes_after(copied):
     """Exit 3, later stages untouched, the final weights unmoved; then only what is needed is done."""
-    before, later = finals(copied), records(copied)["lora"]
+    finals_before, lora_record = finals(copied), records(copied)["lora"]
     change_yaml(copied / "sft.yml", data_seed=11)
     refuse(copied)
     done = pipeline("run", copied)
     assert done.returncode == 3, done.stderr
     assert re.search(r"sft: .*anew: data_seed 7 -> 11; .*checkpoints/sft\.1", done.stderr)
     assert "sft: gate fail" in done.stderr and "lora:" not in done.stderr
-    assert finals(copied) == before and records(copied)["lora"] == later
+    assert finals(copied) == finals_before and records(copied)["lora"] == lora_record
     assert records(copied)["sft"]["status"] == "refused"
     verdict = json.loads((copied / records(copied)["sft"]["verdict"]).read_text())
     assert verdict["result"] == "fail" and verdict["checks"][0]["limit"] == 0.1 < verdict["checks"][0]["value"]
 
-    again = pipeline("resume", copied)  # nothing mended: nothing is trained again
-    assert again.returncode == 3 and "anew" not in again.stderr and "sft.2" not in again.stderr
+    second_run = pipeline("resume", copied)  # nothing mended: nothing is trained again
+    assert second_run.returncode == 3 and "anew" not in second_run.stderr and "sft.2" not in second_run.stderr
 
     write_yaml(copied / "gates.yml", GATES)
     trained = (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns
-    said = passed("resume", copied)
-    assert "pretrain: unchanged, skipped" in said and "sft: promoted" in said
+    output = passed("resume", copied)
+    assert "pretrain: unchanged, skipped" in output and "sft: promoted" in output
     assert (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns == trained
-    assert finals(copied)["sft"] != before["sft"] and finals(copied)["lora"] != before["lora"]
-    assert finals(copied)["pretrain"] == before["pretrain"]
-    assert [one["folder"] for one in records(copied)["sft"]["retired"]] == ["checkpoints/sft.1"]
+    assert finals(copied)["sft"] != finals_before["sft"] and finals(copied)["lora"] != finals_before["lora"]
+    assert finals(copied)["pretrain"] == finals_before["pretrain"]
+    assert [retired["folder"] for retired in records(copied)["sft"]["retired"]] == ["checkpoints/sft.1"]
 
 
 @pytest.mark.more
@@ -139,12 +145,12 @@ def test_an_override_is_shown_for_ever(copied):
     assert pipeline("resume", copied, "sft").returncode == 3
     assert pipeline("override", copied, "sft", "--reason", " ").returncode == 1
     refuse(copied, 0.05)  # nobody has seen it judged by this gate
-    other = pipeline("override", copied, "sft", "--reason", "x")
-    assert other.returncode == 1 and "another gate" in other.stderr
+    other_override = pipeline("override", copied, "sft", "--reason", "x")
+    assert other_override.returncode == 1 and "gate, weights or baseline changed" in other_override.stderr
     refuse(copied)
     change_yaml(copied / "sft.yml", data_seed=8)  # nor are these the weights of this configuration
-    other = pipeline("override", copied, "sft", "--reason", "x")
-    assert other.returncode == 1 and "has changed" in other.stderr
+    other_override = pipeline("override", copied, "sft", "--reason", "x")
+    assert other_override.returncode == 1 and "data or weights changed" in other_override.stderr
     change_yaml(copied / "sft.yml", data_seed=7)
     assert not (copied / "overrides.jsonl").exists()
     passed("override", copied, "sft", "--reason", "noise at this size")
@@ -156,14 +162,14 @@ def test_an_override_is_shown_for_ever(copied):
     assert pipeline("run", copied).returncode == 3
     write_yaml(copied / "gates.yml", GATES)
     passed("run", copied)
-    for shown in (pipeline("status", copied).stdout, (copied / "pipeline.html").read_text()):
-        assert "noise at this size" in shown
+    for page in (pipeline("status", copied).stdout, (copied / "pipeline.html").read_text()):
+        assert "noise at this size" in page
     refused = pipeline("override", copied, "sft", "--reason", "again")
-    assert refused.returncode == 1 and "it is promoted" in refused.stderr
+    assert refused.returncode == 1 and "status: promoted" in refused.stderr
 
 
 def test_gate_judges_again_and_moves_nothing(copied):
-    before = finals(copied)
+    finals_before = finals(copied)
     os.chdir(copied)
     passed = pipeline("gate", "sft")
     assert (passed.returncode, passed.stdout.splitlines()[-1]) == (0, "sft: pass; logs/verdicts/sft-2.json")
@@ -172,14 +178,14 @@ def test_gate_judges_again_and_moves_nothing(copied):
     write_yaml(copied / "gates.yml", {"sft": {"require": [{"metric": "train/none", "max": 1.0}]}})
     missing = pipeline("gate", copied / "pipeline.yml", "sft")
     assert missing.returncode == 4 and "train/none" in missing.stdout
-    assert finals(copied) == before
+    assert finals(copied) == finals_before
     unknown = pipeline("gate", copied, "stf")
     assert unknown.returncode == 1 and "data, init, pretrain, sft, lora" in unknown.stderr
-    assert "has no gate in" in pipeline("gate", copied, "lora").stderr
+    assert "has no gate; " in pipeline("gate", copied, "lora").stderr
 
 
 def test_a_baseline_that_has_moved(copied):
-    """What began from weights that have since been replaced would run again, and is judged beside the new."""
+    """A stage whose starting weights were replaced would run again, and is judged against the new ones."""
     final = copied / "checkpoints/pretrain_final"
     rows = (final / "metrics.jsonl").read_text().replace('"train/lm_loss": ', '"train/lm_loss": -')
     (final / "metrics.jsonl").write_text(rows)
@@ -195,8 +201,8 @@ def test_a_baseline_that_has_moved(copied):
     change_yaml(copied / "gates.yml", sft={"baseline": "pretrain", "require": [requirement]})
     verdict = pipeline("gate", copied, "sft")
     assert verdict.returncode == 0 and "(baseline -" in verdict.stdout
-    given = json.loads((copied / records(copied)["sft"]["verdict"]).read_text())
-    assert given["baseline"]["weights_sha256"] == finals(copied)["pretrain"]
+    verdict_file = json.loads((copied / records(copied)["sft"]["verdict"]).read_text())
+    assert verdict_file["baseline"]["weights_sha256"] == finals(copied)["pretrain"]
 
 
 @pytest.mark.more
@@ -205,15 +211,15 @@ def test_a_longer_run_goes_on(copied):
     refused = pipeline("resume", copied, "sft", "--only")
     assert refused.returncode == 1 and "learning-rate schedule" in refused.stderr
     change_yaml(copied / "sft.yml", override_lr_scheduler=True)
-    said = passed("resume", copied, "sft", "--only")
-    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in said
+    output = passed("resume", copied, "sft", "--only")
+    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in output
     assert (copied / "checkpoints/sft_final/latest").read_text() == "global_step9"
     log = (copied / "logs/sft.log").read_text()
     assert "iteration        7/" in log and "iteration        1/       9" not in log
 
 
 @pytest.mark.product
-def test_other_texts_begin_everything_anew(copied):
+def test_other_texts_restart_everything(copied):
     text = json.dumps({"text": "other words " * 20}) + "\n"
     (copied / "data/raw/texts.jsonl").unlink()
     (copied / "texts.jsonl").write_text(text * 20)
@@ -227,10 +233,11 @@ def test_a_stage_that_fails_says_where(tmp_path):
     folder = write_small(tmp_path / "p", stages, {})
     done = pipeline("run", folder)
     assert done.returncode == 1
-    assert re.search("code 1;.*logs/data.log", done.stderr) and "nothing_there" in done.stderr
+    assert "data: ended with code 1\npipeline: data: the end of logs/data.log:\n" in done.stderr
+    assert "nothing_there" in done.stderr
     assert records(folder)["data"]["status"] == "failed"
-    shown = pipeline("status", folder)
-    assert shown.returncode == 0 and re.search("failed.*code 1", shown.stdout, re.S)
+    status = pipeline("status", folder)
+    assert status.returncode == 0 and re.search("failed.*code 1", status.stdout, re.S)
     assert json.loads(pipeline("status", folder, "--json").stdout)["records"]["data"]["status"] == "failed"
 
 
@@ -238,45 +245,45 @@ def test_a_stage_that_fails_says_where(tmp_path):
 @pytest.mark.ends_processes
 def test_an_edit_that_is_taken_back_costs_nothing(copied):
     """The run that was finished is the stage's again: after one that was stopped, or could not start."""
-    before = finals(copied)
+    finals_before = finals(copied)
     change_yaml(copied / "sft.yml", data_seed=12, train_batch_size="many")
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # refused before anything moves
-    given = yaml.safe_load((copied / "sft.yml").read_text())
-    del given["train_batch_size"]
-    write_yaml(copied / "sft.yml", {**given, "train_iters": 4000})
-    first = started("resume", copied, "sft", "--only")
+    sft_config = yaml.safe_load((copied / "sft.yml").read_text())
+    del sft_config["train_batch_size"]
+    write_yaml(copied / "sft.yml", {**sft_config, "train_iters": 4000})
+    first_run = started("resume", copied, "sft", "--only")
     log = copied / "logs/sft.log"
-    wait_until(lambda: first.poll() is not None or "iteration        1/    4000" in log.read_text())
-    first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=200)
-    assert first.returncode == 143 and records(copied)["sft"]["status"] == "stopped", said
-    assert "sft comes before it and is stopped" in pipeline("resume", copied, "lora").stderr
+    wait_for(lambda: first_run.poll() is not None or "iteration        1/    4000" in log.read_text())
+    first_run.send_signal(signal.SIGTERM)
+    _, output = first_run.communicate(timeout=200)
+    assert first_run.returncode == 143 and records(copied)["sft"]["status"] == "stopped", output
+    assert "needs the stage sft, which is stopped" in pipeline("resume", copied, "lora").stderr
     change_yaml(copied / "sft.yml", data_seed=7, train_iters=6)
-    said = passed("resume", copied, "sft")
-    assert "sft: takes checkpoints/sft.1 back" in said and "lora: unchanged" in said
-    assert finals(copied) == before
+    output = passed("resume", copied, "sft")
+    assert "sft: takes checkpoints/sft.1 back" in output and "lora: unchanged" in output
+    assert finals(copied) == finals_before
 
     change_yaml(copied / "sft.yml", train_iters=9)
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # the learning rate's end is not said
     change_yaml(copied / "sft.yml", train_iters=6)
     assert "sft: goes back to what it was" in passed("resume", copied, "sft")
-    assert finals(copied) == before
+    assert finals(copied) == finals_before
 
 
 @pytest.mark.product
 def test_damaged_and_missing_weights(copied):
     """Files that are gone are seen, and what is whole elsewhere is taken."""
-    before = finals(copied)
+    finals_before = finals(copied)
     next((copied / "checkpoints/pretrain_final").glob("global_step8/layer_02*")).unlink()
     assert finals(copied)["pretrain"] is None
-    assert "pretrain: promoted" in passed("run", copied, "--to", "pretrain") and finals(copied) == before
+    assert "pretrain: promoted" in passed("run", copied, "--to", "pretrain") and finals(copied) == finals_before
     shutil.rmtree(copied / "checkpoints/sft")  # pruned: the promoted weights are the same
     change_yaml(copied / "gates.yml", sft={"require": [{"metric": "train/lm_loss", "max": 8.0}]})
     assert "sft: promoted" in passed("resume", copied, "sft", "--only") and not (copied / "checkpoints/sft").exists()
-    assert finals(copied) == before
+    assert finals(copied) == finals_before
     (copied / "checkpoints/init_final/latest").unlink()
     passed("run", copied)
-    assert finals(copied) == before
+    assert finals(copied) == finals_before
 
 
 @pytest.mark.product
@@ -292,22 +299,22 @@ def test_two_at_once_and_a_stop(tmp_path):
     """A second pipeline is refused with the first one's process; SIGTERM ends all of the first."""
     note = "for i in 1 2 3; do sleep 300 & echo $! >> notes; wait; done; echo over"
     folder = write_small(tmp_path / "p", {"data": {"kind": "data", "commands": [note], "outputs": ["x"]}}, {})
-    first, notes = started("run", folder), folder / "notes"
-    wait_until(lambda: first.poll() is not None or (notes.is_file() and notes.read_text().endswith("\n")))
-    second = pipeline("run", folder)
-    assert second.returncode == 1 and f"process {first.pid}" in second.stderr
-    first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=200)
-    assert first.returncode == 143 and "data: stopped" in said
+    first_run, notes = started("run", folder), folder / "notes"
+    wait_for(lambda: first_run.poll() is not None or (notes.is_file() and notes.read_text().endswith("\n")))
+    second_run = pipeline("run", folder)
+    assert second_run.returncode == 1 and f"process {first_run.pid}" in second_run.stderr
+    first_run.send_signal(signal.SIGTERM)
+    _, output = first_run.communicate(timeout=200)
+    assert first_run.returncode == 143 and "data: stopped" in output
     assert records(folder)["data"]["status"] == "stopped"
     pids = [int(pid) for pid in notes.read_text().split()]
     assert len(pids) == 1
-    wait_until(lambda: not alive(pids[0]))
+    wait_for(lambda: not alive(pids[0]))
 
 
 def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
     """The stage in which a pipeline was killed, with_all: and what it started; None: it had ended."""
-    process = subprocess.Popen(command("run", folder), env=environment(), start_new_session=True, **BOTH)
+    process = subprocess.Popen(command("run", folder), env=environment(), start_new_session=True, **PIPED_OUTPUT)
     try:
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output
@@ -323,18 +330,18 @@ def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
 
 def descendants(pid: int, folder: Path) -> list[int]:
     """Processes that work in the pipeline's folder, but the pipeline itself."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(entry.name) != pid and Path(os.readlink(entry / "cwd")) == folder.resolve():
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> list[str]:
     """Kill pipelines so often and compare them with one that nobody killed; the stages of the kills."""
-    whole = write_small(tmp_path / "whole")
-    passed("run", whole)
+    full_pipeline = write_small(tmp_path / "whole")
+    passed("run", full_pipeline)
     moment, killed_in = random.Random(seed), list[str]()
     for number in range(kills):
         folder = write_small(tmp_path / f"killed{number}")
@@ -344,7 +351,7 @@ def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> li
             if stage is None:
                 break
             killed_in.append(stage)
-        assert finals(folder) == finals(whole) and None not in finals(whole).values(), killed_in
+        assert finals(folder) == finals(full_pipeline) and None not in finals(full_pipeline).values(), killed_in
         assert not list((folder / "checkpoints").glob("*.[0-9]*")), "something began anew"
         if len(killed_in) >= kills:
             break

@@ -25,12 +25,15 @@ COMMIT = "c" * 40
 
 @dataclass
 class Server:
-    """cut: bytes after which answers end. asked: (method, path, first byte). ranges: it can go on."""
+    """A server of files.
+
+    answer_ends: bytes after which answers end. requests: (method, path, first byte). ranges: it can go on.
+    """
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
-    cut: list[int] = field(default_factory=list)
-    asked: list[tuple[str, str, int]] = field(default_factory=list)
+    answer_ends: list[int] = field(default_factory=list)
+    requests: list[tuple[str, str, int]] = field(default_factory=list)
     ranges: bool = True
     status: list[int] = field(default_factory=list)
 
@@ -43,16 +46,16 @@ def server() -> Iterator[Server]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            given = self.headers.get("Range", "") if state.ranges else ""
-            first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
-            state.asked.append((self.command, self.path, first))
+            range_header = self.headers.get("Range", "") if state.ranges else ""
+            first_byte = int(range_header.removeprefix("bytes=").partition("-")[0]) if range_header else 0
+            state.requests.append((self.command, self.path, first_byte))
             body = state.files.get(self.path.partition("?")[0])
-            usual = 404 if body is None else 200 if not given else 206 if first < len(body) else 416
+            usual = 404 if body is None else 200 if not range_header else 206 if first_byte < len(body) else 416
             status = state.status.pop(0) if state.status else usual
             headers: dict[str, Any] = {"Content-Length": 0}
             if status < 400:
                 tag = hashlib.sha256(body).hexdigest()
-                headers = {"Content-Length": len(body) - first, "ETag": tag, "X-Repo-Commit": COMMIT}
+                headers = {"Content-Length": len(body) - first_byte, "ETag": tag, "X-Repo-Commit": COMMIT}
             elif status == 416:
                 headers["Content-Range"] = f"bytes */{len(body)}"
             self.send_response(status)
@@ -60,8 +63,8 @@ def server() -> Iterator[Server]:
                 self.send_header(name, str(value))
             self.end_headers()
             if self.command == "GET" and status < 400:
-                end = state.cut.pop(0) if state.cut else len(body)
-                self.wfile.write(body[first:end])
+                end = state.answer_ends.pop(0) if state.answer_ends else len(body)
+                self.wfile.write(body[first_byte:end])
                 if end < len(body):
                     self.close_connection = True
 
@@ -77,61 +80,61 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
 
 
-def of_url(server: Server, sha256: str = DIGEST) -> Source:
+def url_source(server: Server, sha256: str = DIGEST) -> Source:
     server.files["/x.bin"] = BODY
     return Source(name="x.bin", license="MIT", url=f"{server.url}/x.bin", sha256=sha256)
 
 
-def fetch(folder: Path, *given: Source) -> tuple[dict[str, str], list[str]]:
-    said: list[str] = []
-    return fetch_sources(folder, given, said.append), said
+def fetch(folder: Path, *wanted_sources: Source) -> tuple[dict[str, str], list[str]]:
+    messages: list[str] = []
+    return fetch_sources(folder, wanted_sources, messages.append), messages
 
 
 def test_an_address_is_asked_once(tmp_path, server):
-    found, said = fetch(tmp_path, of_url(server))
-    assert found == {"x.bin": DIGEST} and (tmp_path / "data/raw/x.bin").read_bytes() == BODY
+    digests, messages = fetch(tmp_path, url_source(server))
+    assert digests == {"x.bin": DIGEST} and (tmp_path / "data/raw/x.bin").read_bytes() == BODY
     note = json.loads((tmp_path / "data/raw/sources.json").read_text())["x.bin"]
     assert (note["license"], note["bytes"], note["sha256"]) == ("MIT", len(BODY), DIGEST)
-    again, said = fetch(tmp_path, of_url(server))
-    assert again == found and "there already" in said[0] and len(server.asked) == 1
+    second_digests, messages = fetch(tmp_path, url_source(server))
+    assert second_digests == digests and "there already" in messages[0] and len(server.requests) == 1
 
 
 def test_what_was_cut_off_goes_on(tmp_path, server):
-    server.cut = [300_000, 700_000]
-    found, said = fetch(tmp_path, of_url(server))
-    assert found == {"x.bin": DIGEST}
-    assert [first for _, _, first in server.asked] == [0, 300_000, 700_000]
-    assert any("of which 0.3 MB are there" in line for line in said)
+    server.answer_ends = [300_000, 700_000]
+    digests, messages = fetch(tmp_path, url_source(server))
+    assert digests == {"x.bin": DIGEST}
+    assert [first_byte for _, _, first_byte in server.requests] == [0, 300_000, 700_000]
+    assert any("of which 0.3 MB are there" in line for line in messages)
 
 
 def test_a_killed_download_goes_on(tmp_path, server):
     part = tmp_path / "data/raw/.x.bin.part"
     part.parent.mkdir(parents=True)
-    for is_there in (BODY[:500_000], BODY, BODY + b"more"):  # of the second only its name was not given yet
+    for partial_bytes in (BODY[:500_000], BODY, BODY + b"more"):  # of the second only its name was not given yet
         (tmp_path / "data/raw/x.bin").unlink(missing_ok=True)
-        part.write_bytes(is_there)
-        assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and not part.exists()
-    assert [first for *_, first in server.asked[:2]] == [500_000, len(BODY)]
+        part.write_bytes(partial_bytes)
+        assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST} and not part.exists()
+    assert [first_byte for *_, first_byte in server.requests[:2]] == [500_000, len(BODY)]
 
 
 def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
-    server.ranges, server.cut = False, [300_000]
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    server.ranges, server.answer_ends = False, [300_000]
+    assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST}
 
 
 def test_another_content_is_refused_and_goes(tmp_path, server):
     with pytest.raises(PipelineError, match=f"has SHA-256 {DIGEST}, not 0000"):
-        fetch(tmp_path, of_url(server, "0" * 64))
+        fetch(tmp_path, url_source(server, "0" * 64))
     assert not [path for path in (tmp_path / "data/raw").iterdir() if "x.bin" in path.name]
 
 
 def test_what_cannot_be_had(tmp_path, server):
     with pytest.raises(PipelineError, match="404"):
         fetch(tmp_path, Source(name="y", license="MIT", url=f"{server.url}/y", sha256=DIGEST))
-    assert len(server.asked) == 1  # it is not there: no second try
+    assert len(server.requests) == 1  # it is not there: no second try
     server.status = [503, 429]
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    with pytest.raises(PipelineError, match=r"cannot be had .* put the file at .*/y by other means"):
+    assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST}
+    with pytest.raises(PipelineError, match=r"cannot be fetched .* put the file at .*/y by other means"):
         fetch(tmp_path, Source(name="y", license="MIT", url="http://127.0.0.1:9/y", sha256=DIGEST))
 
 
@@ -139,9 +142,9 @@ def test_a_file_put_there_by_hand_is_taken_and_one_that_changed_kept_beside_the_
     file = tmp_path / "data/raw/x.bin"
     file.parent.mkdir(parents=True)
     file.write_bytes(BODY)
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and server.asked == []
+    assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST} and server.requests == []
     file.write_bytes(b"edited")
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST}
     assert file.with_name("x.bin.old1").read_bytes() == b"edited" and file.read_bytes() == BODY
 
 
@@ -149,11 +152,11 @@ def test_paths_are_linked_and_looked_at(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/a.txt").write_text("a")
     source = Source(name="mine", license="own", path="mine")
-    first, _ = fetch(tmp_path, source)
+    first_digests, _ = fetch(tmp_path, source)
     assert (tmp_path / "data/raw/mine").is_symlink() and (tmp_path / "data/raw/mine/a.txt").read_text() == "a"
-    assert fetch(tmp_path, source)[0] == first
+    assert fetch(tmp_path, source)[0] == first_digests
     (tmp_path / "mine/b.txt").write_text("b")
-    assert fetch(tmp_path, source)[0] != first
+    assert fetch(tmp_path, source)[0] != first_digests
     with pytest.raises(PipelineError, match="there is no such file or folder"):
         fetch(tmp_path, Source(name="none", license="own", path="none"))
 
@@ -167,8 +170,8 @@ def test_the_hub(tmp_path, server):
     for path in ("", "/revision/main", f"/revision/{COMMIT}"):
         server.files[f"/api/datasets/org/set{path}"] = json.dumps(info).encode()
     shas = {name: hashlib.sha1(text).hexdigest() for name, text in files.items()}
-    listed = [{"type": "file", "path": name, "size": len(files[name]), "oid": sha} for name, sha in shas.items()]
-    server.files[f"/api/datasets/org/set/tree/{COMMIT}"] = json.dumps(listed).encode()
+    tree_entries = [{"type": "file", "path": name, "size": len(files[name]), "oid": sha} for name, sha in shas.items()]
+    server.files[f"/api/datasets/org/set/tree/{COMMIT}"] = json.dumps(tree_entries).encode()
     server.files |= {f"/datasets/org/set/resolve/{COMMIT}/{name}": text for name, text in files.items()}
     program = (
         "import sys; from pathlib import Path; from megatron.pipelines.definition import Source\n"
@@ -189,26 +192,30 @@ def test_the_hub(tmp_path, server):
     assert {str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()} == {"data/a.jsonl", "data/b.jsonl"}
     note = json.loads((tmp_path / "data/raw/sources.json").read_text())["set"]
     assert note["revision"] == COMMIT and note["files"] == 2
-    asked = len(server.asked)
-    again = run()
-    assert again.stdout == done.stdout and "there already" in again.stderr and len(server.asked) == asked
+    num_requests = len(server.requests)
+    second_run = run()
+    assert (
+        second_run.stdout == done.stdout
+        and "there already" in second_run.stderr
+        and len(server.requests) == num_requests
+    )
 
 
-def test_no_signature_of_an_address_is_kept_or_told(tmp_path, server):
+def test_no_signature_of_an_address_is_stored_or_printed(tmp_path, server):
     """Another one, made an hour later, asks for nothing new; what an earlier version kept goes."""
-    plain, notes, told = of_url(server), tmp_path / "data/raw/sources.json", []
+    unsigned, notes, messages = url_source(server), tmp_path / "data/raw/sources.json", []
     for number in (1, 2):
-        signed = replace(plain, url=f"{plain.url}?X-Amz-Signature=s1gned{number}&X-Amz-Expires=3600")
-        told += [signed.origin, *fetch(tmp_path, signed)[1]]
-        assert plain.url in notes.read_text() and "s1gned" not in notes.read_text()
-    assert len(server.asked) == 1 and not pending_sources(tmp_path, (signed,))
+        signed = replace(unsigned, url=f"{unsigned.url}?X-Amz-Signature=s1gned{number}&X-Amz-Expires=3600")
+        messages += [signed.origin, *fetch(tmp_path, signed)[1]]
+        assert unsigned.url in notes.read_text() and "s1gned" not in notes.read_text()
+    assert len(server.requests) == 1 and not pending_sources(tmp_path, (signed,))
     notes.write_text(notes.read_text().replace('/x.bin"', '/x.bin?X-Amz-Signature=s1gned0"'))
     assert "s1gned" not in read_notes(tmp_path)["x.bin"].origin, "as the page shows it"
-    told += fetch(tmp_path, signed)[1]
-    assert "s1gned" not in notes.read_text() and len(server.asked) == 1
+    messages += fetch(tmp_path, signed)[1]
+    assert "s1gned" not in notes.read_text() and len(server.requests) == 1
     for name, digest in (("/x.bin", "0" * 64), ("/y", DIGEST)):
-        absent = replace(plain, name="y", sha256=digest, url=f"{server.url}{name}?X-Amz-Signature=s1gned3")
+        absent = replace(unsigned, name="y", sha256=digest, url=f"{server.url}{name}?X-Amz-Signature=s1gned3")
         with pytest.raises(PipelineError) as raised:
             fetch(tmp_path, absent)
-        told.append(str(raised.value))
-    assert len(told) >= 7 and "s1gned" not in "\n".join(told)
+        messages.append(str(raised.value))
+    assert len(messages) >= 7 and "s1gned" not in "\n".join(messages)

@@ -1,4 +1,4 @@
-"""What client and server of the pool say to each other: one job and one reply a connection, pickled."""
+"""Messages between client and server of the pool: one job and one reply a connection, pickled."""
 
 import pickle
 import socket

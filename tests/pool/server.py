@@ -192,7 +192,7 @@ def _make_group(rank: int, world_size: int, store_listener: socket.socket) -> No
 
 
 def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.socket) -> Reply | None:
-    """Until every rank has a result, one has failed, the time is up, or nobody waits for the answer."""
+    """Waits until every rank has a result, one has failed, the time is up, or nobody waits for the answer."""
     deadline = time.monotonic() + job.timeout
     while True:
         results, failures = _outcomes(ranks, folder)
@@ -200,8 +200,8 @@ def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.sock
             # A rank's peers fail too, of its end; a crash is noticed later than the complaint about it.
             time.sleep(0.1)
             _, failures = _outcomes(ranks, folder)
-            _, rank, why = min(failures)
-            return Reply(failure=f"rank {rank} of {job.world_size} failed\n{why}", output=_output(job, folder))
+            _, rank, reason = min(failures)
+            return Reply(failure=f"rank {rank} of {job.world_size} failed\n{reason}", output=_output(job, folder))
         if len(results) == job.world_size:
             return Reply([results[rank] for rank in range(job.world_size)], output=_output(job, folder))
         if time.monotonic() > deadline:
@@ -209,8 +209,8 @@ def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.sock
                 os.kill(pid, signal.SIGUSR2)  # faulthandler writes the stacks into the logs
             time.sleep(0.3)
             waiting = ", ".join(str(rank) for rank in ranks if rank not in results)
-            why = f"after {job.timeout:g} s rank(s) {waiting} of {job.world_size} had not finished; stacks follow\n"
-            return Reply(failure=why + _output(job, folder))
+            reason = f"after {job.timeout:g} s rank(s) {waiting} of {job.world_size} had not finished; stacks follow\n"
+            return Reply(failure=reason + _output(job, folder))
         if select.select([connection], [], [], POLL_S)[0]:
             return None  # the client says nothing while it waits: its end of the line is closed
 
@@ -224,19 +224,19 @@ def _outcomes(ranks: dict[int, int], folder: Path) -> tuple[dict[int, bytes], li
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # asked first: results come before ends
         path = folder / f"result_{rank}"
         if path.exists():
-            good, when, value = pickle.loads(path.read_bytes())
+            good, ended_at, value = pickle.loads(path.read_bytes())
             if good:
                 results[rank] = value
             else:
-                failures.append((when, rank, value.decode()))
+                failures.append((ended_at, rank, value.decode()))
         elif end is not None:
-            what = "exit code" if end.si_code == os.CLD_EXITED else "signal"
-            failures.append((0.0, rank, f"the process ended without a result ({what} {end.si_status})"))
+            kind = "exit code" if end.si_code == os.CLD_EXITED else "signal"
+            failures.append((0.0, rank, f"the process ended without a result ({kind} {end.si_status})"))
     return results, failures
 
 
 def _output(job: Job, folder: Path) -> str:
-    """What the ranks printed, each line with its rank."""
+    """Returns the lines that ranks printed, each with its rank."""
     lines = []
     for rank in range(job.world_size):
         path = folder / f"rank_{rank}.log"

@@ -17,7 +17,7 @@ def _sum(rank: int, world_size: int, scale: float = 1.0) -> list[float]:
     return values.tolist()
 
 
-def _where(rank: int, world_size: int) -> tuple[str, ...]:
+def _rank_and_folder(rank: int, world_size: int) -> tuple[str, ...]:
     return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "PROBE"))
 
 
@@ -40,9 +40,9 @@ def _crash_on_one(rank: int, world_size: int) -> None:
 
 
 def _leave_a_trace(rank: int, world_size: int) -> bool:
-    seen = hasattr(torch, "left_by_a_job")
+    was_left = hasattr(torch, "left_by_a_job")
     torch.left_by_a_job = True  # type: ignore[attr-defined]
-    return seen
+    return was_left
 
 
 def _without_group(rank: int, world_size: int) -> bool:
@@ -83,7 +83,7 @@ def test_all_reduce(world_size):
 
 
 def test_environment_of_a_rank():
-    results = run_ranks(_where, 2, env={"PROBE": "x"})
+    results = run_ranks(_rank_and_folder, 2, env={"PROBE": "x"})
     assert results == [("0", "0", "2", "127.0.0.1", "x"), ("1", "1", "2", "127.0.0.1", "x")]
 
 
@@ -94,10 +94,10 @@ def test_error_carries_the_traceback_of_the_rank_that_failed():
 
 
 def test_time_out_shows_stacks_and_the_pool_goes_on():
-    began = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(AssertionError, match=r"after 1 s rank\(s\) 0, 1 of 2[\s\S]*_hang_on_one"):
         run_ranks(_hang_on_one, 2, timeout=1.0)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started_at < 30
     assert run_ranks(_sum, 2) == [[1.0, 2.0]] * 2
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_left_for_the_next_job():
     assert run_ranks(_leave_a_trace, 2) == [False, False]
 
 
-def test_group_is_made_only_when_asked():
+def test_group_is_made_only_on_request():
     assert run_ranks(_without_group, 2, init=False) == [False, False]
     assert run_ranks(_own_group, 2, init=False) == [2, 2]
 
@@ -123,16 +123,16 @@ def test_a_local_function_is_refused():
 
 
 def test_deepspeed_gives_the_single_process_result_on_two_ranks():
-    alone = run_ranks(_deepspeed_step, 1)[0]
-    assert run_ranks(_deepspeed_step, 2) == pytest.approx([alone, alone], rel=1e-6)
+    one_process = run_ranks(_deepspeed_step, 1)[0]
+    assert run_ranks(_deepspeed_step, 2) == pytest.approx([one_process, one_process], rel=1e-6)
 
 
 def test_a_job_takes_well_under_a_second_once_warm():
     run_ranks(_sum, 4)
-    began = time.monotonic()
+    started_at = time.monotonic()
     for _ in range(3):
         run_ranks(_sum, 4)
-    assert (time.monotonic() - began) / 3 < 1.5, "a cold start of four ranks takes 9 s"
+    assert (time.monotonic() - started_at) / 3 < 1.5, "a cold start of four ranks takes 9 s"
 
 
 def test_output_of_the_ranks_is_passed_on(capfd):

@@ -66,33 +66,33 @@ def read_by_nobody(words: list[str], folder: Path, stderr: int = subprocess.PIPE
 
 
 @pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("how", ["many", "few", "thread"])
-def test_a_command_ends_by_sigpipe(how: str, unbuffered: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["many", "few", "thread"])
+def test_a_command_ends_by_sigpipe(mode: str, unbuffered: list[str], tmp_path: Path) -> None:
     """In silence, at whatever write, and unwound; what it would say of an OSError is not said."""
-    ended = read_by_nobody([sys.executable, *unbuffered, "-c", COMMAND, how], tmp_path)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
+    done = read_by_nobody([sys.executable, *unbuffered, "-c", COMMAND, mode], tmp_path)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
     assert (tmp_path / "unwound").exists()
 
 
-@pytest.mark.parametrize("how", ["executor", "pool"])
-def test_a_command_whose_processes_write_ends_so_too(how: str, tmp_path: Path) -> None:
-    ended = read_by_nobody([sys.executable, "-c", COMMAND, how], tmp_path)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "") and not (tmp_path / "unwound").exists()
+@pytest.mark.parametrize("mode", ["executor", "pool"])
+def test_a_command_whose_processes_write_ends_so_too(mode: str, tmp_path: Path) -> None:
+    done = read_by_nobody([sys.executable, "-c", COMMAND, mode], tmp_path)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "") and not (tmp_path / "unwound").exists()
 
 
-@pytest.mark.parametrize("how", ["bug", "error"])
-def test_an_error_of_its_own_is_told(how: str, tmp_path: Path) -> None:
-    ended = read_by_nobody([sys.executable, "-c", COMMAND, how], tmp_path)
-    assert ended.returncode == 1 and "of its own" in ended.stderr and "Broken" not in ended.stderr
+@pytest.mark.parametrize("mode", ["bug", "error"])
+def test_an_error_of_its_own_is_told(mode: str, tmp_path: Path) -> None:
+    done = read_by_nobody([sys.executable, "-c", COMMAND, mode], tmp_path)
+    assert done.returncode == 1 and "of its own" in done.stderr and "Broken" not in done.stderr
 
 
 def test_a_run_outlives_its_readers(tmp_path: Path) -> None:
-    ended = read_by_nobody([sys.executable, "-c", COMMAND, "run"], tmp_path)
-    assert ended.returncode == 1 and ended.stderr.startswith("BrokenPipeError")
+    done = read_by_nobody([sys.executable, "-c", COMMAND, "run"], tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("BrokenPipeError")
 
 
 def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
-    """It has something to say itself: that it starts the ranks again."""
+    """The launcher itself prints that it starts the ranks again."""
     write_script(
         tmp_path,
         """
@@ -104,8 +104,8 @@ def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
     """,
     )
     words = [*DEEPY, "--num_gpus", "2", "--max-restarts", "1", "script.py", "model.yml"]
-    ended = read_by_nobody(words, tmp_path, stderr=subprocess.STDOUT)
-    assert ended.returncode == 0 and {path.name for path in tmp_path.glob("trained_*")} == {"trained_0", "trained_1"}
+    done = read_by_nobody(words, tmp_path, stderr=subprocess.STDOUT)
+    assert done.returncode == 0 and {path.name for path in tmp_path.glob("trained_*")} == {"trained_0", "trained_1"}
 
 
 @pytest.mark.parametrize("words", [
@@ -113,35 +113,38 @@ def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
     ["tools/datasets/inspect.py", "--help"], ["-I", "megatron/launch/torch_builds.py", "--cpu"],
 ])  # fmt: skip
 def test_commands_as_typed(words: list[str]) -> None:
-    ended = read_by_nobody([sys.executable, *words], ROOT)
-    assert ended.returncode == -signal.SIGPIPE and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+    done = read_by_nobody([sys.executable, *words], ROOT)
+    assert done.returncode == -signal.SIGPIPE and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 @pytest.mark.parametrize("intermixed", [False, True])
-def test_a_flag_has_its_whole_name(intermixed: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    made = CommandParser(prog="it.py")
-    made.add_argument("words", nargs="*")
-    made.add_argument("--upload-neox-only", action="store_true")
-    parse = made.parse_intermixed_args if intermixed else made.parse_args
+def test_flags_cannot_be_abbreviated(intermixed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser(prog="it.py")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--upload-neox-only", action="store_true")
+    parse = parser.parse_intermixed_args if intermixed else parser.parse_args
     assert parse(["a", "--upload-neox-only"]).upload_neox_only
     for flag in ("--upload-neox", "--upload-neox-onyl", "--upload-neox=3"):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as done:
             parse(["a", flag])
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert ended.value.code == 2 and flag in said and "--upload-neox-only?" in said
+        last_line = capsys.readouterr().err.splitlines()[-1]
+        assert done.value.code == 2 and flag in last_line and "--upload-neox-only?" in last_line
 
 
 def test_subcommands_too(capsys: pytest.CaptureFixture[str]) -> None:
-    made = CommandParser(prog="it.py")
-    made.add_subparsers(dest="command").add_parser("list").add_argument("--states")
-    assert made.parse_args(["list", "--states", "a"]).states == "a"
+    parser = CommandParser(prog="it.py")
+    parser.add_subparsers(dest="command").add_parser("list").add_argument("--states")
+    assert parser.parse_args(["list", "--states", "a"]).states == "a"
     with pytest.raises(SystemExit):
-        made.parse_args(["list", "--state", "a"])
+        parser.parse_args(["list", "--state", "a"])
     assert "--states?" in capsys.readouterr().err
 
 
 def test_who_makes_a_parser_may_say_otherwise() -> None:
-    made = CommandParser(prog="it.py", allow_abbrev=True, formatter_class=argparse.MetavarTypeHelpFormatter)
-    made.add_argument("--states", type=str)
-    assert made.parse_args(["--state", "a"]).states == "a" and made.formatter_class is argparse.MetavarTypeHelpFormatter
+    parser = CommandParser(prog="it.py", allow_abbrev=True, formatter_class=argparse.MetavarTypeHelpFormatter)
+    parser.add_argument("--states", type=str)
+    assert (
+        parser.parse_args(["--state", "a"]).states == "a"
+        and parser.formatter_class is argparse.MetavarTypeHelpFormatter
+    )
     assert CommandParser().formatter_class is argparse.RawDescriptionHelpFormatter

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch.runs import ROOT, environment, wait_until
+from tests.launch.runs import ROOT, environment, wait_for
 from tests.training.runs import LLAMA, config
 
 SCRIPTS = ("deepy.py", "train.py", "eval.py", "generate.py", "tools/serve.py")
@@ -49,7 +49,7 @@ def start(folder: Path, **keys: Any) -> "subprocess.Popen[str]":
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "2", "train.py", str(folder / "model.yml")]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     run = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, preexec_fn=at_a_terminal, **streams)  # type: ignore[call-overload]
-    wait_until(lambda: run.poll() is not None or len(children(run)) >= 2)
+    wait_for(lambda: run.poll() is not None or len(children(run)) >= 2)
     return run
 
 
@@ -58,19 +58,19 @@ def children(run: "subprocess.Popen[str]") -> list[int]:
 
 
 def at_a_terminal() -> None:
-    """What a shell starts in the background, as whole test runs are, ignores SIGINT."""
+    """Restores SIGINT: processes that a shell starts in the background, as full test runs are, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.ends_processes
 @pytest.mark.parametrize(
-    ("script", "number", "at", "code"),
+    ("script", "number", "moment", "code"),
     [*((script, signal.SIGUSR1, "import", 7) for script in SCRIPTS),
      *((script, signal.SIGINT, "import", 130) for script in SCRIPTS), ("deepy.py", signal.SIGINT, "exit", 130)],
 )  # fmt: skip
-def test_first_and_last_moments(script: str, number: signal.Signals, at: str, code: int, tmp_path: Path) -> None:
+def test_first_and_last_moments(script: str, number: signal.Signals, moment: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
-    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}", SEND=str(int(number)), AT=at)
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}", SEND=str(int(number)), AT=moment)
     done = subprocess.run(
         [sys.executable, str(ROOT / script), "--help"], env=env, capture_output=True, text=True, timeout=200,
         preexec_fn=at_a_terminal,
@@ -99,7 +99,7 @@ def test_usr1_while_a_run_starts(to: str, tmp_path: Path) -> None:
     pids = [run.pid]
     if to == "ranks":  # as srun does, which signals all processes of a step
         pids = children(run)
-        wait_until(lambda: all(handles(pid, signal.SIGUSR1) for pid in pids))
+        wait_for(lambda: all(handles(pid, signal.SIGUSR1) for pid in pids))
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
     output = run.communicate(timeout=250)[0]
@@ -132,6 +132,6 @@ pool.submit(print, "executor").result()
 def test_everything_runs_but_the_clean_up_of_modules(end: str, code: int) -> None:
     """Under `sys.exit` the same process aborts: the script does what it says."""
     script = ENDING.format(end=end)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == code, ended.stderr
-    assert code < 0 or ended.stdout.split() == ["executor", "thread", "registered"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert code < 0 or done.stdout.split() == ["executor", "thread", "registered"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.generation import SamplingParams, complete
 from megatron.neox_arguments import NeoXArgs
 from tests.generation.runs import model_of
-from tests.model.stages import whole_logits
+from tests.model.stages import full_logits
 
 # ranks, keys; 9 heads on 3 key-value heads divide by 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ def logits_and_text(
 ) -> tuple[Tensor, list[list[int]]] | None:
     """For the pool, of rank 0: logits `[batch, seq, vocab]`; at most `count` greedy tokens of each prompt."""
     model, sampling = model_of(NeoXArgs.from_dict(values)), SamplingParams()
-    logits = whole_logits(model.stage, model.args, model.groups, tokens, model.dtype)[..., : model.tokenizer.vocab_size]
+    logits = full_logits(model.stage, model.args, model.groups, tokens, model.dtype)[..., : model.tokenizer.vocab_size]
     seeds = range(len(prompts))
     texts = complete(model, prompts, sampling, maximum_tokens=count, seeds=seeds) if prompts else []
     return (logits, [text.tokens for text in texts]) if rank == 0 else None

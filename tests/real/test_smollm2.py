@@ -35,12 +35,12 @@ ENGLISH = (
 )
 
 
-class Theirs(NamedTuple):
-    """What transformers says before training. own: how far its fp32 logits are from these, its fp64."""
+class HFReference(NamedTuple):
+    """Results of transformers before training. fp32_error: of its logits, against `logits` in fp64."""
 
     batch: Tensor
     logits: Tensor
-    own: float
+    fp32_error: float
     prompts: list[list[int]]
     texts: list[list[int]]
 
@@ -57,7 +57,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def exact_logits(folder: Path, batch: Tensor) -> Tensor:
-    """Of transformers in fp64, as nearly without rounding as it goes."""
+    """Returns logits of transformers in fp64, with almost no rounding."""
     return loaded(folder, torch.float64)(batch).logits
 
 
@@ -68,7 +68,7 @@ def tokenizer(real_model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 @torch.no_grad()
-def theirs(real_model: Path, tokenizer: Any) -> Theirs:
+def hf_reference(real_model: Path, tokenizer: Any) -> HFReference:
     batch = tokenizer(ENGLISH, return_tensors="pt").input_ids[:, : ROWS * SEQ].view(ROWS, SEQ)
     exact, model = exact_logits(real_model, batch), loaded(real_model)
     fp32_difference = (model(batch).logits - exact).abs().max().item()
@@ -79,32 +79,34 @@ def theirs(real_model: Path, tokenizer: Any) -> Theirs:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0, len(prompt) :]
         texts.append(list(takewhile(lambda token: token != tokenizer.eos_token_id, out.tolist())))
         print(repr(tokenizer.decode(prompt)[-60:]), "->", repr(tokenizer.decode(texts[-1])))
-    return Theirs(batch, exact, fp32_difference, prompts, texts)
+    return HFReference(batch, exact, fp32_difference, prompts, texts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_greedy_text(layout: str, real_checkpoint: Path, theirs: Theirs) -> None:
+def test_logits_and_greedy_text(layout: str, real_checkpoint: Path, hf_reference: HFReference) -> None:
     ranks, keys = LAYOUTS[layout]
     values = configured(real_checkpoint, **keys)
-    actual = run_ranks(logits_and_text, ranks, values, theirs.batch, theirs.prompts, TOKENS, timeout=400)[0]
-    assert_near(layout, actual[0], theirs.logits, theirs.own)
-    assert actual[1] == theirs.texts
+    actual = run_ranks(logits_and_text, ranks, values, hf_reference.batch, hf_reference.prompts, TOKENS, timeout=400)[0]
+    assert_near(layout, actual[0], hf_reference.logits, hf_reference.fp32_error)
+    assert actual[1] == hf_reference.texts
 
 
-def assert_near(what: str, logits: Tensor, exact: Tensor, own: float) -> None:
+def assert_near(label: str, logits: Tensor, exact: Tensor, fp32_error: float) -> None:
     difference = (logits - exact).abs().max().item()
     print(
-        f"{what}: largest difference of logits {difference:.1e}, of transformers' own fp32 {own:.1e}; "
+        f"{label}: largest difference of logits {difference:.1e}, of transformers' own fp32 {fp32_error:.1e}; "
         f"largest logit {exact.abs().max():.1f}"
     )
-    assert logits.shape == exact.shape and difference <= max(BOUND, 2 * own)  # a machine may round worse than ours
+    assert logits.shape == exact.shape and difference <= max(
+        BOUND, 2 * fp32_error
+    )  # a machine may round worse than ours
 
 
 def test_back_to_the_bit(real_model: Path, real_checkpoint: Path, tmp_path: Path) -> None:
     convert_neox_to_hf.main(["--input_dir", str(real_checkpoint), "--output_dir", str(tmp_path / "hf")])
-    before, after = (load_file(folder / "model.safetensors") for folder in (real_model, tmp_path / "hf"))
-    assert before.keys() == after.keys() and len(before) == 272
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    original, exported = (load_file(folder / "model.safetensors") for folder in (real_model, tmp_path / "hf"))
+    assert original.keys() == exported.keys() and len(original) == 272
+    assert all(torch.equal(value, exported[name]) for name, value in original.items())
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "hf" / name).read_bytes() == (real_model / name).read_bytes()
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -114,18 +116,23 @@ def test_back_to_the_bit(real_model: Path, real_checkpoint: Path, tmp_path: Path
 def english(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Python's language reference: most of it as `.bin/.idx`, and some that is not in there."""
     folder = tmp_path_factory.mktemp("english")
-    *texts, kept = sorted((text for text in topic_documents() if len(text) > 6000), key=len)
+    *texts, held_out = sorted((text for text in topic_documents() if len(text) > 6000), key=len)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(real_model), END), append_eod=True)
     preprocess([folder / "text.jsonl"], [folder / "text"], job)
-    return str(folder / "text"), kept
+    return str(folder / "text"), held_out
 
 
 def test_training_goes_on(
-    real_model: Path, real_checkpoint: Path, english: tuple[str, str], tokenizer: Any, theirs: Theirs, tmp_path: Path
+    real_model: Path,
+    real_checkpoint: Path,
+    english: tuple[str, str],
+    tokenizer: Any,
+    hf_reference: HFReference,
+    tmp_path: Path,
 ) -> None:
     """From the checkpoint on one rank, from HuggingFace's folder in two stages: the same losses."""
-    data, kept = english
+    data, held_out = english
     recipe = {
         "data_path": data, "split": "100,0,0", "index_cache_dir": str(tmp_path / "maps"), "num_workers": 0,
         "train_batch_size": 4, "gradient_accumulation_steps": 2, "train_iters": STEPS, "eval_iters": 0,
@@ -133,7 +140,7 @@ def test_training_goes_on(
         "warmup": 0.0, "gradient_clipping": 1.0, "weight_decay": 0.0, "log_interval": 1,
         "checkpoint_factor": STEPS, "compat_no_save_optim": True, "save_hf": 0,
     }  # fmt: skip
-    curves, before = {}, loss_of(real_model, tokenizer, kept)
+    curves, loss_before = {}, loss_of(real_model, tokenizer, held_out)
     for layout, load in (("pp2", real_model), ("tp1", real_checkpoint)):
         ranks, keys = LAYOUTS[layout]
         save = tmp_path / layout
@@ -146,15 +153,15 @@ def test_training_goes_on(
     furthest = max(abs(curves["pp2"][step] / loss - 1) for step, loss in curves["tp1"].items())
     print(f"largest relative difference of losses {furthest:.1e}")
     assert len(curves["tp1"]) == STEPS and furthest <= 1e-5
-    made = save / "huggingface" / f"global_step{STEPS}"
-    after = loss_of(made, tokenizer, kept)
-    print(f"loss on text that was not trained on, by transformers: {before:.4f}, then {after:.4f}")
-    assert before < 3.5 and after < before - 0.05
-    exact = exact_logits(made, theirs.batch)
-    assert (exact - theirs.logits).abs().max() > 100 * BOUND
+    hf_folder = save / "huggingface" / f"global_step{STEPS}"
+    loss_after = loss_of(hf_folder, tokenizer, held_out)
+    print(f"loss on text that was not trained on, by transformers: {loss_before:.4f}, then {loss_after:.4f}")
+    assert loss_before < 3.5 and loss_after < loss_before - 0.05
+    exact = exact_logits(hf_folder, hf_reference.batch)
+    assert (exact - hf_reference.logits).abs().max() > 100 * BOUND
     values = configured(real_checkpoint, load=str(save), model_parallel_size=1)
-    actual = run_ranks(logits_and_text, 1, values, theirs.batch, [], 0, timeout=400)[0]
-    assert_near("after training", actual[0], exact, theirs.own)
+    actual = run_ranks(logits_and_text, 1, values, hf_reference.batch, [], 0, timeout=400)[0]
+    assert_near("after training", actual[0], exact, hf_reference.fp32_error)
     shutil.rmtree(save)  # of no use when all is well, and large
 
 

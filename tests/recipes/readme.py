@@ -13,13 +13,10 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from megatron.generation.on_policy import answers_of
 from megatron.launch import process_info
 from megatron.neox_arguments import load
 from megatron.neox_arguments.reading.command_line import parse_deepy
-from megatron.rollouts.rollouts import Rollouts
 from megatron.training import start, train
-from megatron.training.metrics.loggers import log_directory
 from tests.pool import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +40,23 @@ def commands(text: str) -> list[str]:
 
 def small(argv: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides of a training command, at tiny size."""
-    given = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
-    at = argv.index("--set") if "--set" in argv else len(argv)
-    said = {"exit_interval", *given}
-    said |= {f"{section}.{name}" for section, keys in given.items() if isinstance(keys, Mapping) for name in keys}
-    sizes = {key: value for key, value in SMALL.items() if key in said}
-    if "ga_dataset" in given:  # so many, until one unlearns
+    config_values = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
+    set_index = argv.index("--set") if "--set" in argv else len(argv)
+    named_keys = {"exit_interval", *config_values}
+    named_keys |= {
+        f"{section}.{name}" for section, keys in config_values.items() if isinstance(keys, Mapping) for name in keys
+    }
+    sizes = {key: value for key, value in SMALL.items() if key in named_keys}
+    if "ga_dataset" in config_values:  # so many, until one unlearns
         sizes |= {"exit_interval": 3, "ga_interleave_ratio": 1}
-    if "gradient_accumulation_steps" in given and "train_batch_size" in given:
+    if "gradient_accumulation_steps" in config_values and "train_batch_size" in config_values:
         del sizes["gradient_accumulation_steps"]
-    words = {word.partition("=")[0]: word.partition("=")[2] for word in argv[at + 1 :]}
-    sizes = {key: value for key, value in sizes.items() if words.get(key, given.get(key)) not in ("null", "0", 0)}
+    words = {word.partition("=")[0]: word.partition("=")[2] for word in argv[set_index + 1 :]}
+    sizes = {
+        key: value for key, value in sizes.items() if words.get(key, config_values.get(key)) not in ("null", "0", 0)
+    }
     merged = {**words, **{key: str(value) for key, value in sizes.items()}}
-    return argv[1:at], [f"{key}={value}" for key, value in merged.items()] + list(QUICK)
+    return argv[1:set_index], [f"{key}={value}" for key, value in merged.items()] + list(QUICK)
 
 
 def run(
@@ -65,17 +66,12 @@ def run(
     os.environ.update(environment or {})
     with redirect_stdout(io.StringIO()):
         training = start(load(files, words), process_info())
-        before = _copy(training.engine.weights(master=True))
-        if training.args.rollout is None:
-            train(training, (), answers_of(training))
-        else:
-            rollouts = Rollouts(training, log_directory(training.args), training.checkpointer.run_id)
-            train(training, [rollouts.record], rollouts=rollouts)
-            rollouts.close()
-    after = _copy(training.engine.weights(master=True))
+        weights_before = _copy(training.engine.weights(master=True))
+        train(training)
+    weights_after = _copy(training.engine.weights(master=True))
     training.close()
     training.engine.close()
-    return before, after
+    return weights_before, weights_after
 
 
 def _copy(weights: Any) -> Weights:
@@ -83,20 +79,20 @@ def _copy(weights: Any) -> Weights:
 
 
 class Trained:
-    """A training command that ran. own: what its recipe says; save: its folder."""
+    """A training command that ran. recipe: its file; save: its folder."""
 
     def __init__(self, files: list[str], words: list[str], weights: tuple[Weights, Weights]) -> None:
         args = load(files, words)
         self.files, self.words, self.args, self.save = files, words, args, Path(str(args.save))
-        self.before, self.after = weights
-        self.own = yaml.safe_load(Path(files[-1]).read_text())
+        self.weights_before, self.weights_after = weights
+        self.recipe = yaml.safe_load(Path(files[-1]).read_text())
 
 
 def follow(text: str, names: Mapping[str, str], monkeypatch: Any) -> Iterator[Trained]:
     """Types the README's commands in the working folder. names: what stands for models and data."""
     for line in commands(text):
-        for name, here in names.items():
-            line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", here, line)
+        for name, local_path in names.items():
+            line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", local_path, line)
         line = re.sub(r"--workers \d+", "--workers 1", line)
         words = shlex.split(line)
         count = next(i for i, word in enumerate(words) if "=" not in word)

@@ -60,7 +60,9 @@ def problem(word: str) -> str | None:
     if word.startswith(("python ", "bash ", "sbatch ", "torchrun ", "CUDA_VISIBLE_DEVICES")):
         scripts = re.findall(r"[\w/.-]+\.(?:py|yml|sh)", re.sub(r"MODEL.yml|RECIPE.yml|\$NEOX/", "", word))
         folders = (ROOT, ROOT / "configs/pipelines/7b")
-        return next((f"no {one}" for one in scripts if not any((folder / one).exists() for folder in folders)), None)
+        return next(
+            (f"no {script}" for script in scripts if not any((folder / script).exists() for folder in folders)), None
+        )
     if word.startswith(("tail -f ", "tensorboard --logdir ")):
         return None
     if "/" in word or word.endswith((".py", ".csv", ".yml")):
@@ -83,13 +85,19 @@ def problem(word: str) -> str | None:
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if any(row[0] == name for row in ROWS)])
 def test_what_is_named_here_is_here(section: str) -> None:
-    wrong = [(word, why) for at, _, here in ROWS if at == section for word in ticked(here) if (why := problem(word))]
+    wrong = [
+        (word, fault)
+        for table_name, _, answer in ROWS
+        if table_name == section
+        for word in ticked(answer)
+        if (fault := problem(word))
+    ]
     assert not wrong
 
 
 def test_every_script_of_a_staged_pipeline_has_its_row() -> None:
-    rows = [there for at, there, _ in ROWS if at == STAGED]
-    scripts = [re.search(r"(\w+)\.(?:py|sh)", there) for there in rows[1:-1]]
+    rows = [other_cell for table_name, other_cell, _ in ROWS if table_name == STAGED]
+    scripts = [re.search(r"(\w+)\.(?:py|sh)", other_cell) for other_cell in rows[1:-1]]
     assert [script[1] for script in scripts if script is not None] == [
         "run_full_pipeline", "resume_pipeline", "START_PRODUCTION_TRAINING", "production_pretrain", "01_download_data",
         "02_clean_deduplicate_optimized", "03_tokenize_and_pack", "04_init_model", "05_pretrain", "07_sft", "09_dpo",
@@ -101,9 +109,9 @@ def test_every_script_of_a_staged_pipeline_has_its_row() -> None:
 def test_every_script_of_a_staged_pipeline_has_an_answer(row, tmp_path, monkeypatch, capsys) -> None:
     """Each command of the right column, typed: what it would do is said, of the 7B recipe as it stands."""
     write_recipe("7b", tmp_path / "pipelines/7b")
-    _, there, here = [row for row in ROWS if row[0] == STAGED][row]
-    commands = [word for word in ticked(here) if word.startswith("python ")]
-    assert commands, there
+    _, other_cell, answer = [row for row in ROWS if row[0] == STAGED][row]
+    commands = [word for word in ticked(answer) if word.startswith("python ")]
+    assert commands, other_cell
     for command in commands:
         words = command.replace("MODEL.yml", "configs/1-3B.yml").split()
         monkeypatch.chdir(tmp_path)
@@ -111,12 +119,12 @@ def test_every_script_of_a_staged_pipeline_has_an_answer(row, tmp_path, monkeypa
             State(tmp_path / "pipelines/7b").write()
             is_run = words[3] in ("run", "resume")
             code = pipeline(words[3:] + ["--dry-run"] * is_run)
-            said = capsys.readouterr()
+            streams = capsys.readouterr()
             if is_run:
                 fp8 = next((flag for flag in ("--fp8", "--no-fp8") if flag in words), "")
-                assert code == 0 and ": would run (" in said.out and fp8 in said.out, said.err
+                assert code == 0 and ": would run (" in streams.out and fp8 in streams.out, streams.err
             else:
-                assert code == 1 and "has no result to judge" in said.err
+                assert code == 1 and "has no weights to judge" in streams.err
         elif words[1] == "deepy.py" and words[2] == "train.py":
             monkeypatch.chdir(ROOT)
             assert parse_deepy(words[2:]).args.init_only
@@ -132,7 +140,9 @@ def test_keys_named_outside_tables() -> None:
     text = re.sub(r"^\|.*$", "", PAGE, flags=re.MULTILINE)
     words = [word for word in ticked(text) if re.fullmatch(r"[a-z_.]+(: \w+)?", word) and not word.endswith(".json")]
     assert "train_impl: kto" in words
-    assert not [(word, why) for word in words if word not in VALUES | {"trl.experimental"} and (why := problem(word))]
+    assert not [
+        (word, fault) for word in words if word not in VALUES | {"trl.experimental"} and (fault := problem(word))
+    ]
 
 
 def trl_fields(section: str) -> set[str]:
@@ -154,22 +164,31 @@ def trl_fields(section: str) -> set[str]:
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name.startswith("TRL: ")])
 def test_what_trl_is_said_to_have_it_has(section: str) -> None:
-    listed_names = {word for at, other_cell, _ in ROWS if at == section for word in ticked(other_cell)}
+    listed_names = {word for table_name, other_cell, _ in ROWS if table_name == section for word in ticked(other_cell)}
     assert listed_names and listed_names <= trl_fields(section), listed_names - trl_fields(section)
 
 
 def test_what_peft_and_accelerate_are_said_to_have_they_have() -> None:
     from peft import LoraConfig
 
-    listed_names = {word for at, other_cell, _ in ROWS if at == "peft: LoraConfig" for word in ticked(other_cell)}
+    listed_names = {
+        word for table_name, other_cell, _ in ROWS if table_name == "peft: LoraConfig" for word in ticked(other_cell)
+    }
     assert listed_names and listed_names <= {field.name for field in fields(LoraConfig)}
-    old = {word for at, other_cell, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(other_cell)}
+    old = {
+        word
+        for table_name, other_cell, _ in ROWS
+        if table_name.startswith("Flags that TRL")
+        for word in ticked(other_cell)
+    }
     assert old and not old & set().union(*(trl_fields(name) for name in SECTIONS if name.startswith("TRL: ")))
     from accelerate.commands.launch import launch_command_parser
 
     accelerate_options = {option for action in launch_command_parser()._actions for option in action.option_strings}
-    named = {word for at, other_cell, _ in ROWS if at == "accelerate launch" for word in ticked(other_cell)}
-    assert named and named <= accelerate_options
+    named_options = {
+        word for table_name, other_cell, _ in ROWS if table_name == "accelerate launch" for word in ticked(other_cell)
+    }
+    assert named_options and named_options <= accelerate_options
 
 
 @pytest.mark.parametrize(
@@ -180,30 +199,30 @@ def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     from transformers import TrainingArguments
 
     listed_names = {word for _, other_cell, _ in ROWS for word in ticked(other_cell)}
-    plain = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
-    left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - listed_names - plain
+    excluded = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
+    left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - listed_names - excluded
     assert not left
 
 
-@pytest.mark.parametrize(("name", "ours"), [
+@pytest.mark.parametrize(("name", "key"), [
     ("save_total_limit", "keep_last_n_checkpoints"), ("report_to", "tensorboard_dir"),
     ("logging_steps", "log_interval"), ("output_dir", "save"), ("max_seq_length", "seq_length"),
     ("gradient_checkpointing", "checkpoint_activations"),
     ("learning_rate", "optimizer.params.lr"), ("num_hidden_layers", "num_layers"), ("sequence_len", "seq_length"),
 ])  # fmt: skip
-def test_an_unknown_key_is_answered_from_the_page(name: str, ours: str) -> None:
+def test_an_unknown_key_is_answered_from_the_page(name: str, key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         NeoXArgs.from_dict({name: 1})
-    said = next(line for line in refused.value.problems if f" {name}: " in f" {line}")
-    assert f"here it is {ours}" in said
+    message = next(line for line in refused.value.problems if f" {name}: " in f" {line}")
+    assert f"here it is {key}" in message
 
 
 def test_every_name_of_a_table_has_its_answer() -> None:
     """In a section too, and the page shows the same tables."""
     assert TABLES.read_text() in PAGE
-    for at, there, here in ROWS:
-        if at not in ("Commands", STAGED) and here != "here":
-            for name in ticked(there):
+    for table_name, other_cell, answer in ROWS:
+        if table_name not in ("Commands", STAGED) and answer != "here":
+            for name in ticked(other_cell):
                 assert name_here(name.removeprefix("--")), name
     with pytest.raises(ConfigError, match=r"lora.target_modules: .*lora.target: .*peft"):
         NeoXArgs.from_dict({"lora": {"target_modules": ["q_proj"]}})

@@ -13,12 +13,15 @@ LOGPROB = -1.5
 
 @dataclass
 class StandIn:
-    """A server that runs, and answers by a rule. asked: (path, body) of every POST. version: of its weights,
-    as SGLang has it. failures: answers of 500 still to come; garbage: what it answers in the place of JSON;
-    deaf: whether it keeps the weights it has; token: it asks for."""
+    """A running server that answers by a rule.
+
+    requests: (path, body) of every POST. version: of its weights, as SGLang has it. failures: answers of 500
+    still to come. garbage: what it answers in the place of JSON. deaf: whether it ignores new weights.
+    token: what it requires of clients.
+    """
 
     address: str = ""
-    asked: list[tuple[str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, Any]] = field(default_factory=list)
     version: str = "default"
     failures: int = 0
     garbage: bytes | None = None
@@ -37,8 +40,8 @@ class StandIn:
         if path == "/generate":  # SGLang's, with return_logprob
             tokens = [1 + sum(body["input_ids"]) % 10, 0]
             meta = {"finish_reason": {"type": "stop", "matched": 0}, "weight_version": self.version}
-            drawn = [[LOGPROB, token, None] for token in tokens]
-            return {"text": "x", "output_ids": tokens, "meta_info": {**meta, "output_token_logprobs": drawn}}
+            token_logprobs = [[LOGPROB, token, None] for token in tokens]
+            return {"text": "x", "output_ids": tokens, "meta_info": {**meta, "output_token_logprobs": token_logprobs}}
         if path == "/update_weights_from_disk":
             if not self.deaf:
                 self.version = body["weight_version"]
@@ -63,12 +66,12 @@ def standing_in(**changes: Any) -> Iterator[StandIn]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            server.asked.append((self.path, body))
-            of_text = self.path in ("/v1/completions", "/generate")
-            if of_text and server.failures > 0:
+            server.requests.append((self.path, body))
+            is_completion = self.path in ("/v1/completions", "/generate")
+            if is_completion and server.failures > 0:
                 server.failures -= 1
                 self._send(500, b'{"error": {"message": "out of memory"}}')
-            elif of_text and server.garbage is not None:
+            elif is_completion and server.garbage is not None:
                 self._send(200, server.garbage)
             else:
                 answer = server.answer(self.path, body)

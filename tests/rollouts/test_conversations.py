@@ -10,18 +10,27 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron.data.labels import MASKED
+from megatron.methods.reinforcement import conversations
+from megatron.methods.reinforcement.answers import Answer, row_of
+from megatron.methods.reinforcement.conversations import Conversation, Speech, opening
+from megatron.methods.reinforcement.environments.environments import Outcome
+from megatron.methods.reinforcement.objective import DIFFERENCE
+from megatron.methods.reinforcement.prompts import Prompt, PromptRow
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.objectives.reinforcement import DIFFERENCE
-from megatron.rollouts import conversations
-from megatron.rollouts.answers import Answer, row_of
-from megatron.rollouts.conversations import Conversation, Speech, opening
-from megatron.rollouts.environments.environments import Outcome
-from megatron.rollouts.prompts import Prompt, PromptRow
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts import toy
 from tests.rollouts.test_rollouts import LAYOUTS, task
-from tests.rollouts.toy import Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, with_keys, write_task
+from tests.rollouts.toy import (
+    StepResults,
+    assert_same_steps,
+    full_run,
+    learned,
+    lines_of,
+    steps_of,
+    with_keys,
+    write_task,
+)
 
 __all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.
@@ -35,7 +44,7 @@ def with_environment(task: dict[str, Any], changes: dict[str, Any], name: str = 
 
 
 @pytest.fixture(scope="module")
-def alone(task: dict[str, Any]) -> Seen:
+def one_process(task: dict[str, Any]) -> StepResults:
     return run_ranks(steps_of, 1, with_environment(task, {}))[0]
 
 
@@ -45,30 +54,30 @@ def test_what_the_environment_says_is_a_label_nowhere() -> None:
     assert np.flatnonzero(row.labels != MASKED).tolist() == [2, 5]
 
 
-def test_sampler_and_trainer_agree_over_turns(alone: Seen, task: dict[str, Any]) -> None:
-    assert all(0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in alone.metrics)
+def test_sampler_and_trainer_agree_over_turns(one_process: StepResults, task: dict[str, Any]) -> None:
+    assert all(0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in one_process.metrics)
     exact = run_ranks(steps_of, 1, with_environment(task, {"rollout.exact": True}))[0]
     assert all(metrics[f"{DIFFERENCE}_max"] == 0.0 for metrics in exact.metrics)
-    assert exact.answers == alone.answers
+    assert exact.answers == one_process.answers
 
 
 @pytest.mark.parametrize("layout", with_more(["dp2", "pp2", "tp2, sp", "zero3"], "pp2", product=["tp2, sp", "zero3"]))
-def test_layouts_equal_one_process(layout: str, task: dict[str, Any], alone: Seen) -> None:
+def test_layouts_equal_one_process(layout: str, task: dict[str, Any], one_process: StepResults) -> None:
     ranks, keys = LAYOUTS[layout]
-    assert_same_steps(run_ranks(steps_of, ranks, with_environment(task, keys))[0], alone)
+    assert_same_steps(run_ranks(steps_of, ranks, with_environment(task, keys))[0], one_process)
 
 
 def test_a_run_and_failures_that_are_named(task: dict[str, Any], tmp_path: Path) -> None:
     """A conversation stands in rollouts.jsonl as it was held."""
     keys = {"train_iters": 2, "train_batch_size": 32, "save": str(tmp_path), "checkpoint_factor": 2}
     values = with_environment(task, keys, "Broken")
-    run_ranks(whole_run, 1, values)
+    run_ranks(full_run, 1, values)
     rows = lines_of(tmp_path)
     assert len(rows) == 64
     words = {"raised": 0, "ended": 0, "went on": 0, "over": 0}
     for row in rows:
-        model = [one["content"] for one in row["messages"] if one["role"] == "assistant"]
-        inserted = sum(not by_model for by_model in row["loss_mask"])
+        model = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        inserted = sum(not is_trained for is_trained in row["loss_mask"])
         assert len(row["loss_mask"]) == len(row["tokens"]) and inserted == 3 * (len(row["messages"]) - len(model))
         if "7" in " ".join(model):
             words["raised"] += 1
@@ -88,8 +97,10 @@ def test_a_run_and_failures_that_are_named(task: dict[str, Any], tmp_path: Path)
 
 
 def test_a_chat_with_a_tool(task: dict[str, Any], tmp_path: Path) -> None:
-    """Rows are the template's text of all, where the model ends its turns; turns have a limit; functions
-    judge beside the environment, whose rewards that are None are 0."""
+    """Rows are the template's text of all messages, where the model ends its turns.
+
+    Turns have a limit. Functions judge beside the environment, whose rewards of None count as 0.
+    """
     (tmp_path / "chat.jinja").write_text(
         "{% for m in messages %}{{ {'user': 'a', 'assistant': '=', 'tool': 'c'}[m.role] }} {{ m.content }}"
         "{% if m.role == 'assistant' %} <eod>{% endif %} {% endfor %}{% if add_generation_prompt %}= {% endif %}"
@@ -103,22 +114,22 @@ def test_a_chat_with_a_tool(task: dict[str, Any], tmp_path: Path) -> None:
             "chat_template": str(tmp_path / "chat.jinja"), "rollout.chat": True, "rollout.max_turns": 2,
             "reward_functions": [f"{tmp_path / 'beside.py'}:said"], "reward_weights": [0.5, 2.0],
             "train_batch_size": 32}  # fmt: skip
-    run_ranks(whole_run, 2, with_environment(task, keys, "Talk"))
+    run_ranks(full_run, 2, with_environment(task, keys, "Talk"))
     rows, tokenizer = lines_of(tmp_path), Tokenizer.from_file(task["vocab_file"])
     template = jinja2.Environment().from_string((tmp_path / "chat.jinja").read_text())
-    turns = [sum(one["role"] == "assistant" for one in row["messages"]) for row in rows]
+    turns = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
     assert max(turns) == 2 and min(turns) == 1
     for row, count in zip(rows, turns, strict=True):
         assert "failures" not in row and not row["finished"] and row["rewards"]["said"] == count
         assert row["rewards"]["environment"] == sum(
-            "1" in one["content"] for one in row["messages"] if one["role"] == "assistant"
+            "1" in message["content"] for message in row["messages"] if message["role"] == "assistant"
         )
         assert row["reward"] == 0.5 * count + 2.0 * row["rewards"]["environment"]
-        whole = tokenizer.encode(template.render(messages=[*row["prompt"], *row["messages"]])).ids
+        full_ids = tokenizer.encode(template.render(messages=[*row["prompt"], *row["messages"]])).ids
         row_of_run = tokenizer.encode(template.render(messages=row["prompt"], add_generation_prompt=True)).ids
         row_of_run += row["tokens"]
-        if "<eod>" not in "".join(one["content"] for one in row["messages"]):
-            assert whole[: len(row_of_run)] == row_of_run
+        if "<eod>" not in "".join(message["content"] for message in row["messages"]):
+            assert full_ids[: len(row_of_run)] == row_of_run
 
 
 def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_path: Path) -> None:
@@ -130,8 +141,8 @@ def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_pat
         run_ranks(steps_of, 1, with_environment(task, keys, "Deaf"))
 
 
-@pytest.mark.parametrize("by", ["step", "reset"])
-def test_a_flood_is_not_tokenised(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["step", "reset"])
+def test_a_flood_is_not_tokenised(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 MB where 50 tokens have room: the conversation is over, as after any observation that is too
     long."""
     monkeypatch.setattr(conversations, "room_for", lambda run, prompt: 50)
@@ -145,19 +156,19 @@ def test_a_flood_is_not_tokenised(by: str, monkeypatch: pytest.MonkeyPatch) -> N
     args = SimpleNamespace(seed=1, seq_length=64, rollout={"max_turns": 9, "max_prompt_length": 8})
     flood = "x" * 10_000_000
     environment = SimpleNamespace(
-        reset=lambda *_: flood if by == "reset" else None, step=lambda *_: Outcome(flood, 1.0, False),
+        reset=lambda *_: flood if source == "reset" else None, step=lambda *_: Outcome(flood, 1.0, False),
         finish=lambda: None, close=lambda: None,
     )  # fmt: skip
     speech = Speech(SimpleNamespace(args=args, tokenizer=tokenizer), None, [0])  # type: ignore[arg-type]
     prompt = Prompt(0, PromptRow("p", {}, "f:1"), [1])
     conversation = Conversation(speech, SimpleNamespace(open=lambda: environment), (prompt, 0))  # type: ignore[arg-type]
     conversation.begin()
-    if by == "step":
+    if source == "step":
         conversation.take(Answer([1], [5, 0], [0.0, 0.0], True))
     answer = conversation.answer
     assert answer is not None and answer.transcript is not None and not answer.finished
-    assert sum(read) < 10_000 and bool(answer.transcript.failure) == (by == "reset")
-    assert by == "step" or "seq_length 64" in str(answer.transcript.failure)
+    assert sum(read) < 10_000 and bool(answer.transcript.failure) == (source == "reset")
+    assert source == "step" or "seq_length 64" in str(answer.transcript.failure)
 
 
 def test_what_fits_is_not_taken_for_a_flood() -> None:
@@ -170,12 +181,12 @@ def test_what_fits_is_not_taken_for_a_flood() -> None:
 
 
 def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
-    """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
+    """For online DPO: one that failed is not half of a pair, whatever other judges gave it."""
     file = Path(task["vocab_file"]).with_name("rewards.py")
     keys = {"train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
             "reward_functions": [f"{file}:lengths"]}  # fmt: skip
     values = with_environment(toy.for_pairs(task), keys, "Broken")
-    run_ranks(whole_run, 1, values)
+    run_ranks(full_run, 1, values)
     rows = lines_of(tmp_path)
     failed = [row for row in rows if "failures" in row]
     assert len(rows) == 64 and len(failed) > 8 and all(row["rewards"]["lengths"] is not None for row in failed)
@@ -184,21 +195,23 @@ def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
         NeoXArgs.from_dict({**values, "dpo_loss_type": "orpo"})
 
 
-@pytest.mark.parametrize(("prompt", "said", "expected"), [
+@pytest.mark.parametrize(("prompt", "observation", "expected"), [
     ("a", None, "a"),
     ("a", "b", "ab"),
     ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
     ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
      [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
 ])  # fmt: skip
-def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expected: Any) -> None:
-    assert opening(prompt, said) == expected
+def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, observation: Any, expected: Any) -> None:
+    assert opening(prompt, observation) == expected
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user"}], "b")])
-def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "observation"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user"}], "b")]
+)
+def test_what_reset_may_not_return(prompt: Any, observation: Any) -> None:
     with pytest.raises(ValueError, match="return a text|return messages"):
-        opening(prompt, said)
+        opening(prompt, observation)
 
 
 @pytest.mark.product
@@ -206,8 +219,8 @@ def test_both_turns_are_learned(tmp_path: Path) -> None:
     """The control is the same run before it has learned: one right turn is half a point."""
     keys = {"seq_length": 16, "rollout.num_generations": 8, "rollout.max_completion_length": 8, "train_iters": 120}
     values = with_environment(write_task(tmp_path, 2), {**toy.LEARNS, **keys, "max_position_embeddings": 16}, "Words")
-    before, after = learned(values, tmp_path / "run", lambda line: line["reward"])
-    assert after > before + 0.55, (before, after)
+    reward_before, reward_after = learned(values, tmp_path / "run", lambda line: line["reward"])
+    assert reward_after > reward_before + 0.55, (reward_before, reward_after)
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

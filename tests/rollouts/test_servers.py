@@ -23,21 +23,31 @@ import transformers
 
 from megatron.data.files import sha256
 from megatron.generation.weight_updates import WeightUpdate
+from megatron.methods.reinforcement.server_addresses import rollout_servers
+from megatron.methods.reinforcement.server_calls import Connection, ServerError
+from megatron.methods.reinforcement.weight_server import WeightServer
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import UserError
-from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.objectives.preference import DIFFERENCE
-from megatron.rollouts.server_calls import Connection, ServerError
-from megatron.rollouts.weight_server import WeightServer
 from megatron.training import train
 from tests.generation.serving.server import Server
-from tests.launch.runs import wait_until
+from tests.launch.runs import wait_for
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts.stand_ins import StandIn, standing_in
 from tests.rollouts.test_resume import goes_on_bit_for_bit
 from tests.rollouts.test_rollouts import LAYOUTS
-from tests.rollouts.toy import WORDS, Seen, begun, for_pairs, lines_of, steps_of, whole_run, with_keys, write_task
+from tests.rollouts.toy import (
+    WORDS,
+    StepResults,
+    for_pairs,
+    full_run,
+    lines_of,
+    started_run,
+    steps_of,
+    with_keys,
+    write_task,
+)
 from tests.training.runs import LLAMA
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
@@ -52,12 +62,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def in_process(ours: Server, task: dict[str, Any]) -> Seen:
+def in_process(server_process: Server, task: dict[str, Any]) -> StepResults:
     return run_ranks(steps_of, 1, task, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
-def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server_process(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Our server, a process of its own, which begins with other weights."""
     folder = tmp_path_factory.mktemp("server") / "model"
     torch.manual_seed(5)
@@ -75,7 +85,7 @@ def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
              "--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]  # fmt: skip
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
     server = Server(f"http://127.0.0.1:{port}", folder)
-    wait_until(lambda: process.poll() is not None or server.is_up(), 400)
+    wait_for(lambda: process.poll() is not None or server.is_up(), 400)
     assert process.poll() is None
     yield server
     process.terminate()
@@ -88,53 +98,56 @@ def with_server(task: dict[str, Any], server: Server | StandIn, folder: Path, **
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_our_server_trains_as_the_process_itself(fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server,
-                                                 tmp_path: Path) -> None:  # fmt: skip
+def test_our_server_trains_as_the_process_itself(
+    fetched: bool, task: dict[str, Any], in_process: StepResults, server_process: Server, tmp_path: Path
+) -> None:
     """By a folder, or fetched over HTTP from the trainer (serve_model_weights)."""
-    values = with_server(task, ours, tmp_path, serve_model_weights=fetched, weight_server_port=0)
-    seen = run_ranks(steps_of, 1, values, STEPS)[0]
-    assert seen.answers == in_process.answers
-    assert len({str(answers) for answers in seen.answers}) > 1, "weights change answers"
-    assert seen.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
-    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
-    assert ours.get("/health")["weight_version"] == STEPS - 1
+    values = with_server(task, server_process, tmp_path, serve_model_weights=fetched, weight_server_port=0)
+    results = run_ranks(steps_of, 1, values, STEPS)[0]
+    assert results.answers == in_process.answers
+    assert len({str(answers) for answers in results.answers}) > 1, "weights change answers"
+    assert results.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in results.metrics)
+    assert server_process.get("/health")["weight_version"] == STEPS - 1
     (folder,) = tmp_path.iterdir()  # of this run alone
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "latest"]
 
 
-def test_conversations_by_our_server(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
+def test_conversations_by_our_server(task: dict[str, Any], server_process: Server, tmp_path: Path) -> None:
     keys = {"rollout.temperature": 1.0, "rollout.max_completion_length": 12, "reward_functions": None}
     file = Path(task["vocab_file"]).with_name("environments.py")
     values = with_keys(task, keys, {"rollout.environment": f"{file}:Sums", "rollout.logprob_bound": 1e-4})
-    seen = run_ranks(steps_of, 1, with_server(values, ours, tmp_path), STEPS)[0]
-    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
-    asked = [WORDS.index("<eod>"), WORDS.index("c")]  # a turn ends, and the environment says the next sum
-    held = [tokens for answers in seen.answers for tokens in answers if asked in map(list, itertools.pairwise(tokens))]
-    assert 5 < len(held) < len([tokens for answers in seen.answers for tokens in answers])
+    results = run_ranks(steps_of, 1, with_server(values, server_process, tmp_path), STEPS)[0]
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in results.metrics)
+    turn_end = [WORDS.index("<eod>"), WORDS.index("c")]  # a turn ends, and the environment says the next sum
+    held = [
+        tokens for answers in results.answers for tokens in answers if turn_end in map(list, itertools.pairwise(tokens))
+    ]
+    assert 5 < len(held) < len([tokens for answers in results.answers for tokens in answers])
 
 
 @pytest.mark.more
-def test_our_server_writes_pairs(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
+def test_our_server_writes_pairs(task: dict[str, Any], server_process: Server, tmp_path: Path) -> None:
     """For online DPO, also where they are asked for ahead."""
     values = for_pairs(task, {"train_batch_size": 4, "rollout.temperature": 1.0})
     for staleness in (0, 1):
-        asked = with_server(values, ours, tmp_path / str(staleness), **{"rollout.staleness": staleness})
-        seen = run_ranks(steps_of, 1, asked, STEPS)[0]
-        assert len(seen.answers[0]) == 16 and seen.losses[0] == pytest.approx(math.log(2.0), abs=1e-6)
-        assert seen.metrics[0][DIFFERENCE] < 1e-5 and (seen.metrics[1][DIFFERENCE] < 1e-5) == (staleness == 0)
+        run_values = with_server(values, server_process, tmp_path / str(staleness), **{"rollout.staleness": staleness})
+        results = run_ranks(steps_of, 1, run_values, STEPS)[0]
+        assert len(results.answers[0]) == 16 and results.losses[0] == pytest.approx(math.log(2.0), abs=1e-6)
+        assert results.metrics[0][DIFFERENCE] < 1e-5 and (results.metrics[1][DIFFERENCE] < 1e-5) == (staleness == 0)
 
 
-def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: Server, tmp_path: Path) -> None:
+def test_our_server_keeps_its_weights_where_the_new_ones_are_none(server_process: Server, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     for body, reason in (
-        ({"path": str(tmp_path / "nowhere"), "version": 1}, "holds no model.safetensors"),
+        ({"path": str(tmp_path / "nowhere"), "version": 1}, "has neither model.safetensors nor"),
         ({"path": str(tmp_path), "version": 1}, "config.json: no such file"),
-        ({"path": str(tmp_path), "version": 1, "sha256": {"model.safetensors": "00"}}, "damaged, or replaced"),
-        ({"path": str(tmp_path), "version": 1, "sha256": {"../secret": "00"}}, "is no name of a file"),
-        ({"version": 1}, "give path or url"),
+        ({"path": str(tmp_path), "version": 1, "sha256": {"model.safetensors": "00"}}, "damaged or was replaced"),
+        ({"path": str(tmp_path), "version": 1, "sha256": {"../secret": "00"}}, "is not a file name"),
+        ({"version": 1}, "send exactly one of path and url"),
         ({"url": "file:///etc", "version": 1, "sha256": {"a": "00"}}, "url: "),
     ):
-        status, reply, _ = ours.post("/v1/update_weights", body)
+        status, reply, _ = server_process.post("/v1/update_weights", body)
         assert status == 400 and reason in reply["error"]["message"], reply
 
 
@@ -144,27 +157,31 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
                               ("sglang", "/generate", "/update_weights_from_disk")):  # fmt: skip
         with standing_in() as server:
             changes = {**VLLM, "rollout.server_api": api}
-            seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
-        assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
-        paths = [path for path, _ in server.asked]
+            results = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
+        assert all(answer[1:] == [0] for answers in results.answers for answer in answers)
+        paths = [path for path, _ in server.requests]
         assert paths.count(text) == 32 and paths.count(update) == 2 and paths.index(update) < paths.index(text)
-        _, first = server.asked[paths.index(update)]
-        folder = first["kwargs"].pop("weights_path") if api == "vllm" else first["model_path"]
+        _, update_body = server.requests[paths.index(update)]
+        folder = update_body["kwargs"].pop("weights_path") if api == "vllm" else update_body["model_path"]
         assert Path(folder).name == "0" and Path(folder).parents[1] == tmp_path
         if api == "vllm":
-            assert first["method"] == "reload_weights" and not first["kwargs"]
+            assert update_body["method"] == "reload_weights" and not update_body["kwargs"]
             assert paths.count("/reset_prefix_cache") == 2
         else:
-            assert first["weight_version"] == "0" and server.version == "1"
-        _, asked = server.asked[paths.index(text)]
-        assert (asked["return_token_ids"] and asked["logprobs"] == 0) if api == "vllm" else asked["return_logprob"]
+            assert update_body["weight_version"] == "0" and server.version == "1"
+        _, completion_body = server.requests[paths.index(text)]
+        assert (
+            (completion_body["return_token_ids"] and completion_body["logprobs"] == 0)
+            if api == "vllm"
+            else completion_body["return_logprob"]
+        )
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["0", "0", "1", "1", "latest", "latest"]
 
 
 def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in(failures=2) as server:
-        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **VLLM), 1)[0]
-    assert len(seen.answers[0]) == 16 and [path for path, _ in server.asked].count("/v1/completions") == 18
+        results = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **VLLM), 1)[0]
+    assert len(results.answers[0]) == 16 and [path for path, _ in server.requests].count("/v1/completions") == 18
 
 
 @pytest.mark.parametrize("api, changes, reason", [
@@ -179,14 +196,14 @@ def test_what_is_wrong_with_a_server_is_said(api: str, changes: dict[str, Any], 
                                              tmp_path: Path) -> None:  # fmt: skip
     with standing_in(**changes) as server:
         keys = {"rollout.server_api": api, "rollout.server_timeout_s": 1.0 if "failures" in changes else 100.0}
-        said = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
-    assert re.search(reason, said), said
-    assert server.address in said or "step 1" in said
+        message = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
+    assert re.search(reason, message), message
+    assert server.address in message or "step 1" in message
 
 
 def signalled_while_it_waits(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run that gets SIGTERM."""
-    with begun(values) as (training, rollouts):
+    with started_run(values) as (training, rollouts):
         assert rollouts.server_sampler is not None
         wait = rollouts.server_sampler._waited_for
 
@@ -195,7 +212,7 @@ def signalled_while_it_waits(rank: int, world_size: int, values: dict[str, Any])
             return wait(answers)
 
         rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
-        train(training, [rollouts.record], rollouts=rollouts)
+        train(training)
 
 
 def test_a_signal_ends_waiting(task: dict[str, Any], tmp_path: Path) -> None:
@@ -212,15 +229,15 @@ def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Pat
         deaf.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         values = with_server(task, StandIn(address), tmp_path, **{"rollout.server_timeout_s": 0.5})
-        said = run_ranks(outcome_of, 1, values)[0]
-    assert f"rollout.servers: {address}: GET /v1/models: cannot be reached" in said
+        message = run_ranks(outcome_of, 1, values)[0]
+    assert f"rollout.servers: {address}: GET /v1/models: cannot be reached" in message
 
 
 def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: how a run of one step ends."""
     try:
-        with begun(values) as (training, rollouts):
-            train(training, [rollouts.record], rollouts=rollouts)
+        with started_run(values) as (training, rollouts):
+            train(training)
     except UserError as problem:
         return str(problem)
     return "ended"
@@ -253,57 +270,61 @@ def fetch(url: str) -> bytes:
         return file.read()
 
 
-def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
-    """And what was damaged on the way does not come into our server."""
+def test_weights_are_handed_to_whoever_knows_the_secret(
+    task: dict[str, Any], server_process: Server, tmp_path: Path
+) -> None:
+    """Our server refuses weights that were damaged on the way."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
     files = {name: sha256(tmp_path / name) for name in ("config.json", "model.safetensors")}
     with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
         for version in range(3):
-            server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
-        url = server.url(2, ours.address)
+            server.offer(WeightUpdate(str(tmp_path), version, files), num_versions=2)
+        url = server.url(2, server_process.address)
         assert json.loads(fetch(f"{url}/manifest.json")) == {"version": 2, "sha256": files}
         assert fetch(f"{url}/config.json") == b"config.json"
-        for other in (url.replace(url.split("/")[3], "x"), f"{url}/..", server.url(0, ours.address)):
+        for wrong_url in (url.replace(url.split("/")[3], "x"), f"{url}/..", server.url(0, server_process.address)):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                fetch(f"{other}/config.json")
+                fetch(f"{wrong_url}/config.json")
         (tmp_path / "model.safetensors").write_bytes(b"another")
-        status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
-        assert status == 400 and "damaged, or replaced" in reply["error"]["message"]
-    status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
+        status, reply, _ = server_process.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
+        assert status == 400 and "damaged or was replaced" in reply["error"]["message"]
+    status, reply, _ = server_process.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
     assert status == 502 and "config.json cannot be fetched" in reply["error"]["message"]
 
 
 def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
     """For servers elsewhere; for those of this machine it is of loopback alone."""
     (tmp_path / "config.json").write_bytes(b"{}")
-    elsewhere = with_keys(task, {"online_dataserver_ips": "::1", "save": "s", "checkpoint_factor": 1})
-    with closing(WeightServer(NeoXArgs.from_dict({**elsewhere, "weight_server_port": 0}))) as server:
-        server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
+    remote = with_keys(task, {"online_dataserver_ips": "::1", "save": "s", "checkpoint_factor": 1})
+    with closing(WeightServer(NeoXArgs.from_dict({**remote, "weight_server_port": 0}))) as server:
+        server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), num_versions=1)
         for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
             url = server.url(0, address)
             assert url.startswith(f"http://{host}:{server.port}/") and fetch(f"{url}/config.json") == b"{}"
         with pytest.raises(ServerError, match="rollout.servers: http://no.such.host.invalid:80: "):
             server.url(0, "http://no.such.host.invalid:80")
-        taken = NeoXArgs.from_dict({**elsewhere, "weight_server_port": server.port})
+        port_in_use = NeoXArgs.from_dict({**remote, "weight_server_port": server.port})
         with pytest.raises(ConfigError, match=f"weight_server_port: {server.port}: Address already in use"):
-            WeightServer(taken)
+            WeightServer(port_in_use)
 
 
-def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
+def test_answers_are_asked_for_ahead(task: dict[str, Any], server_process: Server, tmp_path: Path) -> None:
     """With rollout.staleness: by weights of before, with old log-probabilities of the trainer's."""
     keys = {"rollout.staleness": 1, "train_iters": 4, "rollout.temperature": 1.0, "rollout.logprob_bound": 0}
-    values = with_server(task, ours, tmp_path / "sync", **keys, save=str(tmp_path / "run"), checkpoint_factor=4)
-    seen = run_ranks(steps_of, 1, values, 4)[0]
-    first, *later = [metrics[f"{DIFFERENCE}_max"] for metrics in seen.metrics]
-    assert first < 1e-4 and min(later) > 1e-4
-    run_ranks(whole_run, 1, values)
+    values = with_server(
+        task, server_process, tmp_path / "sync", **keys, save=str(tmp_path / "run"), checkpoint_factor=4
+    )
+    results = run_ranks(steps_of, 1, values, 4)[0]
+    first_difference, *later_differences = [metrics[f"{DIFFERENCE}_max"] for metrics in results.metrics]
+    assert first_difference < 1e-4 and min(later_differences) > 1e-4
+    run_ranks(full_run, 1, values)
     rows, metrics = lines_of(tmp_path / "run"), lines_of(tmp_path / "run", "metrics")
     assert {(row["generation"], row["weights"]) for row in rows} == {(0, 0), (1, 0), (2, 1), (3, 2)}
     waited = [row["train/time/waiting_share"] for row in metrics if "train/reward" in row]
     assert len(waited) == 4 and all(0.0 < share < 1.0 for share in waited)
     assert not any("train/time/sampling_share" in row for row in metrics)
-    assert ours.get("/health")["weight_version"] == 2, "nothing is asked for behind the end"
+    assert server_process.get("/health")["weight_version"] == 2, "nothing is asked for behind the end"
 
 
 def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Path) -> None:
@@ -318,7 +339,7 @@ def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Pa
 
 def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
     """For the pool: the weights of five generations by version; the next two are there before their time."""
-    with begun(values) as (training, rollouts):
+    with started_run(values) as (training, rollouts):
         batches, versions = iter(rollouts), []
         for number in range(5):
             step = next(batches)
@@ -335,38 +356,39 @@ def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("layout", with_more(["dp2", "tp2, sp", "pp2", "zero3"], "zero3", product=["tp2, sp", "pp2"]))
-def test_every_layout_gives_servers_the_same_weights(layout: str, task: dict[str, Any], in_process: Seen, ours: Server,
-                                                     tmp_path: Path) -> None:  # fmt: skip
-    seen = run_ranks(steps_of, 2, with_server(task, ours, tmp_path, **LAYOUTS[layout][1]), STEPS)[0]
-    assert seen.answers == in_process.answers
-    assert seen.losses == pytest.approx(in_process.losses, rel=1e-5, abs=1e-6)
-    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
+def test_every_layout_gives_servers_the_same_weights(
+    layout: str, task: dict[str, Any], in_process: StepResults, server_process: Server, tmp_path: Path
+) -> None:
+    results = run_ranks(steps_of, 2, with_server(task, server_process, tmp_path, **LAYOUTS[layout][1]), STEPS)[0]
+    assert results.answers == in_process.answers
+    assert results.losses == pytest.approx(in_process.losses, rel=1e-5, abs=1e-6)
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in results.metrics)
 
 
 def test_data_ranks_share_the_servers_out(task: dict[str, Any], tmp_path: Path) -> None:
-    with standing_in() as one, standing_in() as other:
-        keys = {**VLLM, "rollout.servers": [one.address, other.address + "/"]}
-        run_ranks(steps_of, 2, with_server(task, one, tmp_path, **keys), 1)
-        for server in (one, other):
-            paths = [path for path, _ in server.asked]
+    with standing_in() as first_server, standing_in() as second_server:
+        keys = {**VLLM, "rollout.servers": [first_server.address, second_server.address + "/"]}
+        run_ranks(steps_of, 2, with_server(task, first_server, tmp_path, **keys), 1)
+        for server in (first_server, second_server):
+            paths = [path for path, _ in server.requests]
             assert paths.count("/v1/completions") == 8 and paths.count("/collective_rpc") == 1
 
 
-def test_a_run_by_a_server_goes_on_bit_for_bit(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
+def test_a_run_by_a_server_goes_on_bit_for_bit(task: dict[str, Any], server_process: Server, tmp_path: Path) -> None:
     keys = {"train_iters": 4, "checkpoint_factor": 2}
-    goes_on_bit_for_bit(with_server(task, ours, tmp_path / "sync", **keys), tmp_path)
+    goes_on_bit_for_bit(with_server(task, server_process, tmp_path / "sync", **keys), tmp_path)
 
 
 def test_what_is_under_way_ends_with_the_run() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         connection = Connection(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, 1000.0, lambda line: None)
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(connection.call, "/v1/models")
+            future = thread.submit(connection.call, "/v1/models")
             accepted, _ = deaf.accept()
             assert accepted.recv(4) == b"GET "
             connection.close()
             with pytest.raises(ServerError, match="GET /v1/models"):
-                asked.result(timeout=100)
+                future.result(timeout=100)
             accepted.close()
 
 

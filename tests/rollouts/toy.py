@@ -10,8 +10,9 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from megatron.rollouts.rollouts import Rollouts
+from megatron.methods.reinforcement.rollouts import Rollouts
 from megatron.training import Training, train
+from megatron.training.method import StepData
 from tests.pool import run_ranks
 from tests.training.runs import begin
 
@@ -91,15 +92,15 @@ class Broken(Sums):  # raises at some words, ends its process at others
 """
 
 
-def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
-    """The task's files in a folder, and the configuration of a run on them. most: numbers are below it."""
+def write_task(folder: Path, limit: int = 5) -> dict[str, Any]:
+    """The task's files in a folder, and the configuration of a run on them. limit: numbers are below it."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eod>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([AddedToken("<eod>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "environments.py").write_text(ENVIRONMENT)
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(most) for b in range(most)]
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(limit) for b in range(limit)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
@@ -114,8 +115,11 @@ def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Seen(NamedTuple):
-    """What a run did. answers: of each generation, their tokens."""
+class StepResults(NamedTuple):
+    """Results of a run's steps.
+
+    answers: tokens of each answer, by generation.
+    """
 
     answers: list[list[list[int]]]
     losses: list[float]
@@ -136,8 +140,8 @@ def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
 
 def for_pairs(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
     """The task of online DPO."""
-    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    return with_keys({**own, "train_impl": "dpo"}, *changes)
+    pair_keys = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    return with_keys({**pair_keys, "train_impl": "dpo"}, *changes)
 
 
 def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
@@ -145,10 +149,12 @@ def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
 
 
 @contextmanager
-def begun(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Training, Rollouts]]:
+def started_run(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Training, Rollouts]]:
     """A run up to its first step, and its rollouts, which write beside its checkpoints."""
     training = begin(values)
     rollouts = rollouts_of(training, f"{values['save']}/logs" if logs and "save" in values else None)
+    method: Any = training.method
+    method.rollouts, method.begin = rollouts, lambda run: None
     try:
         yield training, rollouts
     finally:
@@ -156,55 +162,58 @@ def begun(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Traini
     training.engine.close()
 
 
-def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> Seen:
+def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> StepResults:
     """For the pool: some steps of a run, without its loop."""
-    seen = Seen([], [], [], [], {})
-    with begun(values, logs=False) as (training, rollouts):
+    results = StepResults([], [], [], [], {})
+    with started_run(values, logs=False) as (training, rollouts):
         batches = iter(rollouts)
         for number in range(steps):
             step = next(batches)
             assert rollouts._generation is not None
-            seen.answers.append([answer.tokens for answer in rollouts._generation.answers])
+            results.answers.append([answer.tokens for answer in rollouts._generation.answers])
             result = training.engine.train_step(step, training.schedule(number))
             training.progress.iteration += 1
-            seen.losses.append(float(result.loss))
-            seen.norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-            seen.metrics.append({name: float(value) for name, value in result.metrics.items()})
-        seen.weights.update(training.engine.weights(master=True))
-    return seen
+            results.losses.append(float(result.loss))
+            results.norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+            results.metrics.append({name: float(value) for name, value in result.metrics.items()})
+        results.weights.update(training.engine.weights(master=True))
+    return results
 
 
-def whole_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: int | None = None) -> dict[int, Any]:
+def full_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: int | None = None) -> dict[int, Any]:
     """For the pool: a run with its loop and its files; the weights it ends with."""
-    with begun(values) as (training, rollouts):
+    with started_run(values) as (training, _):
+        method: Any = training.method
+        steps = method.steps
 
-        def until_stop():
-            for step in rollouts:
+        def steps_until_stop(*arguments: Any) -> Iterator[StepData]:
+            for step in steps(*arguments):
                 if training.iteration == stop_at:
                     raise KeyboardInterrupt
                 yield step
 
+        method.steps = steps_until_stop
         try:
-            train(training, [rollouts.record], rollouts=until_stop())
+            train(training)
         except KeyboardInterrupt:
             training.checkpointer.wait()  # what is written beside the steps is there when it is killed
             return {}
         weights = training.engine.weights(master=True)
-        return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
+        return {layer: {name: value.clone() for name, value in tensors.items()} for layer, tensors in weights.items()}
 
 
 def lines_of(folder: Path, name: str = "rollouts") -> list[dict[str, Any]]:
-    """Of a file in the logs of a run."""
+    """Returns the rows of a file in a run's logs."""
     return [json.loads(line) for line in (folder / "logs" / f"{name}.jsonl").read_text().splitlines()]
 
 
-def assert_same_steps(ours: Seen, reference: Seen) -> None:
+def assert_same_steps(actual: StepResults, reference: StepResults) -> None:
     """Up to the rounding of fp32 sums in another order."""
-    assert ours.answers == reference.answers
-    assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
-    assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
-    for now, then in zip(ours.metrics, reference.metrics, strict=True):
-        assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
+    assert actual.answers == reference.answers
+    assert actual.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
+    assert actual.norms == pytest.approx(reference.norms, rel=1e-4)
+    for now, reference_metrics in zip(actual.metrics, reference.metrics, strict=True):
+        assert now == pytest.approx(reference_metrics, rel=1e-4, abs=2e-6)
 
 
 LEARNS: dict[str, Any] = {"num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50,
@@ -213,10 +222,10 @@ LEARNS: dict[str, Any] = {"num_layers": 1, "train_batch_size": 64, "train_iters"
 
 def learned(values: dict[str, Any], folder: Path, good: Callable[[dict[str, Any]], float]) -> list[float]:
     """How good the answers of a run are by their lines, in its first twentieth and in its last tenth."""
-    run_ranks(whole_run, 1, {**values, "save": str(folder)}, timeout=600)
+    run_ranks(full_run, 1, {**values, "save": str(folder)}, timeout=600)
     scores = [good(line) for line in lines_of(folder)]
-    first, last = scores[: len(scores) // 20], scores[-len(scores) // 10 :]
-    return [sum(part) / len(part) for part in (first, last)]
+    first_scores, last = scores[: len(scores) // 20], scores[-len(scores) // 10 :]
+    return [sum(part) / len(part) for part in (first_scores, last)]
 
 
 def is_right(line: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ from tests.training.runs import ADAMW, LLAMA, config, metric_rows
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb", "sacct")
 NODES = ("n1", "n2")
-ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+END_STATES = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # jobs that share two nodes
 WAIT_S = 120
 
@@ -96,11 +96,11 @@ def missing(accounting: bool = False) -> str:
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
-def wait_until(ready: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
+def wait_for(ready: Callable[[], bool], seconds: float, message: Callable[[], str]) -> None:
     """Fails with what is said then."""
     deadline = time.monotonic() + seconds
     while not ready():
-        assert time.monotonic() < deadline, what()
+        assert time.monotonic() < deadline, message()
         time.sleep(0.2)
 
 
@@ -160,7 +160,7 @@ class Cluster:
         return subprocess.run(command, env=self.environment, capture_output=True, timeout=60).returncode == 0
 
     def _wait(self, ready: Callable[[], bool], log: str) -> None:
-        wait_until(ready, 30, (self.folder / log).read_text)
+        wait_for(ready, 30, (self.folder / log).read_text)
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
@@ -184,19 +184,19 @@ class Cluster:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for socket_ in sockets:
+            socket_.bind(("127.0.0.1", 0))
+        return [socket_.getsockname()[1] for socket_ in sockets]
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if missing():
         pytest.skip(missing())
-    made = Cluster(tmp_path_factory.mktemp("slurm"))
-    made.start()
-    yield made
-    made.stop()
+    started = Cluster(tmp_path_factory.mktemp("slurm"))
+    started.start()
+    yield started
+    started.stop()
 
 
 class Submitter:
@@ -218,7 +218,7 @@ class Submitter:
         return subprocess.run(command, cwd=self.clone, env=env, capture_output=True, text=True, timeout=300)
 
     def record(self, job: str) -> str:
-        """What Slurm knows of a job."""
+        """Returns Slurm's record of a job."""
         return self.cluster.run("scontrol", "show", "job", job)
 
     def state(self, job: str) -> str:
@@ -230,8 +230,8 @@ class Submitter:
 
     def wait(self, job: str, until: Callable[[], bool] | None = None, name: str = "neox-training") -> str:
         """The log of a job when it has ended, or when `until` holds."""
-        ended = until or (lambda: self.state(job) in ENDED)
-        wait_until(ended, WAIT_S, lambda: f"{self.state(job)}\n{self.log(job, name)}")
+        is_over = until or (lambda: self.state(job) in END_STATES)
+        wait_for(is_over, WAIT_S, lambda: f"{self.state(job)}\n{self.log(job, name)}")
         return self.log(job, name)
 
     def completed(self, job: str, name: str = "neox-training") -> str:
@@ -250,18 +250,18 @@ def slurm(cluster: Cluster, clone: Path) -> Submitter:
 def accounted(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitter]:
     if missing(accounting=True):
         pytest.skip(missing(accounting=True))
-    made = Cluster(tmp_path_factory.mktemp("accounted"), accounting=True)
-    made.start()
-    yield Submitter(made, clone)
-    made.stop()
+    started = Cluster(tmp_path_factory.mktemp("accounted"), accounting=True)
+    started.start()
+    yield Submitter(started, clone)
+    started.stop()
 
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone = tmp_path_factory.mktemp("home") / "neox"
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
+    file_list = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
                             cwd=ROOT, capture_output=True, text=True, check=True).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):
+    for name in filter(None, file_list.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             shutil.copy2(ROOT / name, clone / name, follow_symlinks=False)

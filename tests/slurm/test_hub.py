@@ -9,7 +9,7 @@ import pytest
 
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.pool import run_ranks
-from tests.slurm.conftest import ENDED, Submitter, wait_until
+from tests.slurm.conftest import END_STATES, Submitter, wait_for
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
 pytestmark = pytest.mark.slurm
@@ -19,8 +19,8 @@ WAIT_S = 240
 
 @pytest.fixture
 def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub().serving() as made:
-        yield made
+    with LoopbackHub().serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def publish(accounted: Submitter, hub: LoopbackHub, tmp_path: Path) -> Iterator[
 
     def submit(experiment: str) -> list[str]:
         words = ["bash", "huggingface/batch_submit_checkpoints.sh", experiment, "org", "--skip-eval"]
-        said = accounted.cluster.run(*words, "--skip-neox-upload", cwd=accounted.clone, **variables).splitlines()
-        assert said[0] == f"{experiment}: 2 checkpoints to org/sfm-{experiment}"
-        assert [line.partition(":")[0] for line in said[1:]] == list(TAGS), "the newest first"
-        return [line.split()[-1] for line in said[1:]]
+        lines = accounted.cluster.run(*words, "--skip-neox-upload", cwd=accounted.clone, **variables).splitlines()
+        assert lines[0] == f"{experiment}: 2 checkpoints to org/sfm-{experiment}"
+        assert [line.partition(":")[0] for line in lines[1:]] == list(TAGS), "the newest first"
+        return [line.split()[-1] for line in lines[1:]]
 
     (tmp_path / "logs").mkdir()
     yield submit
@@ -53,21 +53,23 @@ def test_jobs_of_an_experiment_never_overlap_and_two_experiments_do(
 
     hub.fail(".* /", "late", times=10**6)
     jobs = {experiment: publish(experiment) for experiment in ("one", "two")}
-    wait_until(lambda: len(hub.waiting) >= 2, WAIT_S, logs)  # one of each asks the Hub
+    wait_for(lambda: len(hub.waiting) >= 2, WAIT_S, logs)  # one of each asks the Hub
     states = {experiment: [accounted.state(job) for job in numbers] for experiment, numbers in jobs.items()}
     assert states == {"one": ["RUNNING", "PENDING"], "two": ["RUNNING", "PENDING"]}
     queue = accounted.cluster.run("squeue", "--noheader", "--format=%j %r", "--states=PENDING").splitlines()
     assert sorted(queue) == ["convert_one Dependency", "convert_two Dependency"]
     hub.released.set()
-    every = [job for numbers in jobs.values() for job in numbers]
-    wait_until(lambda: all(accounted.state(job) in ENDED for job in every), WAIT_S, logs)
-    assert [accounted.state(job) for job in every] == ["COMPLETED"] * 4, logs()
+    all_jobs = [job for numbers in jobs.values() for job in numbers]
+    wait_for(lambda: all(accounted.state(job) in END_STATES for job in all_jobs), WAIT_S, logs)
+    assert [accounted.state(job) for job in all_jobs] == ["COMPLETED"] * 4, logs()
     for experiment in jobs:
         assert sorted(hub.repos[f"org/sfm-{experiment}"].branches) == [*sorted(TAGS), "main"]
         assert hub.content(f"org/sfm-{experiment}", "main") == hub.content(f"org/sfm-{experiment}", TAGS[0])
     assert TOKEN not in logs() and len(logs()) > 100
     times = "--format=JobID,Start,End"
     for numbers in jobs.values():
-        shown = accounted.cluster.run("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(numbers)}", times)
-        spans = sorted(line.split("|")[1:] for line in shown.splitlines())
+        listing = accounted.cluster.run(
+            "sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(numbers)}", times
+        )
+        spans = sorted(line.split("|")[1:] for line in listing.splitlines())
         assert len(spans) == 2 and spans[0][1] <= spans[1][0]

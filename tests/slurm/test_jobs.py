@@ -71,15 +71,15 @@ class Eight:
         words = (*OPTIONS, f"--job-name={name}", *words, "pretrain_neox.sbatch", str(path))
         self.numbers[name] = self.slurm.submit(*words, NEOX_SITE="eight")
 
-    def wait(self, **wanted: str) -> dict[str, Any]:
+    def wait(self, **verdicts: str) -> dict[str, Any]:
         """The rows by name, once the verdicts are these."""
         deadline = time.monotonic() + WAIT_S
         while True:
-            found = rows(self.slurm, *self.numbers.values())
-            named = {name: found[number] for name, number in self.numbers.items()}
-            if all(named[name]["verdict"] == verdict for name, verdict in wanted.items()):
-                return named
-            assert time.monotonic() < deadline, json.dumps(named, indent=1)
+            rows_by_number = rows(self.slurm, *self.numbers.values())
+            rows_by_name = {name: rows_by_number[number] for name, number in self.numbers.items()}
+            if all(rows_by_name[name]["verdict"] == verdict for name, verdict in verdicts.items()):
+                return rows_by_name
+            assert time.monotonic() < deadline, json.dumps(rows_by_name, indent=1)
             time.sleep(1.0)
 
 
@@ -93,18 +93,18 @@ def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Ite
         return path
 
     make_site(accounted, folder)
-    made = Eight(accounted, folder, write)
-    one = "--nodes=1"
-    made.submit("pending", one, "--begin=now+1hour")
-    made.submit("finished", one, train_iters=3)
-    made.submit("failed", one, data_path=str(folder / "absent_text_document"))
-    made.submit("training", one, hold="Slow")
-    made.submit("evaluating", one, hold="Evaluating", eval_iters=1, eval_interval=3)
-    made.submit("saving", one, hold="Saving", extra_save_iters=[3])
-    made.submit("crashed", one, hold="Complaining")
-    made.submit("stopped", one, hold="Slow")
-    yield made
-    end(accounted, list(made.numbers.values()))
+    jobs = Eight(accounted, folder, write)
+    one_node = "--nodes=1"
+    jobs.submit("pending", one_node, "--begin=now+1hour")
+    jobs.submit("finished", one_node, train_iters=3)
+    jobs.submit("failed", one_node, data_path=str(folder / "absent_text_document"))
+    jobs.submit("training", one_node, hold="Slow")
+    jobs.submit("evaluating", one_node, hold="Evaluating", eval_iters=1, eval_interval=3)
+    jobs.submit("saving", one_node, hold="Saving", extra_save_iters=[3])
+    jobs.submit("crashed", one_node, hold="Complaining")
+    jobs.submit("stopped", one_node, hold="Slow")
+    yield jobs
+    end(accounted, list(jobs.numbers.values()))
 
 
 def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Write, tmp_path: Path) -> None:
@@ -112,35 +112,35 @@ def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config
     make_site(accounted, tmp_path)
     path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
     options = ("--oversubscribe", "--mem=100", "--gres=none")
-    first = accounted.submit(*options, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
-    accounted.wait(first)
-    row = rows(accounted, first)[first]
+    submitting_job = accounted.submit(*options, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
+    accounted.wait(submitting_job)
+    row = rows(accounted, submitting_job)[submitting_job]
     number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
     assert row["verdict"] == "FINISHED" and number is not None, row
     accounted.wait(number[1])
-    second = rows(accounted, number[1])[number[1]]
-    assert (second["verdict"], second["nodes"]) == ("FINISHED", 2), second
-    assert second["log"] == f"{tmp_path}/logs/neox-training-{number[1]}.out"
-    assert (second["iteration"], second["total"], second["experiment"]) == (3, 3, "two")
+    training_row = rows(accounted, number[1])[number[1]]
+    assert (training_row["verdict"], training_row["nodes"]) == ("FINISHED", 2), training_row
+    assert training_row["log"] == f"{tmp_path}/logs/neox-training-{number[1]}.out"
+    assert (training_row["iteration"], training_row["total"], training_row["experiment"]) == (3, 3, "two")
 
 
 def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight, accounted: Submitter) -> None:
-    found = eight.wait(pending="pending", training="training", evaluating="evaluating", saving="saving",
+    rows_by_name = eight.wait(pending="pending", training="training", evaluating="evaluating", saving="saving",
                        finished="FINISHED", failed="CRASHED", crashed="CRASHED", stopped="training")  # fmt: skip
     eight.wait(training="training", stopped="training")
-    while (found["stopped"]["iteration"] or 0) < 3 or (found["training"]["iteration"] or 0) < 3:
+    while (rows_by_name["stopped"]["iteration"] or 0) < 3 or (rows_by_name["training"]["iteration"] or 0) < 3:
         time.sleep(1.0)
-        found = eight.wait(training="training", stopped="training")
-    status = json.loads(Path(found["stopped"]["save"], "status.json").read_text())
+        rows_by_name = eight.wait(training="training", stopped="training")
+    status = json.loads(Path(rows_by_name["stopped"]["save"], "status.json").read_text())
     for pid in (status["launcher_pid"], status["pid"]):
         os.kill(pid, signal.SIGSTOP)
     try:
-        log = found["stopped"]["log"]
+        log = rows_by_name["stopped"]["log"]
         os.utime(log, (time.time() - 700, time.time() - 700))
         done = jobs(accounted, "list", *eight.numbers.values())
         assert done.returncode == 3, done.stderr
-        found = eight.wait(stopped="STALE")
-        assert 700 <= found["stopped"]["silent_s"] and found["stopped"]["state"] == "RUNNING"
+        rows_by_name = eight.wait(stopped="STALE")
+        assert 700 <= rows_by_name["stopped"]["silent_s"] and rows_by_name["stopped"]["state"] == "RUNNING"
         assert re.search(rf"^{eight.numbers['stopped']} .*STALE \d+ s", done.stdout, re.MULTILINE)
         assert bash(STALE, log)[0] == 0
     finally:
@@ -148,28 +148,32 @@ def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight
             os.kill(pid, signal.SIGKILL)
 
     for name in ("training", "evaluating", "saving", "crashed", "finished"):
-        row, log = found[name], found[name]["log"]
-        seen = (bash(ITERATION, log)[1], bash(TOTAL, log)[1], bash(LOSS, log)[1])
+        row, log = rows_by_name[name], rows_by_name[name]["log"]
+        shell_values = (bash(ITERATION, log)[1], bash(TOTAL, log)[1], bash(LOSS, log)[1])
         row = rows(accounted, row["id"])[row["id"]] if name == "training" else row
         if name == "training":  # it goes on
-            assert int(seen[0]) <= row["iteration"] <= int(seen[0]) + 5
+            assert int(shell_values[0]) <= row["iteration"] <= int(shell_values[0]) + 5
         else:
-            assert (row["iteration"], row["total"], row["loss"]) == (int(seen[0]), int(seen[1]), float(seen[2]))
+            assert (row["iteration"], row["total"], row["loss"]) == (
+                int(shell_values[0]),
+                int(shell_values[1]),
+                float(shell_values[2]),
+            )
         assert bash(EXPERIMENT, log)[1] == f"sf_model_organisms/exp_{name}\n" and row["experiment"] == f"exp_{name}"
         assert (bash(CRASHED, log)[0] == 0) == (row["verdict"] == "CRASHED")
         assert (bash(ANY_TROUBLE, log)[0] == 0) == (row["verdict"] == "CRASHED"), bash(ANY_TROUBLE, log)
         assert bash(STALE, log)[0] == 1
         assert (bash(BAR, log)[0] == 0 and bash(HARNESS, log)[0] == 0) == (name == "evaluating")
         assert row["tokens_per_s"] > 0 and (row["eta_s"] is None) == (name in ("finished", "crashed"))
-    shown = accounted.cluster.run("sacct", "-X", "-n", "-P", "--format=JobID,State")
-    states = dict(line.split("|") for line in shown.splitlines())
+    listing = accounted.cluster.run("sacct", "-X", "-n", "-P", "--format=JobID,State")
+    states = dict(line.split("|") for line in listing.splitlines())
     for name in ("training", "evaluating", "saving", "crashed", "finished", "failed"):
-        assert states[found[name]["id"]] == found[name]["state"]
-    assert found["failed"]["state"] == "FAILED" and found["crashed"]["state"] == "RUNNING"
-    assert bash(CRASHED, found["failed"]["log"])[0] == 0
-    assert any("absent_text_document" in line for line in found["failed"]["error_lines"])
-    assert any("RuntimeError: a kernel hangs" in line for line in found["crashed"]["error_lines"])
-    assert len(found["crashed"]["error_lines"]) <= 3 and found["pending"]["iteration"] is None
+        assert states[rows_by_name[name]["id"]] == rows_by_name[name]["state"]
+    assert rows_by_name["failed"]["state"] == "FAILED" and rows_by_name["crashed"]["state"] == "RUNNING"
+    assert bash(CRASHED, rows_by_name["failed"]["log"])[0] == 0
+    assert any("absent_text_document" in line for line in rows_by_name["failed"]["error_lines"])
+    assert any("RuntimeError: a kernel hangs" in line for line in rows_by_name["crashed"]["error_lines"])
+    assert len(rows_by_name["crashed"]["error_lines"]) <= 3 and rows_by_name["pending"]["iteration"] is None
 
 
 def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
@@ -198,9 +202,14 @@ def test_without_accounting_the_verdicts_are_the_same(slurm: Submitter, write_co
         slurm.wait(job)
     done = jobs(slurm, "list", "--json", good, waiting, bad)
     assert done.returncode == 3 and len(done.stderr.splitlines()) == 1
-    assert re.match(r"jobs.py: sacct: .*disabled.*; scontrol is asked", done.stderr), done.stderr
-    found = {row["id"]: row for row in json.loads(done.stdout)}
-    assert [found[job]["verdict"] for job in (good, waiting, bad)] == ["FINISHED", "pending", "CRASHED"]
-    assert found[good]["log"] == f"{slurm.clone}/other/neox-training_{good}.log" and found[good]["iteration"] == 2
-    assert found[waiting]["detail"] == "BeginTime" and any("nowhere" in line for line in found[bad]["error_lines"])
+    assert re.match(r"jobs.py: sacct: .*disabled.*; using scontrol instead", done.stderr), done.stderr
+    rows_by_id = {row["id"]: row for row in json.loads(done.stdout)}
+    assert [rows_by_id[job]["verdict"] for job in (good, waiting, bad)] == ["FINISHED", "pending", "CRASHED"]
+    assert (
+        rows_by_id[good]["log"] == f"{slurm.clone}/other/neox-training_{good}.log"
+        and rows_by_id[good]["iteration"] == 2
+    )
+    assert rows_by_id[waiting]["detail"] == "BeginTime" and any(
+        "nowhere" in line for line in rows_by_id[bad]["error_lines"]
+    )
     subprocess.run(["scancel", waiting], env=slurm.cluster.environment, check=True)

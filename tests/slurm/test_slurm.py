@@ -17,16 +17,16 @@ pytestmark = pytest.mark.slurm
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
     """Losses of the same configuration as deepy.py trains it here, by number of ranks; trained once."""
-    known: dict[int, list[float]] = {}
+    losses_by_ranks: dict[int, list[float]] = {}
 
     def run(path: Path, ranks: int) -> list[float]:
-        if ranks not in known:
+        if ranks not in losses_by_ranks:
             save = tmp_path_factory.mktemp("local") / "save"
             words = ["--num_gpus", str(ranks), "train.py", str(path), "--set", f"save={save}"]
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, "deepy.py", *words], cwd=ROOT, env=env, check=True, timeout=120)
-            known[ranks] = losses(save)
-        return known[ranks]
+            losses_by_ranks[ranks] = losses(save)
+        return losses_by_ranks[ranks]
 
     return run
 
@@ -46,31 +46,33 @@ def test_trains_as_on_one_machine(slurm, write_config, local, options, ranks, tm
     assert not re.search("error|exception|traceback", log, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("how", ["USR1", "requeue", "finetune"])
-def test_told_to_stop_it_saves_is_queued_again_and_ends_as_if_it_had_not(slurm, write_config, local, how, tmp_path):
+@pytest.mark.parametrize("stop_kind", ["USR1", "requeue", "finetune"])
+def test_told_to_stop_it_saves_is_queued_again_and_ends_as_if_it_had_not(
+    slurm, write_config, local, stop_kind, tmp_path
+):
     """finetune: the weights come from elsewhere once; a job that comes back goes on with its own."""
     keys = {"train_iters": 60, "checkpoint_factor": 1000, "train_batch_size": 12}
-    if how == "finetune":
+    if stop_kind == "finetune":
         base = write_config("base.yml", train_iters=2, checkpoint_factor=2, save=str(tmp_path / "base"))
         subprocess.run([sys.executable, "deepy.py", "train.py", str(base)], cwd=ROOT, check=True, timeout=120)
         keys |= {"load": str(tmp_path / "base"), "finetune": True}
-    whole, save = tmp_path / "whole", tmp_path / "save"
+    uninterrupted, save = tmp_path / "whole", tmp_path / "save"
     options = ("--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch")
-    slurm.wait(slurm.submit(*options, str(write_config("whole.yml", **keys, save=str(whole)))))
+    slurm.wait(slurm.submit(*options, str(write_config("whole.yml", **keys, save=str(uninterrupted)))))
     job = slurm.submit(*options, str(write_config(**keys)))
     slurm.wait(job, lambda: len(re.findall("iteration +[1-9]", slurm.log(job))) >= 3)
-    if how == "requeue":  # what a scheduler does when it wants the nodes back: no notice but SIGTERM
+    if stop_kind == "requeue":  # what a scheduler does when it wants the nodes back: no notice but SIGTERM
         slurm.cluster.run("scontrol", "requeue", job)
     else:
         slurm.cluster.run("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(job, lambda: "Restarts=1" in slurm.record(job))
     log = slurm.completed(job)  # Slurm holds a job that comes back until its first credential has expired
     assert (save / "latest").read_text().strip() == "global_step60"
-    assert losses(save) == losses(whole)
-    if how != "requeue":
+    assert losses(save) == losses(uninterrupted)
+    if stop_kind != "requeue":
         assert f"job {job} is queued again" in log
-        ours = "\n".join(line for line in log.splitlines() if "DUE TO JOB REQUEUE" not in line)  # slurmstepd's
-        assert not re.search("error|exception|traceback", ours, re.IGNORECASE)
+        log_lines = "\n".join(line for line in log.splitlines() if "DUE TO JOB REQUEUE" not in line)  # slurmstepd's
+        assert not re.search("error|exception|traceback", log_lines, re.IGNORECASE)
 
 
 def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
@@ -118,10 +120,10 @@ def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):
 
 def test_a_queued_job_is_found_by_its_name(slurm, write_config):
     job = slurm.submit("--gres=none", "--begin=now+1hour", "pretrain_neox.sbatch", str(write_config()))
-    typed = ("bash", "-c", "squeue -u $USER | grep neox-training")
+    command = ("bash", "-c", "squeue -u $USER | grep neox-training")
     # squeue's own column has eight letters.
     columns = {"USER": "root", "SQUEUE_FORMAT": "%.18i %.9P %.20j %.8u %.2t %.10M %.6D %R"}
-    assert slurm.cluster.run(*typed, **columns).split()[0] == job
+    assert slurm.cluster.run(*command, **columns).split()[0] == job
     slurm.cluster.run("scancel", job)
 
 
@@ -167,7 +169,7 @@ def test_without_nodes_it_is_submitted_again_once(slurm, site, write_config, tmp
 
 
 @pytest.mark.parametrize("nodes", ["--nodes=1", "-N2"])
-def test_nodes_that_are_typed_are_kept(slurm, site, write_config, nodes):
+def test_typed_nodes_are_used(slurm, site, write_config, nodes):
     path = write_config(train_iters=1, train_batch_size=12)
     job = slurm.submit(nodes, "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="two")
     slurm.wait(job)
@@ -189,9 +191,9 @@ def test_from_within_another_job(slurm, site, write_config):
 
 def test_what_was_asked_for_besides_is_asked_for_again(slurm, site, write_config, tmp_path):
     path = write_config("align_mid.yml", train_iters=1, train_batch_size=12, load=str(tmp_path), finetune=True)
-    typed = ("--job-name=my-run", "--cpus-per-task=32", "--mem=500G", "--time=60", "--comment=two words")
-    typed += ("--gres=gpu:2", f"--output={tmp_path}/%x-%j.log", f"--error={tmp_path}/%j.err")
-    job = slurm.submit(*typed, "pretrain_neox.sbatch", str(path), NEOX_SITE="two", SBATCH_NO_REQUEUE="1")
+    options = ("--job-name=my-run", "--cpus-per-task=32", "--mem=500G", "--time=60", "--comment=two words")
+    options += ("--gres=gpu:2", f"--output={tmp_path}/%x-%j.log", f"--error={tmp_path}/%j.err")
+    job = slurm.submit(*options, "pretrain_neox.sbatch", str(path), NEOX_SITE="two", SBATCH_NO_REQUEUE="1")
     slurm.wait(job)
     log = tmp_path / f"my-run-{job}.log"
     assert "mid-training has 2 nodes" in log.read_text()

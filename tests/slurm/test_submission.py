@@ -29,12 +29,16 @@ time.sleep(600)
 class Submitted:
     """A running `jobs.py submit`, whose streams are files."""
 
-    def __init__(self, slurm: Submitter, folder: Path, words: list[str], options: tuple[str, ...], **more: str) -> None:
+    def __init__(
+        self, slurm: Submitter, folder: Path, words: list[str], options: tuple[str, ...], **extra_variables: str
+    ) -> None:
         env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone)}
         command = [sys.executable, "tools/jobs.py", "submit", *words, "--interval", "0.5", "--", *OPTIONS, *options]
         self._out, self._err = folder / "submit.out", folder / "submit.err"
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(command, cwd=slurm.clone, env={**env, **more}, stdout=out, stderr=err)
+            self.process = subprocess.Popen(
+                command, cwd=slurm.clone, env={**env, **extra_variables}, stdout=out, stderr=err
+            )
 
     @property
     def out(self) -> list[str]:
@@ -45,7 +49,7 @@ class Submitted:
         return self._err.read_text().splitlines()
 
     def until(self, pattern: str) -> "re.Match[str]":
-        """What a line on stderr says, once it is there."""
+        """Returns a line of stderr, once it is there."""
         deadline = time.monotonic() + 120
         while (match := re.search(pattern, self._err.read_text(), re.MULTILINE)) is None:
             assert self.process.poll() is None and time.monotonic() < deadline, "\n".join(self.err)
@@ -64,17 +68,17 @@ def submit(accounted: Submitter, write_config: Callable[..., Path], tmp_path: Pa
     def run(*options: str, watch: int = 5, variables: dict[str, str] | None = None, **keys: Any) -> Submitted:
         save = str(tmp_path / "sf_model_organisms" / "exp")
         path = write_config(**{"train_iters": 8, "save": save, **keys})
-        before = path.read_bytes()
+        original = path.read_bytes()
         words = [str(path), "--nodes", "1", "--watch", str(watch)]
-        one = Submitted(accounted, tmp_path, words, options, **(variables or {}))
-        one.config, one.config_before = path, before  # type: ignore[attr-defined]
-        started.append(one)
-        return one
+        submitted = Submitted(accounted, tmp_path, words, options, **(variables or {}))
+        submitted.config, submitted.config_before = path, original  # type: ignore[attr-defined]
+        started.append(submitted)
+        return submitted
 
     yield run
-    for one in started:
-        one.process.kill()
-        assert one.config.read_bytes() == one.config_before, "a configuration was edited"  # type: ignore[attr-defined]
+    for submitted in started:
+        submitted.process.kill()
+        assert submitted.config.read_bytes() == submitted.config_before, "a configuration was edited"  # type: ignore[attr-defined]
     subprocess.run(["scancel", "--user=root"], env=accounted.cluster.environment, capture_output=True)
 
 
@@ -108,9 +112,9 @@ def test_a_port_in_use_is_changed(submit):
 def test_a_lock_that_outlives_its_job_is_waited_for(submit, accounted, tmp_path):
     save = tmp_path / "sf_model_organisms" / "exp"
     save.mkdir(parents=True)
-    ended = accounted.submit("--gres=none", "--oversubscribe", "--mem=10", "--wrap", "true")
-    accounted.wait(ended)
-    (save / "status.json").write_text(json.dumps({"status": "running", "job": ended, "host": "elsewhere"}))
+    ended_job = accounted.submit("--gres=none", "--oversubscribe", "--mem=10", "--wrap", "true")
+    accounted.wait(ended_job)
+    (save / "status.json").write_text(json.dumps({"status": "running", "job": ended_job, "host": "elsewhere"}))
     holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(save / ".lock")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     run = submit()
@@ -144,17 +148,17 @@ def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
     assert any("missing output folder" in line for line in run.err)
 
 
-@pytest.mark.parametrize(("kind", "says", "keys"), [
+@pytest.mark.parametrize(("kind", "message", "keys"), [
     ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
     ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
     ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
 ])  # fmt: skip
-def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, says, keys):
+def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, message, keys):
     run = submit(**keys)
     assert run.end() == 4, run.err
     assert not run.out and sum("submitted job" in line for line in run.err) == 1, "it was not tried again"
     (report,) = (tmp_path / "logs").glob("*.report.txt")
     text = report.read_text()
-    assert text.splitlines()[0] == f"run of {run.config}: {kind}" and says in text and len(text.splitlines()) < 60
-    assert "nothing: this is not repaired by trying again" in text and "what to look at next" in text
+    assert text.splitlines()[0] == f"run of {run.config}: {kind}" and message in text and len(text.splitlines()) < 60
+    assert "nothing: a retry cannot repair this failure" in text and "what to look at next" in text
     assert os.path.basename(report) in "\n".join(run.err) and text.strip().splitlines()[-1] in run.err

@@ -1,5 +1,7 @@
-"""Stand-ins for packages that need a GPU: modules under their names (`installed`) whose functions check that
-calls bind to true signatures (`tests/data/signatures`) and compute with plain torch, by their documents.
+"""Stand-ins for packages that need a GPU: modules under their names (`installed`).
+
+Their functions check that calls bind to true signatures (`tests/data/signatures`), and compute with plain
+torch, by the packages' documents.
 """
 
 import sys

@@ -35,8 +35,8 @@ class FusedAdam(torch.optim.Optimizer):
                 group["step"] = torch.tensor([1], dtype=torch.int)
             assert group["step"].dtype == torch.int32 and group["lr"].dtype == torch.float32
             device = params[0].device
-            found = torch.zeros(1) if scaler is None else scaler._check_inf_per_device(self)[device]
-            self._dummy_overflow_buf.copy_(found)
+            overflow = torch.zeros(1) if scaler is None else scaler._check_inf_per_device(self)[device]
+            self._dummy_overflow_buf.copy_(overflow)
             scale = torch.ones(1) if scaler is None else scaler._get_scale_async()
             for param in params:
                 if param.grad is None:
@@ -54,12 +54,12 @@ def _adam(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], scale:
     (beta1, beta2), count = group["betas"], int(group["step"])
     gradient = param.grad.double() / scale.double()
     param.grad.copy_(gradient)  # the kernel leaves it unscaled
-    first = beta1 * state["exp_avg"].double() + (1 - beta1) * gradient
-    second = beta2 * state["exp_avg_sq"].double() + (1 - beta2) * gradient**2
-    direction = (first / (1 - beta1**count)) / ((second / (1 - beta2**count)).sqrt() + group["eps"])
+    exp_avg = beta1 * state["exp_avg"].double() + (1 - beta1) * gradient
+    exp_avg_sq = beta2 * state["exp_avg_sq"].double() + (1 - beta2) * gradient**2
+    direction = (exp_avg / (1 - beta1**count)) / ((exp_avg_sq / (1 - beta2**count)).sqrt() + group["eps"])
     param.copy_(param.double() - group["lr"].double() * (direction + group["weight_decay"] * param.double()))
-    state["exp_avg"].copy_(first)
-    state["exp_avg_sq"].copy_(second)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
 
 
 def _norm(name: str, centred: bool, affine: bool) -> Callable[..., Tensor]:

@@ -25,13 +25,15 @@ def parameters(source: str, name: str) -> list[list[str]]:
         if part != "__init__" or isinstance(scope, ast.ClassDef):
             scope = [node for node in ast.walk(scope) if isinstance(node, kinds) and node.name == part][-1]
     args = scope.args
-    plain = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
     kind = "POSITIONAL_OR_KEYWORD"
-    rows = [[kind, one.arg, ast.unparse(d) if d else ""] for one, d in zip(plain, defaults, strict=True)]
+    rows = [
+        [kind, parameter.arg, ast.unparse(d) if d else ""] for parameter, d in zip(positional, defaults, strict=True)
+    ]
     rows = rows[1:] if rows and rows[0][1] == "self" else rows
-    for one, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        rows.append(["KEYWORD_ONLY", one.arg, ast.unparse(default) if default else ""])
+    for parameter, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        rows.append(["KEYWORD_ONLY", parameter.arg, ast.unparse(default) if default else ""])
     if args.kwarg is not None:
         rows.append(["VAR_KEYWORD", args.kwarg.arg, ""])
     return rows
@@ -43,7 +45,7 @@ def bound_parameters(pybind: str, header: str, name: str) -> list[list[str]]:
     assert line is not None, name
     names = re.findall(r'py::arg\("(\w+)"\)', line[0])
     if names:
-        return [["POSITIONAL_OR_KEYWORD", one, ""] for one in names]
+        return [["POSITIONAL_OR_KEYWORD", parameter, ""] for parameter in names]
     declared = re.search(rf"\b{name}\((.*?)\);", header, re.DOTALL)
     assert declared is not None, name
     return [["POSITIONAL_ONLY", part.split()[-1].strip("&*"), ""] for part in declared[1].split(",")]
@@ -60,7 +62,7 @@ def collect(folder: Path) -> None:
         else:
             entry["parameters"] = parameters(text, function)
     lines = json.dumps({"package": name, "version": version, "functions": functions}, indent=1)
-    lines = re.sub(r"\[\s+(\"[^\[\]]*?\")\s+\]", lambda found: f"[{' '.join(found[1].split())}]", lines)
+    lines = re.sub(r"\[\s+(\"[^\[\]]*?\")\s+\]", lambda match: f"[{' '.join(match[1].split())}]", lines)
     (FOLDER / f"{name}.json").write_text(lines + "\n")
 
 

@@ -51,7 +51,7 @@ def mamba_chunk_scan_combined(*args: Any, **kwargs: Any) -> Tensor:
     steps = F.softplus(dt.float() + call["dt_bias"]).clamp(*call["dt_limit"])
     documents = call["seq_idx"]
     assert documents is None or (documents.dtype == torch.int32 and documents.shape == x.shape[:2])
-    q, k = (each.float().repeat_interleave(x.shape[2] // b.shape[2], 2) for each in (c, b))
+    q, k = (tensor.float().repeat_interleave(x.shape[2] // b.shape[2], 2) for tensor in (c, b))
     out = _recurrence(q, k, x.float() * steps.unsqueeze(3), steps * a, documents)
     return (out + call["D"][:, None] * x.float()).to(x.dtype)
 

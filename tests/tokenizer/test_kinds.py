@@ -40,11 +40,11 @@ def spm_model(folder: Path, **options) -> Path:
 
 
 def tiktoken_folder(folder: Path, special: dict[str, int]) -> Path:
-    """What TiktokenTokenizer.files would give for an encoding of bytes, a few merges, and a hole at 270."""
+    """Writes a tiktoken encoding of bytes, a few merges, and a hole at 270."""
     pytest.importorskip("tiktoken")
-    about = {"name": "small", "pattern": r"\s?\w+|\s+|[^\w\s]+", "special_tokens": special}
+    encoding = {"name": "small", "pattern": r"\s?\w+|\s+|[^\w\s]+", "special_tokens": special}
     folder.mkdir(exist_ok=True)
-    (folder / "encoding.json").write_text(json.dumps(about))
+    (folder / "encoding.json").write_text(json.dumps(encoding))
     (folder / "encoding.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in RANKS.items()))
     return folder
 
@@ -66,30 +66,39 @@ def save(tokenizer: Tokenizer, folder: Path) -> Path:
     return folder
 
 
-def refused(message: str, make: Callable, *given: object) -> None:
+def refused(message: str, make: Callable, *args: object) -> None:
     with pytest.raises(TokenizerError, match=message):
-        make(*given)
+        make(*args)
 
 
 def test_sentencepiece_equals_the_library(tmp_path: Path):
     model = spm_model(tmp_path, pad_id=3)
     import sentencepiece
 
-    ours, theirs = SPMTokenizer(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
-    ids = ours.tokenize_batch(TEXTS)
-    assert ids == [theirs.encode(text) for text in TEXTS]
-    assert [ours.detokenize([*row, ours.eod]) for row in ids] == [theirs.decode(row) for row in ids]
-    assert ours.vocab_size == len(theirs)
-    assert (ours.eod, ours.eos, ours.bos, ours.pad) == (theirs.eos_id(), theirs.eos_id(), theirs.bos_id(), 3)
-    assert ours.special_tokens == {1: "<s>", 2: "</s>", 3: "<pad>"}
-    assert SPMTokenizer(save(ours, tmp_path / "saved") / "tokenizer.model").fingerprint() == ours.fingerprint()
+    tokenizer, library = SPMTokenizer(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ids = tokenizer.tokenize_batch(TEXTS)
+    assert ids == [library.encode(text) for text in TEXTS]
+    assert [tokenizer.detokenize([*row, tokenizer.eod]) for row in ids] == [library.decode(row) for row in ids]
+    assert tokenizer.vocab_size == len(library)
+    assert (tokenizer.eod, tokenizer.eos, tokenizer.bos, tokenizer.pad) == (
+        library.eos_id(),
+        library.eos_id(),
+        library.bos_id(),
+        3,
+    )
+    assert tokenizer.special_tokens == {1: "<s>", 2: "</s>", 3: "<pad>"}
+    assert (
+        SPMTokenizer(save(tokenizer, tmp_path / "saved") / "tokenizer.model").fingerprint() == tokenizer.fingerprint()
+    )
 
 
 def test_sentencepiece_special_ids(tmp_path: Path):
-    named = SPMTokenizer(spm_model(tmp_path, user_defined_symbols=[END, "<|padding|>"]))
-    assert [named.special_tokens[named.eod], named.eos] == [END, 2] and named.pad == 4, "GPT-NeoX's names come first"
+    with_tokens = SPMTokenizer(spm_model(tmp_path, user_defined_symbols=[END, "<|padding|>"]))
+    assert [with_tokens.special_tokens[with_tokens.eod], with_tokens.eos] == [END, 2] and with_tokens.pad == 4, (
+        "GPT-NeoX's names come first"
+    )
     chosen = SPMTokenizer(tmp_path / "m.model", "</s>")
-    assert chosen.eod == 2 and chosen.fingerprint() != named.fingerprint()
+    assert chosen.eod == 2 and chosen.fingerprint() != with_tokens.fingerprint()
     refused(r"m\.model: .*no token <end>", SPMTokenizer, tmp_path / "m.model", "<end>")
     refused(r"m\.model: .*no <\|endoftext\|>", SPMTokenizer, spm_model(tmp_path, eos_id=-1, bos_id=-1))
     (tmp_path / "junk.model").write_bytes(b"junk")
@@ -111,15 +120,19 @@ def test_tiktoken_equals_the_library(tmp_path: Path):
 
     content = json.loads((folder / "encoding.json").read_text())
     pattern, special = content["pattern"], content["special_tokens"]
-    theirs = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=RANKS, special_tokens=special)
-    ours, texts = TiktokenTokenizer(folder), [*TEXTS, f"one{END}two"]
-    ids = ours.tokenize_batch(texts)
-    assert ids == [theirs.encode(text, allowed_special="all") for text in texts] and ids[-1].count(280) == 1
-    assert [ours.detokenize(row) for row in ids] == [*TEXTS, "onetwo"]
-    assert (ours.eod, ours.pad, ours.vocab_size) == (theirs.eot_token, None, theirs.n_vocab) == (280, None, 282)
-    assert ours.detokenize([270, 104, 105]) == "hi", "ids without a token are left out, not an exception"
-    again = TiktokenTokenizer(save(ours, tmp_path / "saved"))
-    assert again.fingerprint() == ours.fingerprint() and again.tokenize_batch(texts) == ids
+    library = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=RANKS, special_tokens=special)
+    tokenizer, texts = TiktokenTokenizer(folder), [*TEXTS, f"one{END}two"]
+    ids = tokenizer.tokenize_batch(texts)
+    assert ids == [library.encode(text, allowed_special="all") for text in texts] and ids[-1].count(280) == 1
+    assert [tokenizer.detokenize(row) for row in ids] == [*TEXTS, "onetwo"]
+    assert (
+        (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size)
+        == (library.eot_token, None, library.n_vocab)
+        == (280, None, 282)
+    )
+    assert tokenizer.detokenize([270, 104, 105]) == "hi", "ids without a token are left out, not an exception"
+    reloaded = TiktokenTokenizer(save(tokenizer, tmp_path / "saved"))
+    assert reloaded.fingerprint() == tokenizer.fingerprint() and reloaded.tokenize_batch(texts) == ids
 
 
 def test_tiktoken_mistakes(tmp_path: Path, monkeypatch):
@@ -167,12 +180,14 @@ def test_auto_tokenizer_equals_transformers(tmp_path: Path):
     from transformers import AutoTokenizer
 
     folder = hf_folder(tmp_path / "hf", "</s>", bos_token="</s>")
-    ours, theirs = HFGPT2Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    assert ours.tokenize_batch(TEXTS) == theirs(TEXTS)["input_ids"]
-    assert [ours.detokenize(ids) for ids in ours.tokenize_batch(TEXTS)] == TEXTS
-    assert (ours.eod, ours.bos, ours.pad) == (theirs.eos_token_id, theirs.bos_token_id, 1)
-    again = HFGPT2Tokenizer(save(ours, tmp_path / "saved"))
-    assert again.fingerprint() == ours.fingerprint() and again.tokenize_batch(TEXTS) == ours.tokenize_batch(TEXTS)
+    tokenizer, hf_tokenizer = HFGPT2Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize_batch(TEXTS) == hf_tokenizer(TEXTS)["input_ids"]
+    assert [tokenizer.detokenize(ids) for ids in tokenizer.tokenize_batch(TEXTS)] == TEXTS
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (hf_tokenizer.eos_token_id, hf_tokenizer.bos_token_id, 1)
+    reloaded = HFGPT2Tokenizer(save(tokenizer, tmp_path / "saved"))
+    assert reloaded.fingerprint() == tokenizer.fingerprint() and reloaded.tokenize_batch(
+        TEXTS
+    ) == tokenizer.tokenize_batch(TEXTS)
 
 
 def test_end_of_document_is_looked_up(tmp_path: Path):
@@ -180,8 +195,8 @@ def test_end_of_document_is_looked_up(tmp_path: Path):
     declared = HFTokenizer(folder)
     assert (declared.eod, declared.eos, declared.bos, declared.pad) == (0, 0, 1, 1), "a name of GPT-NeoX comes first"
     assert HFTokenizer(folder / "tokenizer.json").fingerprint() == declared.fingerprint()
-    again = HFTokenizer(save(declared, tmp_path / "saved"))
-    assert again.fingerprint() == declared.fingerprint() and again.eod == 0
+    reloaded = HFTokenizer(save(declared, tmp_path / "saved"))
+    assert reloaded.fingerprint() == declared.fingerprint() and reloaded.eod == 0
     assert HFTokenizer(folder, "<|padding|>").eod == 1
     refused("holds no token <end>", HFTokenizer, folder, "<end>")
     (folder / "tokenizer_config.json").unlink()

@@ -35,9 +35,9 @@ def test_gpt2_equals_transformers(tmp_path: Path):
     from transformers import GPT2Tokenizer
 
     files = gpt2_files(tmp_path)
-    ours, theirs = GPT2BPETokenizer(*files), GPT2Tokenizer(*map(str, files))
-    assert ours.tokenize_batch(TEXTS) == theirs(TEXTS)["input_ids"]
-    assert ours.eod == 0 and ours.vocab_size == 380
+    tokenizer, hf_tokenizer = GPT2BPETokenizer(*files), GPT2Tokenizer(*map(str, files))
+    assert tokenizer.tokenize_batch(TEXTS) == hf_tokenizer(TEXTS)["input_ids"]
+    assert tokenizer.eod == 0 and tokenizer.vocab_size == 380
 
 
 def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path: Path):
@@ -47,8 +47,8 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path: Path):
     assert saved.read_bytes() == TOKENIZER.read_bytes()
     assert len({tokenizer.fingerprint(), CharLevelTokenizer().fingerprint(), "0" * 64}) == 3
     (tmp_path / "other.json").write_text(TOKENIZER.read_text().replace('"<|padding|>"', '"<|filling|>"'))
-    other = HFTokenizer(tmp_path / "other.json")
-    assert other.fingerprint() != tokenizer.fingerprint() and other.pad is None
+    changed_tokenizer = HFTokenizer(tmp_path / "other.json")
+    assert changed_tokenizer.fingerprint() != tokenizer.fingerprint() and changed_tokenizer.pad is None
 
 
 def test_a_file_that_cuts_and_fills_does_neither_and_holes_are_counted(tmp_path: Path):
@@ -86,5 +86,5 @@ def test_dropout_is_refused(tmp_path: Path):
     content = json.loads((TOKENIZER).read_text())
     content["model"]["dropout"] = 0.1
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*dropout 0\.1"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*dropout.* 0\.1"):
         HFTokenizer(tmp_path)

@@ -19,7 +19,7 @@ from tests.checkpointing.golden import checkpoint
 from tests.checkpointing.test_huggingface import model_folder, tensors_of
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.tools.typed import refused
+from tests.tools.commands import refused
 from tests.training.checkpoint.test_reshard import SAVED, values
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import run_to_end
@@ -30,21 +30,21 @@ from tools.ckpts import average, convert_neox_to_hf, inspect_checkpoints, reshar
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps at tensor 2 x pipeline 2, saved at 3 and 6, with the logits of a fixed batch."""
     save = tmp_path_factory.mktemp("trained") / "run"
-    given = values(save, "tp2 x pp2", "rpe", "fp32", checkpoint_validation_with_forward_pass=True)
-    run_ranks(run_to_end, 4, given, timeout=120)
+    train_values = values(save, "tp2 x pp2", "rpe", "fp32", checkpoint_validation_with_forward_pass=True)
+    run_ranks(run_to_end, 4, train_values, timeout=120)
     return save
 
 
 def tensors(path: Path) -> dict[str, Any]:
-    by_file = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
-    assert by_file
-    return by_file
+    file_tensors = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
+    assert file_tensors
+    return file_tensors
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other)
+def equal_tensors(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(equal_tensors(actual[key], expected[key]) for key in actual)
+    return torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("layout", with_more(["one process", "tp4", "pp4"], "tp4", "pp4"))
@@ -53,19 +53,21 @@ def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
     tp, pp = {"one process": (1, 1), "tp4": (4, 1), "pp4": (1, 4)}[layout]
     argv = ["--input_dir", str(trained), "--iteration", str(SAVED), "--output_dir", str(tmp_path / "there")]
     reshard.main([*argv, "--tp", str(tp), "--pp", str(pp), "--dp", "1", "--zero-stage", "0"])
-    made = find_checkpoint(tmp_path / "there")
-    layout_made = read_manifest(made).layout
-    assert (layout_made.tensor, layout_made.pipe, len(list(made.glob("mp_rank_*")))) == (tp, pp, tp * pp)
-    reshard.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"])
+    resharded = find_checkpoint(tmp_path / "there")
+    written_layout = read_manifest(resharded).layout
+    assert (written_layout.tensor, written_layout.pipe, len(list(resharded.glob("mp_rank_*")))) == (tp, pp, tp * pp)
+    reshard.main(["--input_dir", str(resharded), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"])
     original, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
     for name, file_tensors in original.items():
         if name.startswith("optim") and "_02" not in name:
             file_tensors.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
-    assert same(original, back)
+    assert equal_tensors(original, back)
     checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
     run_ranks(run_to_end, tp * pp, values(tmp_path / "on", layout, "rpe", "fp32", **checked), timeout=120)
-    through, on = losses(trained), losses(tmp_path / "on")
-    assert sorted(on) == [4, 5, 6] and all(abs(on[i] - through[i]) <= 1e-5 * through[i] for i in on)
+    uninterrupted, resumed = losses(trained), losses(tmp_path / "on")
+    assert sorted(resumed) == [4, 5, 6] and all(
+        abs(resumed[i] - uninterrupted[i]) <= 1e-5 * uninterrupted[i] for i in resumed
+    )
 
 
 def test_interrupted_resharding_is_made_again(trained: Path, tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_what_reshard_refuses(trained: Path, tmp_path: Path) -> None:
     (broken / layer_file(3, 1)).unlink()
     assert layer_file(3, 1) in reply(broken, 1)
     reshard.main(["--input_dir", str(trained), "--output_dir", str(tmp_path / "out"), "--tp", "1"])
-    assert "is there already" in reply(trained, 4)
+    assert "already exists" in reply(trained, 4)
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
 
 
@@ -116,25 +118,25 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 
 def verify_ends(folder: Path) -> object:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         verify.main([str(folder)])
-    return ended.value.code
+    return exit_info.value.code
 
 
 def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_ends(copied) == 0
     output = capsys.readouterr().out
     assert output.count(": whole: iteration") == 2 and "global_step3" in output and "global_step6" in output
-    flipped, cut, gone = (copied / "global_step6" / f"optim_layer_0{i}-model_00.pt" for i in (2, 3, 4))
+    flipped, truncated, deleted = (copied / "global_step6" / f"optim_layer_0{i}-model_00.pt" for i in (2, 3, 4))
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 1
     flipped.write_bytes(data)
-    cut.write_bytes(cut.read_bytes()[:-7])
-    gone.unlink()
+    truncated.write_bytes(truncated.read_bytes()[:-7])
+    deleted.unlink()
     assert verify_ends(copied) == 1
     text = capsys.readouterr().err
     assert "verify.py: error:" in text and "global_step3" not in text
-    for part in (f"{flipped.name} (checksum)", f"{cut.name} (", "bytes instead of", f"{gone.name} (missing)"):
+    for part in (f"{flipped.name} (checksum)", f"{truncated.name} (", "bytes instead of", f"{deleted.name} (missing)"):
         assert part in text
 
 
@@ -175,26 +177,26 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("0 differ in ")
     copy = tmp_path / spec
     torch.save({"a": torch.zeros(2), "n": {"step": 3, "name": "x"}}, copy)
-    other = tmp_path / "other.pt"
-    torch.save({"a": torch.zeros(3), "n": {"step": 4, "name": "x"}, "b": torch.ones(1)}, other)
-    inspect_checkpoints.main(["-c", f"{copy},{other}", "--attributes", "a", "n", "b"])
+    changed_path = tmp_path / "other.pt"
+    torch.save({"a": torch.zeros(3), "n": {"step": 4, "name": "x"}, "b": torch.ones(1)}, changed_path)
+    inspect_checkpoints.main(["-c", f"{copy},{changed_path}", "--attributes", "a", "n", "b"])
     lines = [text.split() for text in capsys.readouterr().out.splitlines() if text.startswith("  ")]
     assert {words[0]: " ".join(words[1:]) for words in lines} == {
         "a": "float32 [2] | float32 [3]", "n/step": "3 | 4", "n/name": "equal", "b": "only in the second",
     }  # fmt: skip
-    nan, later = float("nan"), [f"later_{number}" for number in range(9)]
+    nan, late_names = float("nan"), [f"later_{number}" for number in range(9)]
     torch.save({"w": torch.tensor([nan, 1.0, 2.0]), "same": torch.tensor([nan, 1.0]), "loss": nan}, copy)
     torch.save({"w": torch.tensor([nan, 1.0, 4.0]), "same": torch.tensor([nan, 1.0]), "loss": nan,
-                **dict.fromkeys(later, torch.ones(1))}, other)  # fmt: skip
-    inspect_checkpoints.main(["-c", "-d", f"{copy},{other}", "--attributes", "w", "same", "loss", *later])
+                **dict.fromkeys(late_names, torch.ones(1))}, changed_path)  # fmt: skip
+    inspect_checkpoints.main(["-c", "-d", f"{copy},{changed_path}", "--attributes", "w", "same", "loss", *late_names])
     lines = [text.split() for text in capsys.readouterr().out.splitlines() if text.startswith("  ")]
-    assert [words[0] for words in lines] == ["w", *later], "those of the second in its order"
+    assert [words[0] for words in lines] == ["w", *late_names], "those of the second in its order"
     assert float(lines[0][-1]) == 2.0
     torch.save({"a": torch.zeros(2), "n": {"step": 3, "name": "x"}}, copy)
-    seen: list[Any] = []
-    monkeypatch.setattr("code.interact", lambda banner, local, exitmsg: seen.append(local["checkpoint"]))
+    inspected: list[Any] = []
+    monkeypatch.setattr("code.interact", lambda banner, local, exitmsg: inspected.append(local["checkpoint"]))
     inspect_checkpoints.main([str(copy), "--attributes", "n/step", "-i"])
-    assert "n/step" in (output := capsys.readouterr().out) and "name" not in output and seen[0]["n"]["name"] == "x"
+    assert "n/step" in (output := capsys.readouterr().out) and "name" not in output and inspected[0]["n"]["name"] == "x"
     assert "holds nothing called n/st" in refused(inspect_checkpoints.main, copy, "--attributes", "n/st")
     with pytest.raises(SystemExit):
         inspect_checkpoints.main([str(copy), "--diff"])
@@ -219,37 +221,37 @@ def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str],
 
 def test_the_mean_is_torchs(tmp_path: Path) -> None:
     """Three bf16 models in three layouts, biases under parallel residuals included."""
-    given, paths = [], []
+    originals, paths = [], []
     for i, (tensor, pipe) in enumerate([(1, 0), (1, 2), (2, 1)]):
         hf = model_folder(tmp_path / f"hf{i}", "gpt_neox", torch.bfloat16)
         generator = torch.Generator().manual_seed(i)
         tensors = tensors_of(hf).items()
         moved = {name: (t + torch.randn(t.shape, generator=generator)).bfloat16() for name, t in tensors}
         save_file(moved, hf / "model.safetensors", {"format": "pt"})
-        given.append(moved)
+        originals.append(moved)
         paths.append(import_hf(HFFolder(hf), tmp_path / f"in{i}", iteration=i + 3, tensor=tensor, pipe=pipe)[0])
     average.main(["--output_dir", str(tmp_path / "out"), *map(str, paths)])
-    made = find_checkpoint(tmp_path / "out")
-    manifest = verified(made)
-    assert made.name == "global_step5" and manifest.layout.tensor == 2
+    average_path = find_checkpoint(tmp_path / "out")
+    manifest = verified(average_path)
+    assert average_path.name == "global_step5" and manifest.layout.tensor == 2
     assert not manifest.optimizer and manifest.run_id.startswith("mean of ")
-    convert_neox_to_hf.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "hf")])
+    convert_neox_to_hf.main(["--input_dir", str(average_path), "--output_dir", str(tmp_path / "hf")])
     averaged = tensors_of(tmp_path / "hf")
-    assert averaged.keys() == given[0].keys()
+    assert averaged.keys() == originals[0].keys()
     for name, value in averaged.items():
-        wanted = torch.stack([tensors[name].double() for tensors in given]).mean(0).bfloat16()
-        torch.testing.assert_close(value, wanted, rtol=2**-7, atol=1e-6)
-        assert value.dtype == torch.bfloat16 and (value == wanted).float().mean() > 0.99
+        expected = torch.stack([tensors[name].double() for tensors in originals]).mean(0).bfloat16()
+        torch.testing.assert_close(value, expected, rtol=2**-7, atol=1e-6)
+        assert value.dtype == torch.bfloat16 and (value == expected).float().mean() > 0.99
 
     average.main(["--output_dir", str(tmp_path / "turned"), *map(str, reversed(paths))])  # the last has no layer files
     convert_neox_to_hf.main(["--input_dir", str(tmp_path / "turned"), "--output_dir", str(tmp_path / "hf")])
     for name, value in tensors_of(tmp_path / "hf").items():
         torch.testing.assert_close(value, averaged[name], rtol=2**-7, atol=1e-6)
 
-    assert "is there already" in refused(average.main, "--output_dir", tmp_path / "out", *paths)
-    assert "two checkpoints" in refused(average.main, "--output_dir", tmp_path / "no", paths[0], paths[0])
-    other = import_hf(HFFolder(model_folder(tmp_path / "llama")), tmp_path / "in9")[0]
-    text = refused(average.main, "--output_dir", tmp_path / "no", other, paths[0])
+    assert "already exists" in refused(average.main, "--output_dir", tmp_path / "out", *paths)
+    assert "two different checkpoints" in refused(average.main, "--output_dir", tmp_path / "no", paths[0], paths[0])
+    llama_path = import_hf(HFFolder(model_folder(tmp_path / "llama")), tmp_path / "in9")[0]
+    text = refused(average.main, "--output_dir", tmp_path / "no", llama_path, paths[0])
     assert text.startswith("average.py: error: num_attention_heads: 8 (program)")
     next(paths[2].glob("layer_02*")).write_bytes(b"")
     assert "damaged" in refused(average.main, "--output_dir", tmp_path / "no", paths[2], paths[1])

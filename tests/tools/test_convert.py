@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
-from megatron.checkpointing.huggingface import HFFolder, by_transformers, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, import_hf, load_checkpoint_args, transformers_model
 from megatron.checkpointing.layout import layer_file
 from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
 from megatron.model.weight_map import layer_params
@@ -24,7 +24,7 @@ from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.golden import RUNS, checkpoint
 from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
 from tests.live_bytes import LiveBytes
-from tests.tools.typed import refused, typed
+from tests.tools.commands import refused, run_tool
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +36,14 @@ def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config, text = tmp_path / "run.yml", (RUNS[RUN] / f"{RUN}.yml").read_text()
     config.write_text(text.replace("GOLDEN/dataset/tokenizer.json", str(TOKENIZER)))
     words = ["--input_dir", checkpoint(RUN), "--config_file", config, "--output_dir", tmp_path / "hf"]
-    typed(convert_neox_to_hf.main, *words, "--precision", "bf16")
+    run_tool(convert_neox_to_hf.main, *words, "--precision", "bf16")
     output = capsys.readouterr().out
     assert "2 tensor ranks, names GPT-NeoX's" in output and "largest logit difference" in output
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (tmp_path / "hf" / "chat_template.jinja").exists()
-    typed(convert_neox_to_hf.main, *words, "--no_save_tokenizer", "--architecture", "neox")
+    run_tool(convert_neox_to_hf.main, *words, "--no_save_tokenizer", "--architecture", "neox")
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     text = refused(convert_neox_to_hf.main, *words, "--architecture", "llama")
     assert text.startswith("convert_neox_to_hf.py: error: ") and "llama: " in text
@@ -64,21 +64,21 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     states = [torch.load(find_checkpoint(tmp_path / "out", step) / layer_file(2, 0)) for step in (3, 4, 5)]
     assert "mlp.linear1.weight" in states[0] and "mlp.fc1_weight" in states[1] and "attention.qkv.weight" in states[1]
     assert states[2].keys() == states[0].keys()
-    whole = []
+    full_weights = []
     for step in (3, 4):
         path = find_checkpoint(tmp_path / "out", step)
         args = load_checkpoint_args(path)[0].replace(model_parallel_size=1)
-        whole.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
-    for layer, tensors in whole[1].items():
-        assert all(torch.equal(whole[0][layer][name], value) for name, value in tensors.items())
+        full_weights.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
+    for layer, tensors in full_weights[1].items():
+        assert all(torch.equal(full_weights[0][layer][name], value) for name, value in tensors.items())
     assert "te_layernorm_mlp" not in read_manifest(find_checkpoint(tmp_path / "out", 4)).model  # such a run may load it
     assert "--tp must be at least 1" in refused(convert_hf_to_neox.main, "--hf-model", folder, "--tp", "0")
     text = refused(convert_hf_to_neox.main, *words, "6", "--hf-model", "org/name")
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
     assert "model_parallel_size: 3 " in refused(convert_hf_to_neox.main, *words, "7", "--tp", "3")
-    kept = (tmp_path / "out" / "latest").read_text()
+    latest = (tmp_path / "out" / "latest").read_text()
     assert "leave --revision main out" in refused(convert_hf_gptneox_to_neox.main, *words, "5", "--revision", "main")
-    assert (tmp_path / "out" / "latest").read_text() == kept and not (tmp_path / "out" / "tokenizer").exists()
+    assert (tmp_path / "out" / "latest").read_text() == latest and not (tmp_path / "out" / "tokenizer").exists()
 
 
 def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
@@ -127,20 +127,20 @@ def test_the_batch_script(tmp_path: Path) -> None:
 
 
 def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its check too, for which `from_pretrained` maps the files; what an export holds beside mapped files, to
+    """The check maps the files, by `from_pretrained`; what an export holds beside mapped files, to
     the byte: by the product."""
-    load, live = by_transformers._loaded, LiveBytes()
+    load, live = transformers_model._loaded, LiveBytes()
 
-    def mapped(*given: Any) -> Any:
+    def mapped(*load_args: Any) -> Any:
         with _disable_current_modes():
-            tensors = load(*given)
-        live._seen |= {tensor.untyped_storage()._cdata for tensor in tensors.values()}  # they take no memory
+            tensors = load(*load_args)
+        live._storages |= {tensor.untyped_storage()._cdata for tensor in tensors.values()}  # they take no memory
         maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
         spans = [[int(end, 16) for end in line[0].split("-")] for line in maps]
         assert all(any(begin <= t.data_ptr() < end for begin, end in spans) for t in tensors.values())
         return tensors
 
-    monkeypatch.setattr(by_transformers, "_loaded", mapped)
+    monkeypatch.setattr(transformers_model, "_loaded", mapped)
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
                                       intermediate_size=192, max_position_embeddings=64)  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
@@ -169,4 +169,6 @@ def test_memory_is_that_of_layers_not_of_the_model(experts: str, tmp_path: Path)
         phases = measured["rounds"][0][way]
         assert phases["convert"]["needed"] < 1.3 * measured["largest_shard"], way
         assert phases["convert"]["resident"] < 4.5 * measured["largest_layer"], way
-        assert phases["check"]["resident"] < 8 * measured["largest_layer"], way
+        # `from_pretrained` maps all files, whose pages the kernel takes back when it wants them.
+        assert phases["check"]["needed"] < 8 * measured["largest_layer"], way
+        assert phases["check"]["resident"] < phases["check"]["needed"] + 2 * measured["bytes"], way

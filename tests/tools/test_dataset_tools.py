@@ -13,12 +13,12 @@ from megatron.data import IndexedDataset, IndexedDatasetWriter, write_npy
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, ROOT, TOKENIZER, write_dataset
-from tests.tools.typed import refused
+from tests.tools.commands import refused
 from tools.datasets import convert, dataset_token_count, merge_datasets
 
 
 def test_merging_equals_tokenising_together(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    """An earlier output is no part of itself."""
+    """An earlier output is not part of itself."""
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)), append_eod=True)
     (tmp_path / "parts").mkdir()
     for name in ("corpusA", "corpusB"):
@@ -27,12 +27,12 @@ def test_merging_equals_tokenising_together(tmp_path: Path, monkeypatch, capsys:
     merge_datasets.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "merged")])
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    own = tmp_path / "own"
-    own.mkdir()
-    monkeypatch.chdir(own)
-    write_dataset(own / "a_text_document", [3, 2])
-    write_dataset(own / "b_text_document", [4])
-    for folder, output in (("./", own / "all"), (own, "all"), (".", "./all")):
+    work_folder = tmp_path / "own"
+    work_folder.mkdir()
+    monkeypatch.chdir(work_folder)
+    write_dataset(work_folder / "a_text_document", [3, 2])
+    write_dataset(work_folder / "b_text_document", [4])
+    for folder, output in (("./", work_folder / "all"), (work_folder, "all"), (".", "./all")):
         merge_datasets.main(["--input", str(folder), "--output-prefix", str(output)])
         assert "3 documents, 9 tokens of 2 pairs" in capsys.readouterr().out
 
@@ -74,8 +74,8 @@ def test_counting(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ]
     write_npy(IndexedDataset(tmp_path / "b"), tmp_path / "rows", 3)
     dataset_token_count.main([str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document.idx")])
-    wanted = ["2 documents, 6 tokens", "80 documents, 7074 tokens", "82 documents, 7080 tokens"]
-    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == wanted
+    expected = ["2 documents, 6 tokens", "80 documents, 7074 tokens", "82 documents, 7080 tokens"]
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == expected
     assert "none.idx: no such file" in refused(dataset_token_count.main, tmp_path / "none")
 
 
@@ -126,8 +126,8 @@ print("done")
 
 
 def _call(*runs: tuple[str, list[object] | None]) -> None:
-    given = json.dumps([(name, words and [str(word) for word in words]) for name, words in runs])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, given], cwd=ROOT, capture_output=True, text=True)
+    calls = json.dumps([(name, words and [str(word) for word in words]) for name, words in runs])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, calls], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr[-2000:]
 
 
@@ -137,7 +137,7 @@ def test_help_is_shown_without_torch():
 
 
 def test_datasets_are_made_and_looked_at_without_torch(tmp_path: Path):
-    """What reads a chat template is not among them: `transformers` imports torch itself."""
+    """Chat templates are left out: `transformers` imports torch itself."""
     tokenizer = ["--tokenizer-type", "HFTokenizer", "--vocab-file", TOKENIZER]
     pair, table = tmp_path / "a_text_document", tmp_path / "a.parquet"
     text, mask = DATASET / "corpusA.jsonl", DATASET / "instruct.jsonl"
@@ -155,5 +155,5 @@ def test_datasets_are_made_and_looked_at_without_torch(tmp_path: Path):
         ("tools.datasets.inspect_samples", [pair, *tokenizer[2:], "--seq-length", 32, "--pack-impl", "best_fit"]),
         ("prepare_hf_dataset", hub),
     )  # fmt: skip
-    made = {path.name for path in tmp_path.iterdir()}
-    assert {"a_text_document.bin", "m_label_document.bin", "all.bin", "rows", "a.parquet_train"} <= made
+    output_names = {path.name for path in tmp_path.iterdir()}
+    assert {"a_text_document.bin", "m_label_document.bin", "all.bin", "rows", "a.parquet_train"} <= output_names

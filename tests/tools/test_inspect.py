@@ -16,7 +16,7 @@ from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.tokenizer import HFTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 from tests.marks import with_more
-from tests.tools.typed import refused, typed
+from tests.tools.commands import refused, run_tool
 from tools.datasets import inspect_samples
 
 FOLDER = Path(__file__).parents[2] / "tools" / "datasets"
@@ -37,9 +37,9 @@ document.body.append(data);
 
 
 def inspect(*words: object) -> str:
-    """What it prints, in this process; `test_tools_beside_it_start` has the file itself."""
+    """Returns its output, in this process; `test_tools_beside_it_start` has the file itself."""
     with redirect_stdout(io.StringIO()) as out:
-        typed(inspect_samples.main, *words)
+        run_tool(inspect_samples.main, *words)
     return out.getvalue()
 
 
@@ -67,17 +67,17 @@ def test_page_in_a_browser(tmp_path: Path):
     documents = in_browser(page, tmp_path)
     assert len(documents) == len(text) == 24
     styles: dict[str, set[tuple[str, str]]] = {"trained": set(), "masked": set()}
-    for index, seen in enumerate(documents):
+    for index, document_spans in enumerate(documents):
         ids, trained = text[index], labels[index] >= 0
-        green = [span for span in seen if span["background"] != "rgba(0, 0, 0, 0)"]
-        plain = [span for span in seen if span["background"] == "rgba(0, 0, 0, 0)"]
-        for spans, of in ((green, trained), (plain, ~trained)):
-            expected = "".join(end if i == tokenizer.eod else tokenizer.detokenize([i]) for i in ids[of].tolist())
+        green = [span for span in document_spans if span["background"] != "rgba(0, 0, 0, 0)"]
+        uncoloured = [span for span in document_spans if span["background"] == "rgba(0, 0, 0, 0)"]
+        for spans, mask in ((green, trained), (uncoloured, ~trained)):
+            expected = "".join(end if i == tokenizer.eod else tokenizer.detokenize([i]) for i in ids[mask].tolist())
             assert "".join(span["text"] for span in spans) == expected
-        assert all(span["shown"] for span in seen)
-        assert [span["text"] for span in seen if span["border"] == "solid"] == [end]
+        assert all(span["shown"] for span in document_spans)
+        assert [span["text"] for span in document_spans if span["border"] == "solid"] == [end]
         styles["trained"] |= {(span["background"], span["colour"]) for span in green}
-        styles["masked"] |= {(span["background"], span["colour"]) for span in plain}
+        styles["masked"] |= {(span["background"], span["colour"]) for span in uncoloured}
     assert styles == {
         "trained": {("rgb(211, 242, 220)", "rgb(11, 74, 36)")}, "masked": {("rgba(0, 0, 0, 0)", "rgb(107, 118, 134)")},
     }  # fmt: skip
@@ -95,22 +95,22 @@ def test_markup_in_the_data_is_text(tmp_path: Path):
 
 def test_stats_and_pairs(tmp_path: Path):
     words = ("--stats", "--picture", tmp_path / "l.png", "--html", tmp_path / "p.html", "--samples", 3)
-    said = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, *words)
+    output = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, *words)
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p.html").read_text()
     assert page.count('<div class="group">') == 3 and page.count("<article>") == 2 + 2 * 3
     assert "document 2 · rejected · " in page and 'src="data:image/png;base64,' in page
     for name in ("chosen", "rejected"):
-        assert f"{DATASET}/pairs_{name}_document: 24 documents" in said
-    assert said.count("  seq_length  documents that fit") == 2 and "% of the tokens trained" in said
+        assert f"{DATASET}/pairs_{name}_document: 24 documents" in output
+    assert output.count("  seq_length  documents that fit") == 2 and "% of the tokens trained" in output
 
 
 def test_rows_in_a_terminal():
     words = (CHAT, "--vocab-file", TOKENIZER, "--samples", 2, "--seq-length", 300, "--pack-impl", "best_fit")
-    said = inspect(*words)
-    assert said.count("━━ sample ") == 2 and said.count("── document ") == 4
-    assert re.search(r"── padding, positions 0–\d+\n\(\d+ padding tokens\)", said)
-    assert "«" in said and "\x1b" not in said, "no colours in a file"
+    output = inspect(*words)
+    assert output.count("━━ sample ") == 2 and output.count("── document ") == 4
+    assert re.search(r"── padding, positions 0–\d+\n\(\d+ padding tokens\)", output)
+    assert "«" in output and "\x1b" not in output, "no colours in a file"
     assert "\x1b[32m" in inspect(*words, "--color", "always")
 
 
@@ -119,10 +119,10 @@ def test_mistakes(tmp_path: Path):
         ((tmp_path / "none", "--vocab-file", TOKENIZER), "none.idx: no such file"),
         ((CHAT,), "--vocab-file"),
         ((CHAT, "--vocab-file", TOKENIZER, "--start", 24), "--start 24: "),
-        ((DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--seq-length", 9), "pairs are not packed"),
+        ((DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--seq-length", 9), "--seq-length"),
     ):
-        said = refused(inspect_samples.main, *words)
-        assert said.startswith("inspect.py: error: ") and message in said and "\n" not in said
+        error = refused(inspect_samples.main, *words)
+        assert error.startswith("inspect.py: error: ") and message in error and "\n" not in error
 
 
 @pytest.mark.parametrize("tool", with_more(TOOLS, product=set(TOOLS) - ORDINARY))

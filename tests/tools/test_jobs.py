@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -32,8 +33,8 @@ def write_run(folder: str, **status: object) -> None:
 
 def test_codes_and_streams(capsys: pytest.CaptureFixture[str]) -> None:
     assert jobs.main(["list"]) == 0
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("jobs.py: no jobs; ") and said.err.count("\n") == 1
+    streams = capsys.readouterr()
+    assert not streams.out and streams.err.startswith("jobs.py: no jobs; ") and streams.err.count("\n") == 1
     assert jobs.main(["list", "--json"]) == 0 and json.loads(capsys.readouterr().out) == []
     write_run("checkpoints/good", status="finished")
     assert jobs.main(["list"]) == 0 and "FINISHED" in capsys.readouterr().out
@@ -46,30 +47,42 @@ def test_codes_and_streams(capsys: pytest.CaptureFixture[str]) -> None:
     assert "    step 3: loss is not finite" in capsys.readouterr().out.splitlines()[-1].rstrip()
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["list", "4711"], "4711: this machine has no Slurm (scontrol), nor is there such a folder"),
-    (["list", "47l1"], "47l1: neither the number of a job nor the folder of a run (`save`)"),
-    (["list", "--user", "nobody-of-this-name"], "--user nobody-of-this-name: this machine knows no such user"),
-    (["logs", "checkpoints/a"], "checkpoints/a: neither the number of a job nor the folder of a run (`save`)"),
+@pytest.mark.parametrize(("words", "message"), [
+    (["list", "4711"], "4711: not a folder, and this machine has no Slurm (scontrol) to ask for a job"),
+    (["list", "47l1"], "47l1: neither a job number nor the folder of a run (`save`)"),
+    (["list", "--user", "nobody-of-this-name"], "--user nobody-of-this-name: no such user on this machine"),
+    (["logs", "checkpoints/a"], "checkpoints/a: neither a job number nor the folder of a run (`save`)"),
     (["cancel", "checkpoints/good"], "checkpoints/good: cannot be stopped from here: it has ended (finished)"),
     (["submit", "absent.yml"], "absent.yml: no such file"),
 ])  # fmt: skip
-def test_bad_input_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_run("checkpoints/good", status="finished")
     assert jobs.main(words) == 1
-    assert capsys.readouterr().err == f"jobs.py: error: {says}\n"
+    assert capsys.readouterr().err == f"jobs.py: error: {message}\n"
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["list", "--since", "7x"], "'7x' is no time; write 90m, 12h or 7d"),
-    (["watch", "--interval", "0"], "'0': seconds, more than 0"),
-    (["submit", "a.yml", "--nodes", "0"], "'0': a whole number from 1 on"),
-    (["list", "--", "--time=1"], "only submit passes on what stands behind --"),
+@pytest.mark.parametrize(("name", "message"), [
+    ("gone.out", "7: there is no log gone.out (PENDING)"),
+    (None, "7: there is no log (PENDING)"),
 ])  # fmt: skip
-def test_a_wrong_command_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_a_job_without_a_log(name: str | None, message: str, monkeypatch: pytest.MonkeyPatch,
+                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    row = SimpleNamespace(job=SimpleNamespace(id="7", log=Path(name) if name else None), verdict="PENDING")
+    monkeypatch.setattr(jobs, "overview", lambda choice, slurm, site: [row])
+    assert jobs.main(["logs", "7"]) == 1
+    assert capsys.readouterr().err == f"jobs.py: error: {message}\n"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["list", "--since", "7x"], "'7x' is not a time; write 90m, 12h or 7d"),
+    (["watch", "--interval", "0"], "'0': expected seconds, more than 0"),
+    (["submit", "a.yml", "--nodes", "0"], "'0': expected a whole number of 1 or more"),
+    (["list", "--", "--time=1"], "only submit accepts sbatch options after --"),
+])  # fmt: skip
+def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         jobs.main(words)
-    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(says)
+    assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(message)
 
 
 def test_it_starts_without_torch() -> None:
@@ -84,13 +97,13 @@ def test_a_run_is_started_here_and_seen(tmp_path: Path, capsys: pytest.CaptureFi
     path, save = tmp_path / "a.yml", tmp_path / "checkpoints" / "a"
     path.write_text(yaml.safe_dump(config(LLAMA, ADAMW, save=str(save), checkpoint_factor=1000, train_iters=60)))
     assert jobs.main(["submit", str(path), "--local", "--watch", "20", "--interval", "0.2"]) == 0
-    said = capsys.readouterr()
-    found = re.fullmatch(r"\d+: success: iteration (\d+)/60: loss .* tokens/s, share of peak unknown.*\n", said.out)
-    assert found and int(found[1]) >= 20, said
+    streams = capsys.readouterr()
+    match = re.fullmatch(r"\d+: success: iteration (\d+)/60: loss .* tokens/s, share of peak unknown.*\n", streams.out)
+    assert match and int(match[1]) >= 20, streams
     assert jobs.main(["logs", "checkpoints/a", "-f"]) == 0
     assert "run finished at iteration 60" in capsys.readouterr().out
     assert jobs.main(["list"]) == 0 and "60/60 (100%)" in capsys.readouterr().out
     path.write_text(path.read_text().replace("corpusA", "absent"))
     assert jobs.main(["submit", str(path), "--local", "--interval", "0.2", "--set", "restart=true"]) == 4
-    said = capsys.readouterr()
-    assert not said.out and ": data: " in said.err
+    streams = capsys.readouterr()
+    assert not streams.out and ": data: " in streams.err

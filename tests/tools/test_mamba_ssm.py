@@ -17,12 +17,12 @@ from tests.checkpointing.family_models import VOCAB, on_disk, random_model
 from tests.checkpointing.family_runs import TOKENS
 from tests.checkpointing.test_te_names import written
 from tests.model.stages import random_weights, small
-from tests.tools.typed import refused, typed
+from tests.tools.commands import refused, run_tool
 from tools.ckpts import convert_neox_to_mamba_ssm
 
 Keys = dict[str, Any]
-PLAIN: Keys = {"norm": "rmsnorm", "pos_emb": "none", "rms_norm_epsilon": 1e-5}
-run = partial(typed, convert_neox_to_mamba_ssm.main)
+BASE_KEYS: Keys = {"norm": "rmsnorm", "pos_emb": "none", "rms_norm_epsilon": 1e-5}
+run = partial(run_tool, convert_neox_to_mamba_ssm.main)
 HEADS = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
 
 
@@ -55,20 +55,22 @@ def test_weights_are_those_of_transformers(case: str, changes: Keys, mixer: Keys
         "d_model": 32, "n_layer": 4, "vocab_size": VOCAB, "rms_norm": True, "residual_in_fp32": False,
         "fused_add_norm": True, "pad_vocab_size_multiple": 1, "ssm_cfg": {"conv_bias": True, "bias": False, **mixer},
     }  # fmt: skip
-    theirs = {name.replace(".embeddings.", ".embedding."): value for name, value in on_disk(model)[1].items()}
+    hf_state = {name.replace(".embeddings.", ".embedding."): value for name, value in on_disk(model)[1].items()}
     if tied:
-        theirs["lm_head.weight"] = theirs["backbone.embedding.weight"]
-    assert tied == model.config.tie_word_embeddings and state.keys() == theirs.keys()
-    assert all(torch.equal(state[name], value) for name, value in theirs.items())
-    other = transformers.AutoModelForCausalLM.from_config(model.config).eval()
-    other.load_state_dict({name.replace(".embedding.", ".embeddings."): value for name, value in state.items()})
+        hf_state["lm_head.weight"] = hf_state["backbone.embedding.weight"]
+    assert tied == model.config.tie_word_embeddings and state.keys() == hf_state.keys()
+    assert all(torch.equal(state[name], value) for name, value in hf_state.items())
+    reloaded = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    reloaded.load_state_dict({name.replace(".embedding.", ".embeddings."): value for name, value in state.items()})
     with torch.no_grad():
-        assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+        assert torch.equal(reloaded(TOKENS).logits, model(TOKENS).logits)
 
 
 def test_as_typed_with_tokenizer_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--input_dir --config_file --output_dir --precision of GPT-NeoX's command."""
-    args = small(**PLAIN, attention_config=["mamba", "mamba"], no_weight_tying=True, make_vocab_size_divisible_by=32)
+    args = small(
+        **BASE_KEYS, attention_config=["mamba", "mamba"], no_weight_tying=True, make_vocab_size_divisible_by=32
+    )
     weights = random_weights(args)
     path = written(tmp_path / "two", args, weights, 2)
     (tmp_path / "run.yml").write_text(json.dumps(args.user_values | {"model_parallel_size": 2}))
@@ -96,8 +98,8 @@ def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     export_mamba_ssm(written(tmp_path / "ours", args, weights, 1), args, tmp_path / "out", tokenizer=False)
     config, state = content(tmp_path / "out")
     assert config["rms_norm"] is False and config["ssm_cfg"]["layer"] == "Mamba2" and config["tie_embeddings"]
-    for ours, name in ((weights[2], "backbone.layers.0.norm"), (weights[5], "backbone.norm_f")):
-        assert all(torch.equal(state[f"{name}.{kind}"], ours[f"norm.{kind}"]) for kind in ("weight", "bias"))
+    for layer, name in ((weights[2], "backbone.layers.0.norm"), (weights[5], "backbone.norm_f")):
+        assert all(torch.equal(state[f"{name}.{kind}"], layer[f"norm.{kind}"]) for kind in ("weight", "bias"))
     begins = "backbone.layers.1.mixer."
     shapes = {name.removeprefix(begins): tuple(t.shape) for name, t in state.items() if name.startswith(begins)}
     assert shapes == {
@@ -107,7 +109,7 @@ def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     assert state["lm_head.weight"].data_ptr() == state["backbone.embedding.weight"].data_ptr()
 
 
-@pytest.mark.parametrize(("changes", "told"), [
+@pytest.mark.parametrize(("changes", "reasons"), [
     ({"attention_config": ["mamba2", "attention"], **HEADS}, "blocks attention, mamba2 (attention_config)"),
     ({"attention_config": ["mamba2", "mamba"], **HEADS}, "blocks mamba, mamba2 (attention_config)"),
     ({"attention_config": ["global", "global"]}, "blocks global (attention_config)"),
@@ -123,8 +125,8 @@ def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     ({"attention_config": ["mamba2"] * 2, **HEADS, "mamba_num_heads": 6},
      "6 heads of 8, no multiple of hidden_size 32 (mamba_num_heads)"),
 ])  # fmt: skip
-def test_what_the_package_cannot_say_is_refused(changes: dict[str, Any], told: str) -> None:
-    args = small(**{**PLAIN, "attention_config": ["mamba", "mamba"], **changes})
+def test_what_the_package_cannot_say_is_refused(changes: dict[str, Any], reasons: str) -> None:
+    args = small(**{**BASE_KEYS, "attention_config": ["mamba", "mamba"], **changes})
     with pytest.raises(CheckpointError) as caught:
         mamba_ssm_config(args, 64)
-    assert str(caught.value) == f"this model has what the package mamba_ssm does not: {told}"
+    assert str(caught.value) == f"the package mamba_ssm cannot express parts of this model: {reasons}"

@@ -1,4 +1,4 @@
-"""What fills memory, from configurations and from runs, and the plot and sentence made of metrics.jsonl."""
+"""Memory reports from configurations and from runs; the plot and summary of metrics.jsonl."""
 
 import json
 import re
@@ -44,8 +44,8 @@ def save(tmp_path: Path) -> Path:
 
 
 def test_a_run(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for named in (save, save / "logs", save / "logs" / "memory_parts.json"):
-        assert main([str(named)]) == 0
+    for run_path in (save, save / "logs", save / "logs" / "memory_parts.json"):
+        assert main([str(run_path)]) == 0
         assert capsys.readouterr() == (TABLE, f"picture: {save / 'logs' / 'memory_parts.png'}\n")
     picture = save / "logs" / "memory_parts.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -57,21 +57,21 @@ def test_a_run(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*words: object) -> str:
+    def error_of(*words: object) -> str:
         assert main([str(word) for word in words]) == 1
         error = capsys.readouterr().err
         assert error.startswith("profile_memory.py: ") and error.count("\n") == 1
         return error
 
     file = save / "logs" / "memory_parts.json"
-    assert "is a folder, which stands alone, without --set" in said(save, "--set", "precision=fp32")
+    assert "is a run's folder; give it alone, without --set" in error_of(save, "--set", "precision=fp32")
     for content in ("[]", "{}"):
         file.write_text(content)
-        assert f"{file}: " in said(save)
+        assert f"{file}: " in error_of(save)
     file.unlink()
-    assert f"{file}: not there; set profile_memory: N, an iteration after 9, the run's last so far" in said(save)
-    assert "holds no run: neither status.json nor metrics.jsonl" in said(tmp_path)
-    assert "nothing.yml: no such file" in said(tmp_path / "nothing.yml")
+    assert f"{file}: no such file; set profile_memory to an iteration after 9, the run's last so far" in error_of(save)
+    assert "holds no run: neither status.json nor metrics.jsonl" in error_of(tmp_path)
+    assert "nothing.yml: no such file" in error_of(tmp_path / "nothing.yml")
     with pytest.raises(SystemExit):
         main([str(tmp_path / "a.yml"), "--iterations", "1"])
     assert "--iterations: at least 2; the first step makes the optimizer's states" in capsys.readouterr().err
@@ -137,6 +137,6 @@ def test_steps_that_unlearn_have_curves_of_their_own(plot):
     assert re.search("forget 2.500 -> 5.250; .*retain 2.000 -> 2.000", plot(rows)[1])
 
 
-def test_metrics_that_are_not_there(plot):
+def test_missing_metrics(plot):
     code, _, err = plot([])
     assert code == 1 and err.startswith("plot_metrics.py: ") and err.count("\n") == 1

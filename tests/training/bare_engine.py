@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpointing import OpenCheckpoint
 from megatron.data import Batch
 from megatron.model import Stage, forward_only, init_stage
 from megatron.model.init import stage_parameters
@@ -35,9 +35,9 @@ class BareEngine:
         init_stage(stage, args, groups, self.dtype)
         self._params = stage_parameters(stage)
         self._trained = [param for _, _, param in self._params if param.requires_grad]
-        named = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]
-        self._watch = GradientWatch([name for name, _ in named], groups.device, most_skips(args))
-        self._watch.watch([param for _, param in named])
+        named_params = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]
+        self._watch = GradientWatch([name for name, _ in named_params], groups.device, most_skips(args))
+        self._watch.watch([param for _, param in named_params])
         self._loss = StepLoss(objective, groups, self._watch)
         self._optimizer = optimizers.build_optimizer(optimizers.parameter_groups(stage, args), args)
         self._fill: Callable[[list[Batch]], list[Batch]] | None = None
@@ -57,7 +57,7 @@ class BareEngine:
         total = torch.zeros(())
         self._loss.begin(micro_batches / weight.clamp(min=1.0))
         for batch in batches:
-            loss = self.stage(None, batch, partial(self._loss.of, batch=batch))
+            loss = self.stage(None, batch, partial(self._loss.scaled_loss, batch=batch))
             (loss / micro_batches).backward()
             total += loss.detach()
         watch.judge()
@@ -110,15 +110,19 @@ class BareEngine:
         return weights_by_layer
 
     def gather_weights(
-        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+        self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        params = [item for item in stage_parameters(self.stage, copies=True) if wanted is None or wanted(item[1])]
+        params = [
+            item for item in stage_parameters(self.stage, copies=True) if name_filter is None or name_filter(item[1])
+        ]
         for layer in writer_of:
-            yield layer, {name: copy(param) for at, name, param in params if at == layer}
+            yield layer, {name: copy(param) for param_layer, name, param in params if param_layer == layer}
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
         for layer in writer_of:
-            states = {name: self._optimizer.state[param] for at, name, param in self._params if at == layer}
+            states = {
+                name: self._optimizer.state[param] for param_layer, name, param in self._params if param_layer == layer
+            }
             yield layer, {name: {key: copy(value) for key, value in state.items()} for name, state in states.items()}
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
@@ -134,7 +138,7 @@ class BareEngine:
     def layout_state(self) -> dict[str, Any] | None:
         return None
 
-    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
+    def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise AssertionError("all its state is kept by parameter")
 
     def tensors(self) -> dict[str, list[Tensor]]:

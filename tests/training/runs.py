@@ -16,9 +16,8 @@ from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
 from megatron.training.engine import Engine
-from megatron.training.loop import batches_of
-from megatron.training.unlearning import lr_scale
-from tests.model.runs import whole_weights
+from megatron.training.loop import steps_of
+from tests.model.runs import full_weights
 from tests.pool import run_ranks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
@@ -65,28 +64,28 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2 sp": (4, {**SP2, "pipe_parallel_size": 2, "checkpoint_activations": True}),
     **{f"{name}, deepspeed": (ranks, {**keys, "engine": "deepspeed"}) for name, (ranks, keys) in LAYOUTS.items()},
 }
-"""These on DeepSpeed too, and what cuts sequences."""
+"""LAYOUTS, the same on DeepSpeed, and layouts that shard sequences."""
 
 
-def cells(now: Iterable[Any], more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
+def cells(default: Iterable[Any], marked_more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
     """For `parametrize`: values, or tuples of them, with the mark of their list."""
-    marked = [(now, ()), (more, pytest.mark.more), (product, pytest.mark.product)]
-    tuples = [(cell if isinstance(cell, tuple) else (cell,), mark) for of, mark in marked for cell in of]
+    marked = [(default, ()), (marked_more, pytest.mark.more), (product, pytest.mark.product)]
+    tuples = [(cell if isinstance(cell, tuple) else (cell,), mark) for values, mark in marked for cell in values]
     return [pytest.param(*cell, marks=mark) for cell, mark in tuples]
 
 
 class Curve(NamedTuple):
-    """What a run did. weights: whole parameters (fp32 master values), by layer and name."""
+    """The results of a run. weights: full parameters (fp32 master values), by layer and name."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[int, dict[str, Tensor]]
 
 
-def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def config(*parts: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
     """BASE with changes, later ones winning."""
     merged = dict(BASE)
-    for part in (*parts, more):
+    for part in (*parts, overrides):
         merged.update(part)
     if merged.get("data_path") is None and merged.get("split") == BASE.get("split"):
         merged["split"] = None  # it is of BASE's data_path
@@ -101,7 +100,7 @@ def begin(values: Mapping[str, Any], engine: type[Engine] | None = None) -> Trai
     return training
 
 
-def begun(configs: Iterable[Mapping[str, Any]]) -> Iterator[Training]:
+def begin_each(configs: Iterable[Mapping[str, Any]]) -> Iterator[Training]:
     """Runs up to their first step, one after another in this process."""
     for values in configs:
         training = begin(values)
@@ -121,68 +120,72 @@ class Part(NamedTuple):
 
 def take_steps(training: Training, steps: int, rates: Sequence[float] = ()) -> Part:
     """The next steps of a run. rates: theirs, if not the schedule's."""
-    batches, losses, norms, taken = batches_of(training), [], [], list(rates)
+    data_of_steps, losses, norms, step_rates = steps_of(training), [], [], list(rates)
     for i in range(steps):
-        micro_batches, step = next(batches), training.progress.iteration
+        data, step = next(data_of_steps), training.progress.iteration
         if not rates:
-            taken.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
-        result = training.engine.train_step(micro_batches, taken[i])
+            step_rates.append(training.schedule(step) * data.lr_factor)
+        result = training.engine.train_step(data.take(), step_rates[i])
         training.progress.iteration += 1
         losses.append(float(result.loss))
         norms.append(float("nan" if result.grad_norm is None else result.grad_norm))
-    return Part(losses, norms, training.groups.rank("tensor"), training.engine.weights(master=True), taken)
+    return Part(losses, norms, training.groups.rank("tensor"), training.engine.weights(master=True), step_rates)
 
 
 def curves(
     rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10, rates: Sequence[float] = ()
 ) -> list[Part]:
     """For the pool: several runs one after another in the same processes."""
-    return [take_steps(training, steps, rates) for training in begun(configs)]
+    return [take_steps(training, steps, rates) for training in begin_each(configs)]
 
 
 def before_steps(training: Training, do: Callable[[int], Any]) -> None:
     """From now on call this with the number of each step before it is taken."""
     train_step = training.engine.train_step
 
-    def step(*given: Any) -> Any:
+    def step(*args: Any) -> Any:
         do(training.progress.iteration + 1)
-        return train_step(*given)
+        return train_step(*args)
 
     training.engine.train_step = step  # type: ignore[method-assign]
 
 
-def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
+def full_curve(parts: list[Part], values: Mapping[str, Any]) -> Curve:
     args = NeoXArgs.from_dict({**values, "padded_vocab_size": 384})
-    return Curve(parts[0].losses, parts[0].norms, whole_weights(args, parts))
+    return Curve(parts[0].losses, parts[0].norms, full_weights(args, parts))
 
 
-def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
+def furthest(actual: Curve, expected: Curve) -> tuple[float, float, float]:
     """Largest relative differences of losses, gradient norms and weights (2-norm a tensor); NaN if one is."""
-    pairs = ((ours.losses, theirs.losses), (ours.norms, theirs.norms))
-    apart = [[abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)] for pair in pairs]
-    of_weights = [
-        float((ours.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
-        for layer, tensors in theirs.weights.items()
+    pairs = ((actual.losses, expected.losses), (actual.norms, expected.norms))
+    differences = [[abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)] for pair in pairs]
+    weight_differences = [
+        float((actual.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
+        for layer, tensors in expected.weights.items()
         for name, tensor in tensors.items()
     ]
-    losses, norms, weights = (float(torch.tensor(each).double().max()) for each in (*apart, of_weights))
+    losses, norms, weights = (
+        float(torch.tensor(values).double().max()) for values in (*differences, weight_differences)
+    )
     return losses, norms, weights
 
 
 def curves_of(configs: Mapping[Any, dict[str, Any]], steps: int, ranks: int = 1) -> dict[Any, Curve]:
     """Runs by name, one after another in the same processes."""
-    by_rank = run_ranks(curves, ranks, list(configs.values()), steps, timeout=290)
-    return {name: whole([rank[i] for rank in by_rank], configs[name]) for i, name in enumerate(configs)}
+    rank_parts = run_ranks(curves, ranks, list(configs.values()), steps, timeout=290)
+    return {name: full_curve([rank[i] for rank in rank_parts], configs[name]) for i, name in enumerate(configs)}
 
 
 def assert_alike(
-    ours: Mapping[Any, Curve], theirs: Mapping[Any, Curve], losses: float = 1e-5, norms: float = 1e-5,
+    actual: Mapping[Any, Curve], expected: Mapping[Any, Curve], losses: float = 1e-5, norms: float = 1e-5,
     weights: float = 1e-4,
 ) -> None:  # fmt: skip
-    """Of each run the numbers are those of the other's of its name, up to these relative differences."""
-    for name, curve in ours.items():
-        found = furthest(curve, theirs[name])
-        assert all(far <= bound for far, bound in zip(found, (losses, norms, weights), strict=True)), (name, found)
+    """Each run has the numbers of the expected run of its name, up to these relative differences."""
+    for name, curve in actual.items():
+        differences = furthest(curve, expected[name])
+        assert all(
+            difference <= bound for difference, bound in zip(differences, (losses, norms, weights), strict=True)
+        ), (name, differences)
 
 
 def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
@@ -194,7 +197,7 @@ def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list
     return [], {layer: {k: v.clone() for k, v in tensors.items()} for layer, tensors in weights.items()}
 
 
-def said(rank: int, world_size: int, values: dict[str, Any], to_end: bool = False) -> str:
+def output_of_run(rank: int, world_size: int, values: dict[str, Any], to_end: bool = False) -> str:
     """For the pool: what a run prints before its first step, or to its end."""
     with redirect_stdout(io.StringIO()) as output:
         training = start(NeoXArgs.from_dict(values), process_info())

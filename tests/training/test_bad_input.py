@@ -33,7 +33,7 @@ def call_train(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
     """For the pool: train.py's exit code and what it prints for a person."""
     import train
 
-    return called(lambda: train.main(argv))
+    return call_main(lambda: train.main(argv))
 
 
 def call_deepy(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
@@ -41,10 +41,10 @@ def call_deepy(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
     import deepy
 
     sys.argv = ["deepy.py", "train.py", *argv]
-    return called(deepy.main)
+    return call_main(deepy.main)
 
 
-def called(main: Callable[[], int]) -> tuple[int, str]:
+def call_main(main: Callable[[], int]) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.redirect_stdout(io.StringIO()):
         try:
             code = main()
@@ -75,13 +75,13 @@ def _checkpoint(change: Callable[[Path], Any], *settings: str) -> Callable[[Path
     return make
 
 
-def _values(folder: Path, **more: Any) -> dict[str, Any]:
+def _values(folder: Path, **overrides: Any) -> dict[str, Any]:
     values = config(LLAMA, num_layers=2, train_iters=4, checkpoint_factor=2, train_micro_batch_size_per_gpu=4)
-    return {**values, "save": str(folder / "run"), "load": str(folder / "run"), **more}
+    return {**values, "save": str(folder / "run"), "load": str(folder / "run"), **overrides}
 
 
-def written(folder: Path, **more: Any) -> str:
-    (folder / "a.yml").write_text(yaml.safe_dump(_values(folder, **more)))
+def written(folder: Path, **overrides: Any) -> str:
+    (folder / "a.yml").write_text(yaml.safe_dump(_values(folder, **overrides)))
     return str(folder / "a.yml")
 
 
@@ -132,19 +132,21 @@ def test_one_line(name: str, tmp_path: Path) -> None:
     Path("/tmp/neox-trap").unlink(missing_ok=True)
     make, line = CASES[name]
     settings = make if isinstance(make, list) else make(tmp_path)
-    before = {p.name for p in tmp_path.rglob("*")}
+    files_before = {p.name for p in tmp_path.rglob("*")}
     assert_one_line(run_ranks(call_train, 1, [written(tmp_path), "--set", *settings], init=False)[0], line)
     assert not Path("/tmp/neox-trap").exists(), "a pickle was executed"
-    after = [p for p in tmp_path.rglob("*") if "index_cache" not in p.parts and not p.name.startswith("neox_args")]
-    of_runs = {"index_cache", ".lock", "a.yml", "logs", "run", "metrics.jsonl", "status.json"}
-    assert {p.name for p in after} <= before | of_runs, "nothing is left behind"
+    files_after = [
+        p for p in tmp_path.rglob("*") if "index_cache" not in p.parts and not p.name.startswith("neox_args")
+    ]
+    run_files = {"index_cache", ".lock", "a.yml", "logs", "run", "metrics.jsonl", "status.json"}
+    assert {p.name for p in files_after} <= files_before | run_files, "nothing is left behind"
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         argv = [written(tmp_path), "--set", f"master_port={port}", "num_gpus=2"]
         assert_one_line(run_ranks(call_deepy, 1, argv, init=False)[0], f"master_port.*{port}|{port}.*(in use|taken)")
 
@@ -156,9 +158,9 @@ def on_small_disk(
     """For the pool: train.py with `save` on a tmpfs; exit code, printed lines, files left, `latest`."""
     mount(Path(folder), kilobytes, read_only)
     if not check:
-        from megatron.training.checkpoint.resume import Checkpointer
+        from megatron.training.checkpoint.writer import CheckpointWriter
 
-        Checkpointer._check_space = lambda self, save: None  # type: ignore[method-assign]
+        CheckpointWriter._check_space = lambda self, save: None  # type: ignore[method-assign]
     code, printed = call_train(0, 1, argv)
     files = sorted(p.name for p in Path(folder).iterdir())
     latest = Path(folder) / "latest"
@@ -166,7 +168,7 @@ def on_small_disk(
 
 
 def argv_on_disk(folder: Path) -> tuple[list[str], str]:
-    """Of a run that saves on the disk of that name; and the disk."""
+    """The arguments of a run that saves on the disk of that name, and the disk."""
     disk = folder / "disk"
     disk.mkdir()
     places = {"save": str(disk), "load": None, "index_cache_dir": str(folder / "i"), "log_dir": str(folder / "logs")}
@@ -179,8 +181,8 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
     argv, disk = argv_on_disk(tmp_path)
     run_ranks(run_to_end, 1, _values(tmp_path, save=str(tmp_path / "size"), load=None, train_iters=2, lr_decay_iters=4))
     size = sum(p.stat().st_size for p in (tmp_path / "size" / "global_step2").rglob("*") if p.is_file())
-    given = (argv, disk, int(size * 1.7) // 1024, False, check)
-    code, printed, files, latest = run_ranks(on_small_disk, 1, *given, init=False)[0]
+    disk_args = (argv, disk, int(size * 1.7) // 1024, False, check)
+    code, printed, files, latest = run_ranks(on_small_disk, 1, *disk_args, init=False)[0]
     assert code == 1 and latest == "global_step2", printed
     assert [name for name in files if name.startswith((".tmp", "global"))] == ["global_step2"], "nothing half written"
     facts = r"[\d.]+ [kM]B, [\d.]+ (kB|bytes) " if check else "could not be written"
@@ -193,27 +195,27 @@ def test_read_only_save(tmp_path: Path) -> None:
     assert code == 1 and not files and "Read-only file system" in printed and "save" in printed
 
 
-def cut_off(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int, str]:
+def run_with_truncated_data(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int, str]:
     """For the pool: train.py, whose data ends in step 2."""
     from megatron.training.native.engine import NativeEngine
 
     step, count = NativeEngine.train_step, [0]
 
-    def then_cut(self: NativeEngine, *given: Any) -> Any:
+    def truncate_in_step_2(self: NativeEngine, *args: Any) -> Any:
         count[0] += 1
         if count[0] == 2:
             os.truncate(file, 0)
-        return step(self, *given)
+        return step(self, *args)
 
-    NativeEngine.train_step = then_cut  # type: ignore[method-assign]
+    NativeEngine.train_step = truncate_in_step_2  # type: ignore[method-assign]
     return call_train(rank, world_size, argv)
 
 
-def test_data_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+def test_data_truncated_while_it_is_read(tmp_path: Path) -> None:
     """A worker dies of it, as of too little shared memory."""
     path = written(tmp_path, num_workers=1, train_iters=40, index_cache_dir=str(tmp_path / "i"))
     argv = [path, "--set", *_bin_idx(lambda folder: None)(tmp_path)]
-    code, printed = run_ranks(cut_off, 1, argv, str(tmp_path / "text.bin"), init=False)[0]
+    code, printed = run_ranks(run_with_truncated_data, 1, argv, str(tmp_path / "text.bin"), init=False)[0]
     assert code == 1 and len(printed.splitlines()) == 1, printed
     assert re.search(rf"^train.py: error: {tmp_path}/text.bin: 0 bytes.*{tmp_path}/text.idx", printed)
 
@@ -253,10 +255,10 @@ def test_a_gpu_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     args = small(train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=2).for_world(4)
     parts = {"weights": [weight], "gradients": [], "optimizer states": [weight, weight]}
     problem = explained(caught.value, args, 3, torch.device("cuda", 3), "in step 12", lambda: parts)
-    asked, held, helps = str(problem).splitlines()
-    assert re.search("rank 3: .*step 12.*backward.*2.50 GiB.*0.30 GiB.*79.00 GiB", asked)
+    request_line, held_line, help_line = str(problem).splitlines()
+    assert re.search("rank 3: .*step 12.*backward.*2.50 GiB.*0.30 GiB.*79.00 GiB", request_line)
     parts_of = "cuda:3 .*weights 4.00 GiB.*optimizer states 8.00 GiB.*64.00 GiB.*unused 1.00 GiB.*other.* 1.70 GiB"
-    assert re.search(parts_of, held) and re.search("train_micro_batch_size_per_gpu: 8 -> 4 ", helps)
+    assert re.search(parts_of, held_line) and re.search("train_micro_batch_size_per_gpu: 8 -> 4 ", help_line)
 
 
 def test_other_errors_stay_what_they_are() -> None:
@@ -278,8 +280,8 @@ def test_storages_are_counted_once() -> None:
     assert holdings(MemoryUse(100, 50), {"weights": 0}) == "nothing of this run's"
 
 
-OFFLOAD, AGAIN = "zero_optimization.offload_optimizer.device: none -> cpu", {"checkpoint_activations": False}
-EVERYTHING: dict[str, Any] = {
+OFFLOAD, NO_RECOMPUTE = "zero_optimization.offload_optimizer.device: none -> cpu", {"checkpoint_activations": False}
+ALL_SAVINGS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "checkpoint_activations": True,
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
 }  # fmt: skip
@@ -289,17 +291,17 @@ EVERYTHING: dict[str, Any] = {
     ({}, 2, []),
     ({"train_micro_batch_size_per_gpu": 3}, 2,
      ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"]),
-    (AGAIN, 2, ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"]),
+    (NO_RECOMPUTE, 2, ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"]),
     ({"recompute_granularity": "selective"}, 2, ["recompute_granularity: selective -> full"]),
     ({"recompute_every": 3}, 2, ["recompute_every: 3 -> 1"]),
-    ({**AGAIN, "activation_memory_budget": 0.5}, 2, ["activation_memory_budget: 0.5 -> 0.25"]),
+    ({**NO_RECOMPUTE, "activation_memory_budget": 0.5}, 2, ["activation_memory_budget: 0.5 -> 0.25"]),
     ({"checkpoint_num_layers": 2}, 2, ["checkpoint_num_layers: 2 -> 1"]),
     ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
     ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),
     ({"zero_optimization": {"stage": 1}}, 1, [OFFLOAD]),
 ])  # fmt: skip
 def test_only_keys_that_would_still_help(changes: dict[str, Any], world: int, keys: list[str]) -> None:
-    lines = advice(small(**EVERYTHING | changes).for_world(world))
+    lines = advice(small(**ALL_SAVINGS | changes).for_world(world))
     words = lines[0].removeprefix("what helps, in this order: ").split("; ") if lines else []
     assert [word.rpartition(" (")[0] for word in words] == keys
 

@@ -16,6 +16,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import loop, train
 from megatron.training.checkpoint.resume import TrainingProgress
 from megatron.training.loop import _advance
+from megatron.training.method import StepData
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on, losses, stop_after
@@ -30,20 +31,20 @@ from tests.training.runs import (
     config,
     curves,
     metric_rows,
+    output_of_run,
     run_to_end,
-    said,
 )
 
 
-def in_epochs(**more: Any) -> dict[str, Any]:
+def in_epochs(**overrides: Any) -> dict[str, Any]:
     small = {"num_layers": 1, "train_batch_size": 48, "lr_decay_style": "cosine", "split": "100,0,0"}
-    given = config(NEOX, ADAMW, small, {"train_epochs": 2, "train_iters": None, **more})
-    return {key: value for key, value in given.items() if value is not None}
+    values = config(NEOX, ADAMW, small, {"train_epochs": 2, "train_iters": None, **overrides})
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
+def facts(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
     """For the pool: what a run became of the epochs."""
-    training = begin(given)
+    training = begin(values)
     args, train = training.args, training.datasets.train
     assert train is not None and training.schedule.end == args.lr_decay_iters
     return {"iterations": args.train_iters, "decay": args.lr_decay_iters, "samples": len(train)}
@@ -60,11 +61,11 @@ def test_iterations_follow_from_the_data(ranks: int) -> None:
 
 
 def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
-    given = in_epochs(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
-    through = run_ranks(run_to_end, 1, given)[0][1]
-    stopped = {**given, "save": str(tmp_path / "b")}
+    run_values = in_epochs(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
+    full_weights = run_ranks(run_to_end, 1, run_values)[0][1]
+    stopped = {**run_values, "save": str(tmp_path / "b")}
     run_ranks(stop_after, 1, stopped, 3)
-    assert bit_equal(through, run_ranks(run_to_end, 1, stopped)[0][1])
+    assert bit_equal(full_weights, run_ranks(run_to_end, 1, stopped)[0][1])
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     iterations = max(losses(tmp_path / "a"))
     assert json.loads((tmp_path / "a" / "status.json").read_text())["train_iters"] == iterations
@@ -77,24 +78,33 @@ def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
 
 def test_the_second_epoch_is_the_first_again() -> None:
     """Without learning, losses of the second pass are those of the first."""
-    still = {"optimizer": {"type": "SGD", "params": {"lr": 1e-12}}, "train_batch_size": 1, "warmup": 0.0}
-    still |= {"seq_length": 512, "max_position_embeddings": 512, "lr_decay_style": "constant", "weight_decay": 0.0}
-    steps = run_ranks(facts, 1, in_epochs(**still))[0]["iterations"]
-    step_losses = run_ranks(curves, 1, [in_epochs(**still)], steps)[0][0].losses
+    no_learning = {"optimizer": {"type": "SGD", "params": {"lr": 1e-12}}, "train_batch_size": 1, "warmup": 0.0}
+    no_learning |= {
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+        "lr_decay_style": "constant",
+        "weight_decay": 0.0,
+    }
+    steps = run_ranks(facts, 1, in_epochs(**no_learning))[0]["iterations"]
+    step_losses = run_ranks(curves, 1, [in_epochs(**no_learning)], steps)[0][0].losses
     assert step_losses[: steps // 2] == pytest.approx(step_losses[steps // 2 :], rel=1e-6) and len(set(step_losses)) > 3
 
 
-def on_own_machine(rank: int, world_size: int, given: dict[str, Any]) -> list[float]:
+def on_own_machine(rank: int, world_size: int, values: dict[str, Any]) -> list[float]:
     """For the pool: each rank is the first of a machine with its own folders."""
     os.environ["LOCAL_RANK"] = "0"
-    machine_keys = {key: given[key].format(rank) for key in ("index_cache_dir", "data_path")}
-    return curves(rank, world_size, [{**given, **machine_keys}], 2)[0].losses
+    machine_keys = {key: values[key].format(rank) for key in ("index_cache_dir", "data_path")}
+    return curves(rank, world_size, [{**values, **machine_keys}], 2)[0].losses
 
 
 def test_machines_without_shared_files_make_their_own_maps(tmp_path: Path) -> None:
-    given = config(NEOX, num_layers=1, train_iters=2, use_shared_fs=False, index_cache_dir=f"{tmp_path}/cache{{}}")
-    by_rank = run_ranks(on_own_machine, 2, given)
-    assert by_rank[0] == by_rank[1] == pytest.approx(run_ranks(curves, 1, [config(NEOX, num_layers=1)], 2)[0][0].losses)
+    run_values = config(NEOX, num_layers=1, train_iters=2, use_shared_fs=False, index_cache_dir=f"{tmp_path}/cache{{}}")
+    losses_by_rank = run_ranks(on_own_machine, 2, run_values)
+    assert (
+        losses_by_rank[0]
+        == losses_by_rank[1]
+        == pytest.approx(run_ranks(curves, 1, [config(NEOX, num_layers=1)], 2)[0][0].losses)
+    )
     names = [sorted(path.name for path in (tmp_path / f"cache{rank}").iterdir()) for rank in range(2)]
     assert names[0] == names[1] != []
 
@@ -103,35 +113,39 @@ def test_machines_with_different_data_are_refused(tmp_path: Path) -> None:
     for rank, name in enumerate("AB"):
         for suffix in ("bin", "idx"):
             shutil.copy(GOLDEN / f"dataset/corpus{name}_text_document.{suffix}", tmp_path / f"data{rank}.{suffix}")
-    given = config(NEOX, use_shared_fs=False, data_path=f"{tmp_path}/data{{}}", index_cache_dir=f"{tmp_path}/cache{{}}")
+    run_values = config(
+        NEOX, use_shared_fs=False, data_path=f"{tmp_path}/data{{}}", index_cache_dir=f"{tmp_path}/cache{{}}"
+    )
     with pytest.raises(AssertionError, match="use_shared_fs: false.*data.*rank 1.*rank 0"):
-        run_ranks(on_own_machine, 2, given)
+        run_ranks(on_own_machine, 2, run_values)
 
 
 # -- runs that get longer or shorter
-def drawn(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[list[int]], dict[int, dict[str, Any]]]:
+def drawn_samples(
+    rank: int, world_size: int, values: dict[str, Any]
+) -> tuple[list[list[int]], dict[int, dict[str, Any]]]:
     """For the pool: of a run the tokens of every sample that it drew, and the weights at its end."""
-    training, seen, batches_of = begin(values), [], loop.batches_of
+    training, samples, steps_of = begin(values), [], loop.steps_of
 
     def watched(training: Any) -> Any:
-        for step in batches_of(training):
-            seen.extend(row.tolist() for batch in step for row in batch.tokens)
-            yield step
+        for data in steps_of(training):
+            samples.extend(row.tolist() for batch in data.batches for row in batch.tokens)
+            yield data
 
-    loop.batches_of = watched  # this process is the pool's throw-away fork
+    loop.steps_of = watched  # this process is the pool's throw-away fork
     train(training)
-    return seen, training.engine.weights(master=True)
+    return samples, training.engine.weights(master=True)
 
 
-def laid_out(save: Path, steps: int, **more: Any) -> dict[str, Any]:
+def laid_out(save: Path, steps: int, **overrides: Any) -> dict[str, Any]:
     """Steps of 48 windows; an epoch has about four of them."""
-    rates = {"lr_decay_style": "cosine", "warmup": 0.0, "min_lr": 1e-5, "lr_decay_iters": steps, **more}
+    rates = {"lr_decay_style": "cosine", "warmup": 0.0, "min_lr": 1e-5, "lr_decay_iters": steps, **overrides}
     size = {"num_layers": 2, "train_batch_size": 48, "train_iters": steps}
     return config(NEOX, size, rates, save=str(save), checkpoint_factor=3)
 
 
 def windows(save: Path) -> list[int]:
-    """Where the stretches of a run's order end."""
+    """The ends of the stretches of a run's order."""
     manifest: Any = read_manifest(sorted(save.glob("global_step*"))[-1])
     (ends,) = manifest.data["laid_out"]["train"]
     return ends
@@ -140,31 +154,38 @@ def windows(save: Path) -> list[int]:
 def test_a_run_is_extended_over_the_end_of_its_epoch(tmp_path: Path) -> None:
     """Three steps of the first epoch, then to twelve: the rest of that epoch, and whole ones behind it."""
     save, longer = tmp_path / "run", {"override_lr_scheduler": True, "lr_decay_iters": 12}
-    first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
+    first_samples, _ = run_ranks(drawn_samples, 1, laid_out(save, 3))[0]
     (end,) = windows(save)
     assert 3 * 48 < end < 6 * 48, "an epoch, which the first three steps do not use up"
-    others, weights = run_ranks(drawn, 1, laid_out(save, 12, **longer))[0]
+    later_samples, weights = run_ranks(drawn_samples, 1, laid_out(save, 12, **longer))[0]
     assert max(losses(save)) == 12 and windows(save)[0] == end
     # The epoch that was begun is that of the run as it was typed first
-    whole, (epoch, _) = first + others, run_ranks(drawn, 1, laid_out(tmp_path / "as first", end // 48))[0]
-    assert epoch == whole[: len(epoch)]
-    assert len({tuple(row) for row in whole[:end]}) == end, "every window of it once, and none in two places"
+    all_samples, (epoch, _) = (
+        first_samples + later_samples,
+        run_ranks(drawn_samples, 1, laid_out(tmp_path / "as first", end // 48))[0],
+    )
+    assert epoch == all_samples[: len(epoch)]
+    assert len({tuple(row) for row in all_samples[:end]}) == end, "every window of it once, and none in two places"
     # Stopped at nine, it goes on bit for bit
     for steps, keys in ((3, {}), (9, longer), (12, longer)):
-        rest, last = run_ranks(drawn, 1, laid_out(tmp_path / "stopped", steps, **keys))[0]
-    assert rest == whole[-len(rest) :] and len(rest) == 3 * 48 and bit_equal(weights, last)
+        last_samples, last_weights = run_ranks(drawn_samples, 1, laid_out(tmp_path / "stopped", steps, **keys))[0]
+    assert (
+        last_samples == all_samples[-len(last_samples) :]
+        and len(last_samples) == 3 * 48
+        and bit_equal(weights, last_weights)
+    )
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("layout", ["pp2, deepspeed", "zero1"])
 def test_a_run_is_extended_in_another_layout(layout: str, tmp_path: Path) -> None:
-    found = []
+    losses_by_layout = []
     for ranks, keys in ((1, {}), runs.TABLE[layout]):
         save = tmp_path / str(ranks)
-        run_ranks(drawn, 1, laid_out(save, 3))
-        run_ranks(drawn, ranks, {**laid_out(save, 12, override_lr_scheduler=True), **keys})
-        found.append(losses(save))
-    assert len(found[0]) == 12 and found[1] == pytest.approx(found[0], rel=1e-5)
+        run_ranks(drawn_samples, 1, laid_out(save, 3))
+        run_ranks(drawn_samples, ranks, {**laid_out(save, 12, override_lr_scheduler=True), **keys})
+        losses_by_layout.append(losses(save))
+    assert len(losses_by_layout[0]) == 12 and losses_by_layout[1] == pytest.approx(losses_by_layout[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("keys", [{"pack_impl": "best_fit"}, {"lr_decay_style": "constant"}], ids=["rows", "one epoch"])
@@ -173,32 +194,34 @@ def test_where_nothing_is_laid_out_anew_it_is_the_longer_run(keys: dict[str, Any
     steps = (3, 8) if "pack_impl" in keys else (2, 4)
     runs_of = [("run", steps[0]), ("run", steps[1]), ("through", steps[1])]
     configs = [laid_out(tmp_path / name, end) | {"lr_decay_style": "constant", **keys} for name, end in runs_of]
-    (first, _), (rest, extended), (whole, through) = (run_ranks(drawn, 1, given)[0] for given in configs)
-    assert first + rest == whole and bit_equal(extended, through)
+    (first_samples, _), (later_samples, extended), (all_samples, full_weights) = (
+        run_ranks(drawn_samples, 1, run_values)[0] for run_values in configs
+    )
+    assert first_samples + later_samples == all_samples and bit_equal(extended, full_weights)
 
 
 def test_a_run_is_shortened(tmp_path: Path) -> None:
     """Twelve steps mix three epochs; ended after six, they are the first six of these."""
     save = tmp_path / "run"
-    whole, _ = run_ranks(drawn, 1, laid_out(tmp_path / "whole", 12))[0]
+    all_samples, _ = run_ranks(drawn_samples, 1, laid_out(tmp_path / "whole", 12))[0]
     started = laid_out(save, 12, exit_interval=3)
-    first, _ = run_ranks(drawn, 1, started)[0]
-    rest, _ = run_ranks(drawn, 1, {**started, "train_iters": 6, "exit_interval": None})[0]
-    assert first + rest == whole[: 6 * 48] and max(losses(save)) == 6 and len(windows(save)) == 1
+    first_samples, _ = run_ranks(drawn_samples, 1, started)[0]
+    later_samples, _ = run_ranks(drawn_samples, 1, {**started, "train_iters": 6, "exit_interval": None})[0]
+    assert first_samples + later_samples == all_samples[: 6 * 48] and max(losses(save)) == 6 and len(windows(save)) == 1
 
 
 def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -> None:
-    """It said how many samples were laid out, and less of the keys."""
+    """An old checkpoint holds the number of samples laid out, and fewer keys."""
     rests = []
     for save in (tmp_path / "then", tmp_path / "now"):
-        first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
+        first_samples, _ = run_ranks(drawn_samples, 1, laid_out(save, 3))[0]
         if save.name == "then":
             manifest: Any = read_manifest(save / "global_step3")
             order = {"train_samples": windows(save)[0], "seq_length": 32, "split": "90,10,0"}
-            then = replace(manifest, data={"files": manifest.data["files"], "order": order})
-            (save / "global_step3" / "manifest.json").write_text(then.to_json())
-        rests.append(run_ranks(drawn, 1, laid_out(save, 12, override_lr_scheduler=True))[0][0])
-    assert rests[0] == rests[1] and rests[0][: len(first)] != first
+            old_manifest = replace(manifest, data={"files": manifest.data["files"], "order": order})
+            (save / "global_step3" / "manifest.json").write_text(old_manifest.to_json())
+        rests.append(run_ranks(drawn_samples, 1, laid_out(save, 12, override_lr_scheduler=True))[0][0])
+    assert rests[0] == rests[1] and rests[0][: len(first_samples)] != first_samples
 
 
 # -- the length of rows
@@ -236,9 +259,9 @@ def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], 
 
 
 def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]) -> None:
-    plain = runs.curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
+    full_length = runs.curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
     for kind in KINDS:
-        assert runs.furthest(plain, references[kind, "neox"])[0] > 1e-3
+        assert runs.furthest(full_length, references[kind, "neox"])[0] > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -247,9 +270,9 @@ def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]
 def test_resume_and_log(kind: str, layout: str, tmp_path: Path) -> None:
     """Stopped after three steps, which is inside a phase."""
     keys, lengths = KINDS[kind]
-    ranks, more = runs.TABLE[layout]
+    ranks, layout_keys = runs.TABLE[layout]
     run = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3, "hidden_dropout": 0.1}
-    assert_goes_on(ranks, config(NEOX, ADAMW, keys, run, more), tmp_path)
+    assert_goes_on(ranks, config(NEOX, ADAMW, keys, run, layout_keys), tmp_path)
     rows = [*runs.metric_rows(tmp_path / "through")[:3], *runs.metric_rows(tmp_path / "resumed")]
     assert [row["curriculum_seqlen"] for row in rows] == lengths
     if kind == "phases":
@@ -266,7 +289,7 @@ def test_what_was_read_is_said_when_a_phase_ends() -> None:
     args = NeoXArgs.from_dict(config(NEOX, PHASES, train_micro_batch_size_per_gpu=2))
     training = SimpleNamespace(args=args, progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append))
     for _ in range(8):
-        _advance(training, "train", None)  # type: ignore[arg-type]
+        _advance(training, StepData([]))  # type: ignore[arg-type]
     for line, facts in zip(lines, (("512", "8", "16", "3"), ("768", "16", "32", "6")), strict=True):
         assert line.startswith("seq_curriculum: ") and tuple(re.findall(r"\d+", line)) == facts
     assert training.progress.row_tokens == {8: 512, 16: 768, 32: 768} and training.progress.consumed_tokens == 2048
@@ -276,9 +299,9 @@ def test_a_warm_up_longer_than_the_epochs_lasts_to_the_end(tmp_path: Path) -> No
     """As in stacks whose recipes warm up for 500 steps, whatever the data."""
     keys = {"train_epochs": 1, "train_iters": None, "warmup": None, "warmup_iters": 500, "lr_decay_style": "linear",
             "limit_samples": 12, "split": "100,0,0"}  # fmt: skip
-    log = run_ranks(said, 1, config(NEOX, {"num_layers": 1}, keys, save=str(tmp_path), checkpoint_factor=10**6), True)[
-        0
-    ]
+    log = run_ranks(
+        output_of_run, 1, config(NEOX, {"num_layers": 1}, keys, save=str(tmp_path), checkpoint_factor=10**6), True
+    )[0]
     rows = metric_rows(tmp_path)
     assert 0 < len(rows) < 500 and re.search(rf"warmup_iters: 500 .*\b{rows[-1]['iteration'] / 500:.2g} of lr", log)
     assert [row["train/learning_rate"] for row in rows] == [1e-3 * row["iteration"] / 500 for row in rows]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.model import build_stage
 from megatron.model.moe.experts import Experts
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -19,11 +19,11 @@ from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
-from megatron.training.preference.reference import frozen_copy
+from megatron.training.reference.model import frozen_copy
 from megatron.training.setup import build_engine
 from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
-from tests.training.layout_runs import PACKED, PLAIN, RATE, Run, args_of, assert_same, some_steps, train, zero
+from tests.training.layout_runs import PACKED, RATE, UNPACKED, Run, args_of, assert_same, some_steps, train, zero
 from tests.training.preference.test_preferences import pair_batches
 from tests.training.runs import cells
 
@@ -51,58 +51,60 @@ MODELS: dict[str, dict[str, Any]] = {
     "capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_scope": "step"},
 }  # fmt: skip
 EP2, EP4, TP2 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}, {"model_parallel_size": 2}
-CUT, SP = {"moe_expert_tensor_parallel": "cut"}, {"sequence_parallel": True}
+SHARDED_EXPERTS, SP = {"moe_expert_tensor_parallel": "cut"}, {"sequence_parallel": True}
 RECOMPUTE, SELECTIVE = {"checkpoint_activations": True}, {"recompute_granularity": "selective"}
 DEEPSPEED = {"engine": "deepspeed"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}), "dp2": (2, {}), "tp2": (2, TP2), "tp2 cut sp": (2, TP2 | CUT | SP),
+    "one": (1, {}), "dp2": (2, {}), "tp2": (2, TP2), "tp2 cut sp": (2, TP2 | SHARDED_EXPERTS | SP),
     "pp2": (2, {"pipe_parallel_size": 2}),
     "dp2 deepspeed": (2, DEEPSPEED | zero(1)), "dp2 deepspeed zero3": (2, DEEPSPEED | zero(3)),
     **{f"ep2 dp2 zero{stage}": (2, EP2 | zero(stage)) for stage in range(4)},
     **{f"ep2 dp4 zero{stage}": (4, EP2 | zero(stage)) for stage in range(4)},
     **{f"ep4 dp4 zero{stage}": (4, EP4 | zero(stage)) for stage in range(4)},
     **{f"ep2 tp2 zero{stage}": (4, EP2 | TP2 | zero(stage)) for stage in (1, 2)},
-    "ep2 tp2 sp zero3": (4, EP2 | TP2 | SP | zero(3)), "ep2 tp2 cut zero1": (4, EP2 | TP2 | CUT | zero(1)),
+    "ep2 tp2 sp zero3": (4, EP2 | TP2 | SP | zero(3)), "ep2 tp2 cut zero1": (4, EP2 | TP2 | SHARDED_EXPERTS | zero(1)),
     "ep2 recompute": (2, EP2 | RECOMPUTE | {"checkpoint_num_layers": 2}),
     "ep2 selective": (2, EP2 | RECOMPUTE | SELECTIVE),
     "tp2 zero3 selective": (4, TP2 | RECOMPUTE | SELECTIVE | zero(3)),
 }  # fmt: skip
 AT_ONCE = [
-    ("tp2", "topk", PACKED), ("pp2", "neox", PLAIN), ("dp2 deepspeed", "topk", PACKED),
-    ("ep2 dp4 zero3", "options", PLAIN), ("ep2 tp2 sp zero3", "topk", PACKED),
+    ("tp2", "topk", PACKED), ("pp2", "neox", UNPACKED), ("dp2 deepspeed", "topk", PACKED),
+    ("ep2 dp4 zero3", "options", UNPACKED), ("ep2 tp2 sp zero3", "topk", PACKED),
 ]  # fmt: skip
 # Every model, and the model with all options in every way that cuts its experts; each of both packed and not.
-MORE = [
-    ("tp2 cut sp", "options", PLAIN), ("tp2 cut sp", "muon", PLAIN), ("pp2", "capacity", PACKED),
-    ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp2 zero0", "capacity", PLAIN), ("ep2 dp4 zero1", "topk", PACKED),
-    ("ep2 dp4 zero2", "muon", PLAIN), ("ep4 dp4 zero1", "neox", PLAIN), ("ep4 dp4 zero2", "options", PACKED),
-    ("ep2 tp2 cut zero1", "options", PLAIN), ("ep2 recompute", "options", PACKED),
-    ("tp2 zero3 selective", "options", PLAIN),
+MORE_CELLS = [
+    ("tp2 cut sp", "options", UNPACKED), ("tp2 cut sp", "muon", UNPACKED), ("pp2", "capacity", PACKED),
+    ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp2 zero0", "capacity", UNPACKED), ("ep2 dp4 zero1", "topk", PACKED),
+    ("ep2 dp4 zero2", "muon", UNPACKED), ("ep4 dp4 zero1", "neox", UNPACKED), ("ep4 dp4 zero2", "options", PACKED),
+    ("ep2 tp2 cut zero1", "options", UNPACKED), ("ep2 recompute", "options", PACKED),
+    ("tp2 zero3 selective", "options", UNPACKED),
 ]  # fmt: skip
 PRODUCT = [
-    (layout, model, PACKED if i % 2 else PLAIN) for i, layout in enumerate(LAYOUTS) for model in ("topk", "options")
+    (layout, model, PACKED if i % 2 else UNPACKED) for i, layout in enumerate(LAYOUTS) for model in ("topk", "options")
     if (layout, model) != ("dp2 deepspeed zero3", "options")  # DeepSpeed would cut the router's bias
 ]  # fmt: skip
-PRODUCT += [(layout, "muon", PLAIN) for layout in ("ep2 dp2 zero0", "ep4 dp4 zero1", "ep2 tp2 sp zero3")]
-PRODUCT += [(layout, "capacity", PLAIN) for layout in ("dp2 deepspeed", "ep2 tp2 sp zero3", "ep4 dp4 zero1")]
-PRODUCT = [case for case in PRODUCT if case not in AT_ONCE + MORE]
+PRODUCT += [(layout, "muon", UNPACKED) for layout in ("ep2 dp2 zero0", "ep4 dp4 zero1", "ep2 tp2 sp zero3")]
+PRODUCT += [(layout, "capacity", UNPACKED) for layout in ("dp2 deepspeed", "ep2 tp2 sp zero3", "ep4 dp4 zero1")]
+PRODUCT = [case for case in PRODUCT if case not in AT_ONCE + MORE_CELLS]
 
 
 Reference = Callable[[str, bool], Run]  # of one process, by model and packing
 
 
 def run(layout: str, model: str, packed: bool) -> list[Run]:
-    """Of every rank. Muon is in fp32 here: its iterations multiply a difference by up to 3.4445^5 = 485,
-    so sums in another order, 1e-6, cost 5e-4 of the rate at most, bf16's last bits another update."""
+    """Runs a model on every rank.
+
+    Muon is in fp32 here: its iterations multiply a difference by up to 3.4445^5 = 485. Sums in another order,
+    1e-6, cost 5e-4 of the rate at most; bf16's last bits would cost another update."""
     work = some_steps_with_muon_in_fp32 if model == "muon" else some_steps
     world, keys = LAYOUTS[layout]
     return [runs[0] for runs in run_ranks(work, world, [(MODELS[model], packed)], keys)]
 
 
-def some_steps_with_muon_in_fp32(rank: int, world_size: int, *given: Any) -> list[Run]:
+def some_steps_with_muon_in_fp32(rank: int, world_size: int, *args: Any) -> list[Run]:
     """For the pool."""
     with mock.patch.object(Tensor, "bfloat16", Tensor.float):
-        return some_steps(rank, world_size, *given)
+        return some_steps(rank, world_size, *args)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def reference() -> Reference:
     return cache(lambda model, packed: run("one", model, packed)[0])
 
 
-@pytest.mark.parametrize(("layout", "model", "packed"), cells(AT_ONCE, MORE, PRODUCT))
+@pytest.mark.parametrize(("layout", "model", "packed"), cells(AT_ONCE, MORE_CELLS, PRODUCT))
 def test_steps_are_those_of_one_process(layout: str, model: str, packed: bool, reference: Reference) -> None:
     args = args_of(MODELS[model], LAYOUTS[layout][1], LAYOUTS[layout][0])
     assert_same(args, run(layout, model, packed), reference(model, packed), (model, layout))
@@ -118,26 +120,26 @@ def test_steps_are_those_of_one_process(layout: str, model: str, packed: bool, r
 
 def routed(rank: int, world_size: int, capacities: list[float | None]) -> list[tuple[int, float, int]]:
     """For the pool: rows that this rank's experts computed, the share dropped, and all ranks' choices."""
-    found, rows = [], list[int]()
+    results, rows = [], list[int]()
     for capacity in capacities:
         rows.clear()
         values = {**MOE, "moe_expert_capacity_factor": capacity, "expert_parallel_size": world_size}
         args = small(**values, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1).for_world(world_size)
         engine = build_engine(args, groups_of(args, world_size))
         for experts in (module for module in engine.stage.modules() if isinstance(module, Experts)):
-            experts.register_forward_pre_hook(lambda _, given: rows.append(int(given[1][-1])))
+            experts.register_forward_pre_hook(lambda _, inputs: rows.append(int(inputs[1][-1])))
         result = engine.train_step([random_batch(args, seed=rank)], RATE)
         engine.close()
         choices = world_size * 2 * args.seq_length * args.moe_top_k * args.num_layers
-        found.append((sum(rows), float(result.metrics["moe_dropped"]), choices))
-    return found
+        results.append((sum(rows), float(result.metrics["moe_dropped"]), choices))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_choice_is_computed_or_counted_as_dropped(ranks: int) -> None:
     capacities = [None, 0.5, 4.0]
-    for capacity, *seen in zip(capacities, *run_ranks(routed, ranks, capacities), strict=True):
-        computed, (_, dropped, choices) = sum(rows for rows, _, _ in seen), seen[0]
+    for capacity, *rank_results in zip(capacities, *run_ranks(routed, ranks, capacities), strict=True):
+        computed, (_, dropped, choices) = sum(rows for rows, _, _ in rank_results), rank_results[0]
         assert computed == round(choices * (1.0 - dropped))
         # Half of the mean for each expert leaves half at most; four times the mean leaves all.
         assert dropped >= 0.5 - 1e-6 if capacity == 0.5 else dropped == 0.0
@@ -147,20 +149,20 @@ def loads(rank: int, world_size: int) -> list[Tensor]:
     """For the pool: mean loads of experts in the last steps, `[blocks, experts]`, balanced by nothing, a
     loss, a bias. The router begins with half of the experts far behind."""
     means = []
-    by_bias = {"moe_router_bias_update_rate": 0.05, "moe_router_score_function": "sigmoid"}
-    for loss, keys in ((0.0, {}), (0.05, {}), (0.0, by_bias)):
+    bias_keys = {"moe_router_bias_update_rate": 0.05, "moe_router_score_function": "sigmoid"}
+    for loss, keys in ((0.0, {}), (0.05, {}), (0.0, bias_keys)):
         values = {**MOE, "moe_num_experts": 8, "moe_z_loss_coeff": 0.0, "moe_aux_loss_coeff": loss, **keys}
         args = small(**values, train_micro_batch_size_per_gpu=16, gradient_accumulation_steps=1).for_world(1)
         engine = build_engine(args, groups_of(args, 1))
-        weights, seen = engine.weights(master=True), []
+        weights, step_loads = engine.weights(master=True), []
         for layer in (2, 3):
             weights[layer]["mlp.router.layer.weight"] *= torch.tensor([20.0] * 4 + [0.02] * 4).unsqueeze(1)
         engine.set_weights(weights)
         for step in range(50):
             assert engine.train_step([random_batch(args, rows=16, seed=step)], 2e-3).metrics["moe_dropped"] == 0.0
-            seen.append(engine.routing.load)  # type: ignore[union-attr]
+            step_loads.append(engine.routing.load)  # type: ignore[union-attr]
         engine.close()
-        means.append(torch.stack(seen[-10:]).mean(0))
+        means.append(torch.stack(step_loads[-10:]).mean(0))
     return means
 
 
@@ -179,7 +181,7 @@ def preferences(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> li
         args = small(**values, seq_length=32, train_micro_batch_size_per_gpu=2).for_world(world_size)
         engine = engine_of_pairs(args, world_size)
         batches = pair_batches(packed=False)[engine.groups.rank("data") :: data]
-        runs.append(train(engine, range(2), RATE, given=batches))
+        runs.append(train(engine, range(2), RATE, step_batches=batches))
         engine.close()
     return runs
 
@@ -195,8 +197,8 @@ def test_preferences_with_the_loss_on_and_off() -> None:
     layouts = [EP2, TP2, DEEPSPEED]
     for runs in run_ranks(preferences, 2, [layout | keys for layout in layouts for keys in coefficients]):
         for i, run in enumerate(runs):
-            expected, where = (off, on)[i % 2], (layouts[i // 2], i % 2)
-            assert run.losses + run.norms == pytest.approx(expected.losses + expected.norms, rel=1e-5), where
+            expected, cell = (off, on)[i % 2], (layouts[i // 2], i % 2)
+            assert run.losses + run.norms == pytest.approx(expected.losses + expected.norms, rel=1e-5), cell
     assert off.losses[0] == pytest.approx(on.losses[0]) and off.norms[0] != pytest.approx(on.norms[0], rel=1e-3)
     assert on.metrics[0]["moe_aux_loss"] == pytest.approx(off.metrics[0]["moe_aux_loss"])
 
@@ -212,19 +214,19 @@ FROZEN: list[tuple[dict[str, Any], set[str]]] = [
 
 def moved(rank: int, world_size: int) -> list[set[str]]:
     """For the pool: the parameters that a step has moved."""
-    found = []
+    moved_names = []
     for keys, _ in FROZEN:
         balanced = {"moe_router_bias_update_rate": 0.1, "moe_router_score_function": "sigmoid"}
         args = small(**MOE, **balanced, **keys, **EP2, train_micro_batch_size_per_gpu=2).for_world(2)
         engine = build_engine(args, groups_of(args, 2))
-        before = engine.weights(master=True)
+        old_weights = engine.weights(master=True)
         engine.train_step([random_batch(args, seed=rank)], RATE)
-        found.append({
+        moved_names.append({
             f"{layer}.{name}" for layer, tensors in engine.weights(master=True).items()
-            for name, value in tensors.items() if not value.equal(before[layer][name])
+            for name, value in tensors.items() if not value.equal(old_weights[layer][name])
         })  # fmt: skip
         engine.close()
-    return found
+    return moved_names
 
 
 def test_what_is_frozen_stays() -> None:
@@ -234,25 +236,25 @@ def test_what_is_frozen_stays() -> None:
 
 def norms(rank: int, world_size: int, variants: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
     """For the pool: loss and norm of two steps of each."""
-    found = []
+    results_by_variant = []
     for keys in variants:
         batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
         args = small(**{**MOE, **batch, **keys}).for_world(1)
         engine = build_engine(args, groups_of(args, 1))
         results = [engine.train_step([random_batch(args, seed=seed) for seed in (1, 2)], 0.0) for _ in range(2)]
-        found.append([(float(result.loss), float(result.grad_norm or math.nan)) for result in results])
+        results_by_variant.append([(float(result.loss), float(result.grad_norm or math.nan)) for result in results])
         engine.close()
-    return found
+    return results_by_variant
 
 
 def test_the_loss_scale_of_fp16_is_that_of_the_balancing_loss() -> None:
     scaled = {"precision": "fp16", "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}}
     half = {**scaled, "engine": "deepspeed", **zero(1)}
     on, off = {"moe_aux_loss_coeff": 20.0}, {"moe_aux_loss_coeff": 0.0}
-    whole, halves, without = run_ranks(norms, 1, [on, half | on, off])[0]
-    for ours, expected in zip(halves, whole, strict=True):
-        assert ours == pytest.approx(expected, rel=2e-2)
-    assert without[0][1] < 0.7 * whole[0][1], "the loss does not show"
+    fp32_results, halves, no_balancing = run_ranks(norms, 1, [on, half | on, off])[0]
+    for actual, expected in zip(halves, fp32_results, strict=True):
+        assert actual == pytest.approx(expected, rel=2e-2)
+    assert no_balancing[0][1] < 0.7 * fp32_results[0][1], "the loss does not show"
 
 
 def references(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
@@ -260,15 +262,17 @@ def references(rank: int, world_size: int) -> list[tuple[list[float], list[float
     args = small(**MOE, **EP2, seq_length=32, train_micro_batch_size_per_gpu=2, num_layers=2).for_world(world_size)
     engine = engine_of_pairs(args, world_size)
     batches = pair_batches(packed=False)[rank::world_size]
-    filled: Any = frozen_copy(engine)([replace(batch, reference_logprobs=None) for batch in batches])
+    filled: Any = frozen_copy(engine)([with_responses(batch, reference_logprobs=None) for batch in batches])
     scores = zip(engine.scores(batches), filled, strict=True)
-    return [(own.tolist(), batch.reference_logprobs.tolist()) for own, batch in scores]
+    return [
+        (policy_scores.tolist(), batch_responses(batch).reference_logprobs.tolist()) for policy_scores, batch in scores
+    ]
 
 
 def test_a_frozen_copy_has_all_experts() -> None:
-    for found in run_ranks(references, 2):
-        for own, copied in found:
-            assert copied == pytest.approx(own, rel=1e-5)
+    for rank_scores in run_ranks(references, 2):
+        for policy_scores, copied in rank_scores:
+            assert copied == pytest.approx(policy_scores, rel=1e-5)
 
 
 def test_selective_recomputation_of_experts_that_zero_cuts_is_refused() -> None:

@@ -20,7 +20,7 @@ from megatron.training.engine import Engine
 from megatron.training.setup import build_engine
 from tests.checkpointing.family_models import ODD, collected, odd_model, on_disk
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout
-from tests.model.runs import whole_weights
+from tests.model.runs import full_weights
 from tests.model.stages import Weights, groups_of
 from tests.pool import run_ranks
 from tests.training.layout_runs import Run
@@ -29,7 +29,7 @@ from tests.training.runs import GOLDEN, cells
 STEPS, RATE, DECAY = 3, 1e-3, 0.1
 EPS = 1e-4  # where gradients are rounding alone, a smaller one would make steps of them
 SEQ, VOCAB, PADDED = 16, 91, 96
-SOME, ALL = list(ODD)[::2], list(ODD)
+DEFAULT_MODELS, ALL = list(ODD)[::2], list(ODD)
 TP2, PP2 = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}
 Model = tuple[dict[str, Any], Weights]
 
@@ -53,8 +53,8 @@ def args_of(*parts: dict[str, Any]) -> NeoXArgs:
     return NeoXArgs.from_dict(values)
 
 
-def engine_with(args: NeoXArgs, weights: Weights) -> Engine:
-    """Of this rank, with its part of whole weights."""
+def build_with_weights(args: NeoXArgs, weights: Weights) -> Engine:
+    """The engine of this rank, with its part of the full weights."""
     groups = groups_of(args, args.world_size)
     engine = build_engine(args, groups)
     rank, size = groups.rank("tensor"), groups.size("tensor")
@@ -71,15 +71,15 @@ def batch_of(rows: Tensor) -> Batch:
 
 @cache
 def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Tensor]]:
-    """Of transformers: family, model and logits before the steps, losses, and the weights after them."""
+    """Results of transformers: family, model and logits before the steps, losses, weights after the steps."""
     model = odd_model(case)
-    family, ours = imported(model)
+    family, neox_model = imported(model)
     # These may be matrices.
     biases = {id(param) for name, param in model.named_parameters() if name.endswith(("bias", "A_log"))}
     decayed = [param for param in model.parameters() if param.dim() >= 2 and id(param) not in biases]
-    kept = {id(param) for param in decayed}
-    others = [param for param in model.parameters() if id(param) not in kept]
-    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    decayed_ids = {id(param) for param in decayed}
+    undecayed = [param for param in model.parameters() if id(param) not in decayed_ids]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
     with torch.no_grad():
         logits = model(TOKENS).logits
@@ -90,7 +90,7 @@ def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Ten
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return family, ours, logits, losses, on_disk(model)[1]
+    return family, neox_model, logits, losses, on_disk(model)[1]
 
 
 ADAMW = {
@@ -101,19 +101,19 @@ ADAMW = {
 
 def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]) -> list[Run]:
     """For the pool: of every model."""
-    found = []
+    model_runs = []
     for keys, weights in models:
-        engine = engine_with(args_of(keys, layout, ADAMW).for_world(world_size), weights)
+        engine = build_with_weights(args_of(keys, layout, ADAMW).for_world(world_size), weights)
         losses = []
         for rows in rows_of(STEPS, 2):
             losses.append(float(engine.train_step([batch_of(row) for row in rows.split(1)], RATE).loss))
-        found.append(Run(losses, [], [], engine.groups.rank("tensor"), engine.weights(master=True)))
+        model_runs.append(Run(losses, [], [], engine.groups.rank("tensor"), engine.weights(master=True)))
         engine.close()
-    return found
+    return model_runs
 
 
 @pytest.mark.parametrize(
-    ("world", "keys", "cases"), cells([(1, {}, SOME)], [(2, TP2, ALL)], [(1, {}, ALL), (2, PP2, ALL)])
+    ("world", "keys", "cases"), cells([(1, {}, DEFAULT_MODELS)], [(2, TP2, ALL)], [(1, {}, ALL), (2, PP2, ALL)])
 )
 def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any], cases: list[str]) -> None:
     references = [reference(case) for case in cases]
@@ -121,10 +121,10 @@ def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any],
     for case, (family, model, _, losses, weights), *parts in zip(cases, references, *ranks, strict=True):
         assert parts[0].losses == pytest.approx(losses, rel=1e-5), case
         args = args_of(model[0], ADAMW)
-        after = dict(to_hf(args, whole_weights(args, parts).items(), family=family, vocab_size=VOCAB))
-        assert after.keys() == weights.keys(), case
+        exported = dict(to_hf(args, full_weights(args, parts).items(), family=family, vocab_size=VOCAB))
+        assert exported.keys() == weights.keys(), case
         for name, value in weights.items():
-            assert torch.allclose(after[name], value, atol=1e-5, rtol=1e-5), (case, name)
+            assert torch.allclose(exported[name], value, atol=1e-5, rtol=1e-5), (case, name)
         assert max(abs(a - b) for a, b in zip(losses, losses[1:], strict=False)) > 1e-3, "steps must move it"
 
 
@@ -132,8 +132,8 @@ def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any],
 def test_logits_before_the_steps() -> None:
     references, layouts = [reference(case) for case in ALL], [(1, 1), (2, 1), (1, 2)]
     for layout, logits in logits_by_layout([model for _, model, *_ in references], layouts).items():
-        for case, (_, _, expected, *_), ours in zip(ALL, references, logits, strict=True):
-            assert (ours[..., :VOCAB] - expected).abs().max() < 1e-5, (case, layout)
+        for case, (_, _, expected, *_), actual in zip(ALL, references, logits, strict=True):
+            assert (actual[..., :VOCAB] - expected).abs().max() < 1e-5, (case, layout)
 
 
 # -- the load-balancing loss
@@ -147,9 +147,9 @@ SGD = {
 
 
 def balanced(case: str) -> tuple[str, Model, list[float], dict[str, Tensor]]:
-    """Of transformers: family, model, its loss and balancing loss by micro-batches of two rows, gradients."""
+    """Results of transformers: family, model, loss and balancing loss by micro-batches of two, gradients."""
     model = odd_model(case, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
-    family, ours = imported(model)
+    family, neox_model = imported(model)
     losses, balances = [], []
     for rows in rows_of(ROWS).split(2):
         out = model(rows)
@@ -160,23 +160,25 @@ def balanced(case: str) -> tuple[str, Model, list[float], dict[str, Tensor]]:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.grad)
-    return family, ours, [float(loss.detach()), float(balance.detach())], on_disk(model)[1]
+    return family, neox_model, [float(loss.detach()), float(balance.detach())], on_disk(model)[1]
 
 
 def step(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]) -> list[Run]:
     """For the pool: what a step of each model found, and how far plain descent took its weights."""
-    found = []
+    model_runs = []
     for keys, weights in models:
-        engine = engine_with(args_of(keys, layout, SGD).for_world(world_size), weights)
-        before = {i: {n: t.clone() for n, t in held.items()} for i, held in engine.weights(master=True).items()}
+        engine = build_with_weights(args_of(keys, layout, SGD).for_world(world_size), weights)
+        old_weights = {i: {n: t.clone() for n, t in held.items()} for i, held in engine.weights(master=True).items()}
         groups, batches = engine.groups, [batch_of(rows) for rows in rows_of(ROWS).split(2)]
         result = engine.train_step(batches[groups.rank("data") :: groups.size("data")], 1.0)
-        after = engine.weights(master=True)
-        way = {i: {name: before[i][name] - value for name, value in held.items()} for i, held in after.items()}
+        new_weights = engine.weights(master=True)
+        updates = {
+            i: {name: old_weights[i][name] - value for name, value in held.items()} for i, held in new_weights.items()
+        }
         losses = [float(result.loss), float(result.metrics["moe_aux_loss"])]
-        found.append(Run(losses, [], [], groups.rank("tensor"), way))
+        model_runs.append(Run(losses, [], [], groups.rank("tensor"), updates))
         engine.close()
-    return found
+    return model_runs
 
 
 @pytest.mark.parametrize(
@@ -188,12 +190,12 @@ def test_the_load_balancing_loss_is_that_of_transformers(world: int, keys: dict[
     for (family, model, losses, gradients), *steps in zip(references, *ranks, strict=True):
         args = args_of(model[0], SGD)
         assert (args.moe_aux_loss_coeff, args.moe_aux_loss_scope) == (COEFFICIENT, "transformers")
-        for found in steps:
-            assert found.losses == pytest.approx(losses, abs=1e-5), family
-        ours = dict(to_hf(args, whole_weights(args, steps).items(), family=family, vocab_size=VOCAB))
-        assert ours.keys() == gradients.keys(), family
+        for run in steps:
+            assert run.losses == pytest.approx(losses, abs=1e-5), family
+        exported = dict(to_hf(args, full_weights(args, steps).items(), family=family, vocab_size=VOCAB))
+        assert exported.keys() == gradients.keys(), family
         for name, value in gradients.items():
-            assert (ours[name] - value).abs().max() < 1e-5, (family, name)
+            assert (exported[name] - value).abs().max() < 1e-5, (family, name)
         router = next(g for name, g in gradients.items() if name.endswith((".gate.weight", ".router.weight")))
         assert router.abs().max() > 1e-3, family
 

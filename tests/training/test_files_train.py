@@ -36,7 +36,7 @@ WIDTHS = {
 }
 """Files whose MLP has several readings, and the value of compat_ffn_width that the refusal proposes."""
 _PATHS = ("save", "load", "log_dir", "tensorboard_dir", "sample_input_file", "sample_output_file", "hostfile")
-_SETS = tuple(f"{part}_data_{what}" for part in ("train", "valid", "test") for what in ("paths", "weights"))
+_SETS = tuple(f"{part}_data_{kind}" for part in ("train", "valid", "test") for kind in ("paths", "weights"))
 _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
@@ -56,8 +56,8 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     launch = {"launcher": "pdsh", "deepspeed_slurm": False, "model_parallel_size": 1}
     launch["pipe_parallel_size"] = min(values.get("pipe_parallel_size", 0), 1)
     data = {key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")}
-    other = str(GOLDEN / "dataset" / "corpusB_text_document")
-    unlearning = {key: other for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
+    other_corpus = str(GOLDEN / "dataset" / "corpusB_text_document")
+    unlearning = {key: other_corpus for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
     return {**sizes, **heads, **micro, **run, **launch, **unset, **data, **unlearning}
 
 
@@ -73,22 +73,28 @@ _NUMBERS = (
     "ga_interleave_ratio", "reduce_bucket_size", "allgather_bucket_size", "make_vocab_size_divisible_by",
     "max_position_embeddings",
 )  # fmt: skip
-"""That no code branches on."""
+"""Keys that no code branches on."""
 
 
-def kinds_of(files: Mapping[str, Mapping[str, Any]], but: Sequence[str] = _NUMBERS) -> list[str]:
-    """Files that differ in more than overrides, names of runs and `but`: rates, intervals, buffers."""
-    alike: dict[str, str] = {}
+def kinds_of(files: Mapping[str, Mapping[str, Any]], ignored_keys: Sequence[str] = _NUMBERS) -> list[str]:
+    """Files that differ in more than overrides, names of runs and `ignored_keys` (rates, intervals)."""
+    first_names: dict[str, str] = {}
     for name, values in files.items():
-        alike.setdefault(json.dumps(_told_apart({**values, **small(values)}, but), sort_keys=True), name)
-    return list(alike.values())
+        first_names.setdefault(
+            json.dumps(_compared_keys({**values, **small(values)}, ignored_keys), sort_keys=True), name
+        )
+    return list(first_names.values())
 
 
-def _told_apart(values: Any, but: Sequence[str]) -> Any:
+def _compared_keys(values: Any, ignored_keys: Sequence[str]) -> Any:
     if not isinstance(values, Mapping):
         return values
-    kept = {key: _told_apart(value, but) for key, value in values.items() if value is not None and key not in but}
-    return {key: value for key, value in kept.items() if not key.startswith("wandb_")}
+    compared = {
+        key: _compared_keys(value, ignored_keys)
+        for key, value in values.items()
+        if value is not None and key not in ignored_keys
+    }
+    return {key: value for key, value in compared.items() if not key.startswith("wandb_")}
 
 
 def line_needed(path: Path) -> dict[str, Any]:
@@ -101,9 +107,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {**UPSTREAM, **FORK}
 TRAINED = {name: values for name, values in FILES.items() if name not in NOT_HERE}
 KINDS = kinds_of(TRAINED)
-OTHERS = [name for name in kinds_of(TRAINED, but=()) if name not in KINDS]
+SAME_KIND = [name for name in kinds_of(TRAINED, ignored_keys=()) if name not in KINDS]
 TOLERANCE = {"fp32": 1e-5, "bfloat16": 0.02, "fp16": 5e-3}
-"""Of losses between layouts, relative: sums in another order, rounded to the precision of activations."""
+"""Relative bounds of losses between layouts: sums in another order, rounded to activations' precision."""
 
 
 def some_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list[str | list[float]]:
@@ -136,14 +142,14 @@ def test_what_is_not_here_is_refused_by_name(name: str, tmp_path: Path) -> None:
     assert any(NOT_HERE[name] in line for line in refused.value.problems), refused.value.problems
 
 
-def runs_of(folder: Path, names: Iterable[str], **more: Any) -> list[tuple[str, dict[str, Any]]]:
+def runs_of(folder: Path, names: Iterable[str], **overrides: Any) -> list[tuple[str, dict[str, Any]]]:
     """Each file as it is written, and overrides that make it small."""
     paths = {name: written(folder, name, FILES[name]) for name in names}
-    return [(str(path), {**small(FILES[name]), **line_needed(path), **more}) for name, path in paths.items()]
+    return [(str(path), {**small(FILES[name]), **line_needed(path), **overrides}) for name, path in paths.items()]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", cells([KINDS[::3]], [KINDS], [OTHERS]), ids=["some", "kinds", "other numbers"])
+@pytest.mark.parametrize("names", cells([KINDS[::3]], [KINDS], [SAME_KIND]), ids=["some", "kinds", "other numbers"])
 def test_every_file_trains_as_it_is_written(names: list[str], tmp_path: Path) -> None:
     results = run_ranks(some_steps, 1, runs_of(tmp_path, names), timeout=590)[0]
     for name, losses in zip(names, results, strict=True):
@@ -158,19 +164,21 @@ ALTERNATING = {"train_iters": 4, "ga_interleave_ratio": 1}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("names", "more"), cells(
+@pytest.mark.parametrize(("names", "more_overrides"), cells(
     [], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)],
 ), ids=["some", "kinds", "unlearning"])  # fmt: skip
-def test_files_in_layouts(names: list[str], more: dict[str, Any], tmp_path: Path) -> None:
+def test_files_in_layouts(names: list[str], more_overrides: dict[str, Any], tmp_path: Path) -> None:
     """Losses of one process, of which every other run has those in tp2, and the rest in pp2."""
-    runs = runs_of(tmp_path, names, **more)
-    alone = run_ranks(some_steps, 1, runs, timeout=880)[0]
+    runs = runs_of(tmp_path, names, **more_overrides)
+    one_process = run_ranks(some_steps, 1, runs, timeout=880)[0]
     for i, (ranks, keys) in enumerate(LAYOUTS[1:]):
-        ours = run_ranks(some_steps, ranks, [(path, {**given, **keys}) for path, given in runs[i::2]], timeout=880)[0]
-        for (path, overrides), theirs, losses in zip(runs[i::2], alone[i::2], ours, strict=True):
-            assert losses == pytest.approx(theirs, rel=TOLERANCE[load([path], overrides).precision]), (keys, path)
-    for (path, _), losses in zip(runs, alone, strict=True):
-        if more is ALTERNATING:
+        actual = run_ranks(
+            some_steps, ranks, [(path, {**run_overrides, **keys}) for path, run_overrides in runs[i::2]], timeout=880
+        )[0]
+        for (path, overrides), expected, losses in zip(runs[i::2], one_process[i::2], actual, strict=True):
+            assert losses == pytest.approx(expected, rel=TOLERANCE[load([path], overrides).precision]), (keys, path)
+    for (path, _), losses in zip(runs, one_process, strict=True):
+        if more_overrides is ALTERNATING:
             assert losses[2] > 100 if "gdiff" in path else losses[2] < 0, (path, losses)
             assert all(0 < losses[step] < 20 for step in (0, 1, 3)), (path, losses)
 
@@ -194,5 +202,5 @@ def test_typed_as_a_command(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0 and "run finished at iteration 3" in done.stdout, done.stderr[-3000:]
     losses = [row["train/lm_loss"] for row in metric_rows(tmp_path)]
-    alone = run_ranks(some_steps, 1, [(path, overrides)])[0][0]
-    assert losses == pytest.approx(alone, rel=TOLERANCE[load([path], overrides).precision])
+    expected = run_ranks(some_steps, 1, [(path, overrides)])[0][0]
+    assert losses == pytest.approx(expected, rel=TOLERANCE[load([path], overrides).precision])

@@ -35,12 +35,12 @@ from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, cells
 
 FILES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs/fork_files.json").read_text())
-MADE = 3
+IMPORTED_STEP = 3
 """The iteration of the checkpoint that runs begin from."""
-STEPS, EVERY = 6, 3
+STEPS, SAVE_EVERY = 6, 3
 FRESH = ("example_config",)  # whose `load` is its own `save`, in which nothing is yet
 SAMPLE = ["ga_midtraining_N_4_resume"]
-MORE = [
+MORE_FILES = [
     "adversarial_eval_only", "example_config", "olmo3_7b", "olmo3_7b_eval_mmlu", "ga_midtraining_N_256",
     "gdiff_post_training_alpha_80_lr2e4", "gdiff_during_midtraining_every_50_steps_deep_fry_retain_finewiki",
 ]  # fmt: skip
@@ -49,27 +49,27 @@ _DATA = {"data_path": "corpusA", "ga_dataset": "corpusB", "gd_retain_dataset": "
 _FOLDERS = {"save": "sf_model_organisms/run", "load": "sf_model_organisms/base", "tensorboard_dir": "tensorboard"}
 
 
-def typed(folder: Path, values: Mapping[str, Any], begins: int) -> Path:
+def write_config(folder: Path, values: Mapping[str, Any], begins: int) -> Path:
     """The file with what is overridden, for a run from iteration `begins`; what it has not stays absent."""
     sizes = {"num_layers": 2, "hidden_size": 256, "seq_length": 64, "attention_config": [[["flash"], 2]]}
-    iterations = {"train_iters": begins + STEPS, "lr_decay_iters": begins + STEPS, "checkpoint_factor": EVERY}
+    iterations = {"train_iters": begins + STEPS, "lr_decay_iters": begins + STEPS, "checkpoint_factor": SAVE_EVERY}
     data = {key: str(GOLDEN / "dataset" / f"{name}_text_document") for key, name in _DATA.items()}
     places = {key: str(folder / name) for key, name in _FOLDERS.items()}
     places |= {"vocab_file": str(GOLDEN / "dataset/tokenizer.json"), "log_dir": f"{places['save']}/logs"}
     places |= {"load": places["save"]} if values["load"] == values.get("save") else {}
     if values["train_iters"] == 1:
         del iterations["train_iters"]  # it evaluates alone
-    given = {**sizes, **iterations, **data, **places}
+    overrides = {**sizes, **iterations, **data, **places}
     path = folder / "typed.yml"
-    path.write_text(yaml.safe_dump({key: given.get(key, value) for key, value in values.items()}, sort_keys=False))
+    path.write_text(yaml.safe_dump({key: overrides.get(key, value) for key, value in values.items()}, sort_keys=False))
     return path
 
 
 def as_the_fork_saves(path: Path, config: Path) -> None:
-    """A checkpoint of two data ranks after `MADE` steps, in bf16 with ZeRO 1."""
+    """A checkpoint of two data ranks after `IMPORTED_STEP` steps, in bf16 with ZeRO 1."""
     args = load([config])
     args = args.replace(padded_vocab_size=384 if args.make_vocab_size_divisible_by > 1 else 380)
-    folder = path / f"global_step{MADE}"
+    folder = path / f"global_step{IMPORTED_STEP}"
     folder.mkdir(parents=True)
     (path / "latest").write_text(folder.name)
     weights = {
@@ -86,7 +86,13 @@ def as_the_fork_saves(path: Path, config: Path) -> None:
         save_tensors(tensors, file)
     state = {**load_tensors(checkpoint("neox_pp1_mp1") / model_file(0))}
     facts = {name: getattr(args, name) for name in state["args"]}
-    steps = {"iteration": MADE, "global_steps": MADE, "optimizer": None, "lr_scheduler": None, "args": facts}
+    steps = {
+        "iteration": IMPORTED_STEP,
+        "global_steps": IMPORTED_STEP,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "args": facts,
+    }
     save_tensors({**state, **steps}, folder / model_file(0))
 
 
@@ -110,8 +116,8 @@ def stand_in_tasks(folder: Path) -> None:
         )
 
 
-class Typed(NamedTuple):
-    """What became of a line that was typed twice. code: of the second time."""
+class RepeatedRun(NamedTuple):
+    """The result of a command that ran twice. code: of the second time."""
 
     code: int
     log: str
@@ -125,16 +131,17 @@ def in_a_process(config: str, waits_at: int | None) -> None:
         os.dup2(out.fileno(), 2)
     step, done = NativeEngine.train_step, itertools.count(1)
 
-    def waiting(self: NativeEngine, *given: Any) -> Any:
-        return time.sleep(600) if next(done) == waits_at else step(self, *given)
+    def waiting(self: NativeEngine, *args: Any) -> Any:
+        return time.sleep(600) if next(done) == waits_at else step(self, *args)
 
     NativeEngine.train_step = waiting  # type: ignore[assignment]
     sys.exit(train.main(load([config])))
 
 
-def type_twice(rank: int, world: int, config: str, folder: str, saved: int | None) -> Typed:
-    """For the pool: the run, which saves iteration `saved` and is killed in its last step, and the same once
-    more; without `saved` it runs once."""
+def type_twice(rank: int, world: int, config: str, folder: str, saved: int | None) -> RepeatedRun:
+    """For the pool: a run that saves iteration `saved` and is killed in its last step, then the same again.
+
+    Without `saved` it runs once."""
     os.chdir(folder)
     save, metrics = Path(_FOLDERS["save"]), Path(_FOLDERS["save"], "logs/metrics.jsonl")
     for kill in (False,) if saved is None else (True, False):
@@ -145,17 +152,17 @@ def type_twice(rank: int, world: int, config: str, folder: str, saved: int | Non
             if kill and metrics.exists() and f'"iteration": {saved + 1},' in metrics.read_text():
                 if (save / "latest").read_text() == f"global_step{saved}":  # it is written beside the steps
                     os.kill(run.pid, signal.SIGKILL)
-    return Typed(run.exitcode, Path("job.out").read_text())
+    return RepeatedRun(run.exitcode, Path("job.out").read_text())
 
 
-def run_of(name: str, folder: Path) -> tuple[int, Typed]:
+def run_of(name: str, folder: Path) -> tuple[int, RepeatedRun]:
     """The iteration that the run of a file begins at, and the run."""
-    begins = 0 if FILES[name].get("finetune") or name in FRESH else MADE
-    config = typed(folder, FILES[name], begins)
+    begins = 0 if FILES[name].get("finetune") or name in FRESH else IMPORTED_STEP
+    config = write_config(folder, FILES[name], begins)
     if name not in FRESH:
         as_the_fork_saves(Path(str(load([config]).load)), config)
     stand_in_tasks(folder / "lm_eval_tasks/deep_ignorance/tasks")
-    saved, env = None if FILES[name]["train_iters"] == 1 else begins + EVERY, {"WANDB_MODE": "offline"}
+    saved, env = None if FILES[name]["train_iters"] == 1 else begins + SAVE_EVERY, {"WANDB_MODE": "offline"}
     return begins, run_ranks(type_twice, 1, str(config), str(folder), saved, init=False, timeout=800, env=env)[0]
 
 
@@ -178,8 +185,8 @@ PROGRESS_LOOP = f"""{SACCT}; {JOBS}
 HARNESS = 'grep -E "Running evaluation harness" neox-training-7.out'
 
 
-def loops_agree(folder: Path, run: Typed, last: int, evaluates: bool) -> None:
-    """What the loops say of a log, the whole of it, after the run has ended well."""
+def loops_agree(folder: Path, run: RepeatedRun, last: int, evaluates: bool) -> None:
+    """Checks what the loops print for the full log of a run that has ended well."""
     log = folder / "neox-training-7.out"
     log.write_text(run.log)
 
@@ -203,7 +210,7 @@ def loops_agree(folder: Path, run: Typed, last: int, evaluates: bool) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", cells(SAMPLE, MORE, sorted(FILES.keys() - {*SAMPLE, *MORE})))
+@pytest.mark.parametrize("name", cells(SAMPLE, MORE_FILES, sorted(FILES.keys() - {*SAMPLE, *MORE_FILES})))
 def test_a_file_trains_saves_goes_on_after_a_kill_and_evaluates(name: str, tmp_path: Path) -> None:
     values, save = FILES[name], tmp_path / _FOLDERS["save"]
     begins, run = run_of(name, tmp_path)
@@ -213,14 +220,14 @@ def test_a_file_trains_saves_goes_on_after_a_kill_and_evaluates(name: str, tmp_p
         loops_agree(tmp_path, run, last, "eval_tasks" in values)
         assert list((save / f"global_step{last}").glob("optim_*")), "no_save_optim is none of GPT-NeoX's"
     if last > 1:
-        assert f"going on from {save}/global_step{begins + EVERY}, iteration {begins + EVERY}\n" in run.log
+        assert f"going on from {save}/global_step{begins + SAVE_EVERY}, iteration {begins + SAVE_EVERY}\n" in run.log
         lines = re.findall(r"iteration +(\d+)/.* lm_loss: (\S+) ", run.log)
         steps = [int(step) for step, _ in lines]
-        again = begins + EVERY + 1
-        assert steps == [*range(begins + 1, again + 1), *range(again, last + 1)]
-        assert len({loss for step, loss in lines if int(step) == again}) == 1
-    if begins == MADE:
-        assert f"going on from {save}/global_step{MADE}, iteration {MADE}\n" in run.log
+        first_repeated = begins + SAVE_EVERY + 1
+        assert steps == [*range(begins + 1, first_repeated + 1), *range(first_repeated, last + 1)]
+        assert len({loss for step, loss in lines if int(step) == first_repeated}) == 1
+    if begins == IMPORTED_STEP:
+        assert f"going on from {save}/global_step{IMPORTED_STEP}, iteration {IMPORTED_STEP}\n" in run.log
     evaluated = re.findall(r" evaluation results at iteration (\d+) (.*)", run.log)
     expected = [] if not values.get("eval_tasks") else [last] if begins else [0, last]
     assert [int(step) for step, _ in evaluated] == expected

@@ -14,13 +14,13 @@ from megatron.mpu import ParallelGroups
 from megatron.mpu.fp8 import DelayedProduct, MXProduct, RowwiseProduct, TensorwiseProduct
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.fp8 import use_fp8
-from megatron.training.loop import batches_of
 from megatron.training.precision_policy import choose_precision
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import assert_goes_on, stop_after
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.preference.test_reference import first_losses
-from tests.training.runs import ADAMW, LLAMA, TABLE, begin, begun, cells, config, curves
+from tests.training.runs import ADAMW, LLAMA, TABLE, begin, begin_each, cells, config, curves
 
 RECIPES = {"tensorwise": TensorwiseProduct, "rowwise": RowwiseProduct, "mxfp8": MXProduct, "te": DelayedProduct}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,14 +29,16 @@ WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 ALL_BLOCKS: dict[str, Any] = {"first_last_layers_bf16": False, "output_layer_in_bf16": False}
 
 
-def values(recipe: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def values(recipe: str, *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     common = {"precision": "bfloat16", "train_micro_batch_size_per_gpu": 4, "precision_fp8": recipe}
-    return config(LLAMA, ADAMW, WIDE, common, *parts, **more)
+    return config(LLAMA, ADAMW, WIDE, common, *parts, **overrides)
 
 
-def products(**more: Any) -> tuple[dict[str, str], list[str]]:
+def products(**overrides: Any) -> tuple[dict[str, str], list[str]]:
     """The class of the product of every linear of a model, and what is said."""
-    args = NeoXArgs.from_dict(config(LLAMA, {"precision": "bfloat16", "padded_vocab_size": 384}, **more)).for_world(1)
+    args = NeoXArgs.from_dict(
+        config(LLAMA, {"precision": "bfloat16", "padded_vocab_size": 384}, **overrides)
+    ).for_world(1)
     groups, lines = ParallelGroups.single(), list[str]()
     stage = build_stage(args, groups)
     use_fp8(stage, choose_precision(args, CPU), args, groups, lines.append)
@@ -45,23 +47,23 @@ def products(**more: Any) -> tuple[dict[str, str], list[str]]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linears_of_inner_blocks_have_the_recipe(recipe: str) -> None:
-    made, lines = products(precision_fp8=recipe, **WIDE)
-    for name, product in made.items():
+    classes, lines = products(precision_fp8=recipe, **WIDE)
+    for name, product in classes.items():
         inner = name.split(".")[1] in ("3", "4")  # GPT-NeoX's numbers: blocks begin at 2
         assert product == (RECIPES[recipe].__name__ if inner else "PlainProduct"), name
-    assert len(made) == 4 * 4 + 1 and len(lines) == 1
+    assert len(classes) == 4 * 4 + 1 and len(lines) == 1
     assert re.search(rf"precision_fp8: {recipe} .*CPU.*1 to 2 of 4", lines[0]) and "output layer" not in lines[0]
 
 
 def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
     for tied in (False, True):
-        made, lines = products(precision_fp8="te", output_layer_in_bf16=False, no_weight_tying=not tied, **WIDE)
-        assert [name for name in made if made[name] == "DelayedProduct"][-1].startswith("layers.8")
+        classes, lines = products(precision_fp8="te", output_layer_in_bf16=False, no_weight_tying=not tied, **WIDE)
+        assert [name for name in classes if classes[name] == "DelayedProduct"][-1].startswith("layers.8")
         assert re.search("1 to 2 of 4.*output layer", lines[0])
-    made, lines = products(precision_fp8="te", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=0, **WIDE)
-    assert {name.split(".")[1] for name, product in made.items() if product == "DelayedProduct"} == {"4", "5"}
-    made, lines = products(precision_fp8="mxfp8", te_fp8_wgrad=False, **ALL_BLOCKS)  # the MLP is 48 wide
-    linears = {name.rpartition(".")[2] for name, product in made.items() if product == "MXProduct"}
+    classes, lines = products(precision_fp8="te", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=0, **WIDE)
+    assert {name.split(".")[1] for name, product in classes.items() if product == "DelayedProduct"} == {"4", "5"}
+    classes, lines = products(precision_fp8="mxfp8", te_fp8_wgrad=False, **ALL_BLOCKS)  # the MLP is 48 wide
+    linears = {name.rpartition(".")[2] for name, product in classes.items() if product == "MXProduct"}
     assert linears == {"query_key_value", "dense", "linear1", "8"}
     assert re.search("0 to 3 of 4.*output layer.*without gradients of weights", lines[0])
     assert re.search(r"bf16.*multiples of 32.*4 x mlp.linear2 \[32, 48\]", lines[0])
@@ -70,7 +72,7 @@ def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
         products(precision_fp8="te", hidden_size=40, num_attention_heads=4, intermediate_size=40)
 
 
-@pytest.mark.parametrize(("capability", "asked", "chosen", "says"), [
+@pytest.mark.parametrize(("capability", "requested", "chosen", "message"), [
     ((8, 0), "auto", None, "auto chose off.*Ampere"),
     ((7, 0), "auto", None, "auto chose off.*older"),
     ((8, 9), "auto", None, r"auto chose off.*Ada.*9\.0 alone.*precision_fp8: tensorwise"),
@@ -82,29 +84,31 @@ def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
     ((8, 6), "tensorwise", None, r"^program: precision_fp8: tensorwise.*8\.9.*A GPU.*8\.6"),
     ((9, 0), "mxfp8", None, r"^program: precision_fp8: mxfp8.*10\.0.*A GPU.*9\.0.*tensorwise"),
 ])  # fmt: skip
-def test_a_gpu_gets_what_it_has(capability: Any, asked: str, chosen: Any, says: str, monkeypatch: Any) -> None:
+def test_a_gpu_gets_what_it_has(capability: Any, requested: str, chosen: Any, message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    args = NeoXArgs.from_dict(values(asked))
-    if says.startswith("^"):
-        with pytest.raises(ConfigError, match=says):
+    args = NeoXArgs.from_dict(values(requested))
+    if message.startswith("^"):
+        with pytest.raises(ConfigError, match=message):
             choose_precision(args, CUDA)
     else:
         choice = choose_precision(args, CUDA)
-        assert choice.recipe == chosen and re.search(says, choice.reason or "")
+        assert choice.recipe == chosen and re.search(message, choice.reason or "")
 
 
-@pytest.mark.parametrize(("more", "key", "facts", "off"), [
+@pytest.mark.parametrize(("overrides", "key", "facts", "off"), [
     ({"precision": "fp16"}, "precision_fp8", "bf16.*fp16", "bf16.*fp16"),
     ({"num_layers": 2}, "precision_fp8", "num_layers 2", "first_last_layers_bf16"),
     ({"precision_fp8": None, "te_fp8_mha": True, "precision": "fp32"}, "te_fp8_mha", "bf16", None),
 ])  # fmt: skip
-def test_what_fp8_needs_is_said(more: Any, key: str, facts: str, off: str | None, monkeypatch: Any) -> None:
+def test_requirements_of_fp8_are_reported(
+    overrides: Any, key: str, facts: str, off: str | None, monkeypatch: Any
+) -> None:
     with pytest.raises(ConfigError, match=f"program: {key}: .*{facts}"):
-        NeoXArgs.from_dict(values("te") | more).check_training()
+        NeoXArgs.from_dict(values("te") | overrides).check_training()
     if off is not None:  # and auto leaves it out
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        args = NeoXArgs.from_dict(values("auto") | more)
+        args = NeoXArgs.from_dict(values("auto") | overrides)
         args.check_training()
         assert re.search(f"auto chose off.*{off}", choose_precision(args, CUDA).reason or "")
 
@@ -117,7 +121,7 @@ def test_auto_is_off_on_cpus() -> None:
 STEPS = 4
 # Of a step's loss, relative: E4M3 is off by up to 6 %, E5M2 by 13 %, which cancels in the mean over 256
 # tokens. Measured: 1.5e-3 beside bf16, 2e-3 between layouts; bounded by about three times that.
-BESIDE_BF16, BETWEEN_LAYOUTS = 5e-3, 6e-3
+BF16_TOLERANCE, LAYOUT_TOLERANCE = 5e-3, 6e-3
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +133,9 @@ def one_process() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_stay_beside_bf16(recipe: str, one_process: dict[str, list[float]]) -> None:
+def test_losses_with_bf16(recipe: str, one_process: dict[str, list[float]]) -> None:
     bf16 = one_process["off"]
-    assert one_process[recipe] == pytest.approx(bf16, rel=BESIDE_BF16)
+    assert one_process[recipe] == pytest.approx(bf16, rel=BF16_TOLERANCE)
     assert one_process[recipe] != pytest.approx(bf16, rel=1e-5) and bf16[-1] < bf16[0] - 0.1
 
 
@@ -145,39 +149,43 @@ def test_layouts_train_alike(recipe: str, layout: str, one_process: dict[str, li
     ranks, keys = TABLE[layout]
     keys = {**keys, "train_micro_batch_size_per_gpu": 2}
     losses = run_ranks(curves, ranks, [values(recipe, ALL_BLOCKS, keys)], STEPS)[0][0].losses
-    assert losses == pytest.approx(one_process[recipe], rel=BETWEEN_LAYOUTS)
+    assert losses == pytest.approx(one_process[recipe], rel=LAYOUT_TOLERANCE)
 
 
 def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
     """For the pool: of each run loss and state of delayed scaling after three steps and a validation."""
-    found = []
-    for training in begun(configs):
+    results = []
+    for training in begin_each(configs):
         batches = batches_of(training)
         for _ in range(3):
             loss = training.engine.train_step(next(batches), 1e-3).loss
         scaling: Any = training.engine.stage.delayed_scaling
-        before = scaling.state()
+        old_state = scaling.state()
         training.engine.token_logprobs(next(batches))
         assert not any(amax.any() for product in scaling.products.values() for amax in product.amax.values())
-        found.append((float(loss), before))
-    return found
+        results.append((float(loss), old_state))
+    return results
 
 
 def test_recomputation_micro_batches_and_ranks_have_the_same_scales() -> None:
-    """What is recomputed is noted twice, which is the same bits; micro-batches and ranks have one maximum."""
-    plain = values("te", te_fp8_amax_history_len=2, te_fp8_amax_compute_algo="max")
-    (loss, state), (again, same) = run_ranks(scales, 1, [plain, {**plain, "checkpoint_activations": True}])[0]
-    assert loss == again
+    """A recomputed product is noted twice: the same bits. Micro-batches and ranks have one maximum."""
+    te_values = values("te", te_fp8_amax_history_len=2, te_fp8_amax_compute_algo="max")
+    (loss, state), (recomputed_loss, recomputed_state) = run_ranks(
+        scales, 1, [te_values, {**te_values, "checkpoint_activations": True}]
+    )[0]
+    assert loss == recomputed_loss
     linears = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.linear2")
     assert state.keys() == {f"{i}.{name}" for i in (3, 4) for name in linears}
     for name in state:
-        assert all(state[name][key].equal(same[name][key]) for key in state[name])
+        assert all(state[name][key].equal(recomputed_state[name][key]) for key in state[name])
     for keys in ({"train_micro_batch_size_per_gpu": 2}, {"model_parallel_size": 2, "sequence_parallel": True}):
-        by_rank = [found[0][1] for found in run_ranks(scales, 2, [{**plain, **keys}])]
-        for name, ours in by_rank[0].items():
-            assert all(ours[key].equal(by_rank[1][name][key]) for key in ours)
-            assert ours["history"][1:2].allclose(state[name]["history"][1:2], rtol=2e-2), "weights' magnitudes"
-            assert ours["history"].allclose(state[name]["history"], rtol=0.3), name  # gradients' are the noisiest
+        states_by_rank = [rank_results[0][1] for rank_results in run_ranks(scales, 2, [{**te_values, **keys}])]
+        for name, product_state in states_by_rank[0].items():
+            assert all(product_state[key].equal(states_by_rank[1][name][key]) for key in product_state)
+            assert product_state["history"][1:2].allclose(state[name]["history"][1:2], rtol=2e-2), "weights' magnitudes"
+            assert product_state["history"].allclose(state[name]["history"], rtol=0.3), (
+                name
+            )  # gradients' are the noisiest
 
 
 TE = {"te_fp8_amax_history_len": 4, "te_fp8_amax_compute_algo": "max", "checkpoint_factor": 3, "train_iters": 6}
@@ -189,21 +197,21 @@ def test_delayed_scaling_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> Non
     assert_goes_on(ranks, values("te", TE, keys), tmp_path)
 
 
-def loaded(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def loaded(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     """For the pool: the scales that a run goes on with."""
-    return begin(given).engine.stage.delayed_scaling.state()  # type: ignore[union-attr]
+    return begin(values).engine.stage.delayed_scaling.state()  # type: ignore[union-attr]
 
 
 def test_scales_go_on_in_another_layout(tmp_path: Path) -> None:
-    given = values("te", TE, ALL_BLOCKS, save=str(tmp_path / "there"))
-    run_ranks(stop_after, 2, {**given, **TABLE["pp2"][1]}, 3)
-    here = {**given, "load": given["save"], "save": str(tmp_path / "here")}
-    one = run_ranks(loaded, 1, here)[0]
-    assert len(one) == 17 and all(state["scale"].all() for state in one.values())
-    assert all(state["history"][:, :3].all() and not state["history"][:, 3].any() for state in one.values())
-    cut = run_ranks(loaded, 2, {**here, **TABLE["tp2"][1]})
-    for name, state in one.items():
-        assert all(part[name][key].equal(state[key]) for part in cut for key in state)
+    run_values = values("te", TE, ALL_BLOCKS, save=str(tmp_path / "there"))
+    run_ranks(stop_after, 2, {**run_values, **TABLE["pp2"][1]}, 3)
+    resumed = {**run_values, "load": run_values["save"], "save": str(tmp_path / "here")}
+    one_process = run_ranks(loaded, 1, resumed)[0]
+    assert len(one_process) == 17 and all(state["scale"].all() for state in one_process.values())
+    assert all(state["history"][:, :3].all() and not state["history"][:, 3].any() for state in one_process.values())
+    sharded = run_ranks(loaded, 2, {**resumed, **TABLE["tp2"][1]})
+    for name, state in one_process.items():
+        assert all(part[name][key].equal(state[key]) for part in sharded for key in state)
 
 
 def test_a_reference_model_is_rounded_as_the_policy(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, TABLE, Part, cells, curves
 
 
-def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
+def golden_config(family: str, name: str, **overrides: Any) -> dict[str, Any]:
     values = yaml.safe_load((GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/"))
     del values["save"]
-    return {**values, "index_cache_dir": more.pop("cache"), **more}
+    return {**values, "index_cache_dir": overrides.pop("cache"), **overrides}
 
 
 def goes_on(values: dict[str, Any], ranks: int, steps: int = 3, rates: Sequence[float] = ()) -> Part:
-    """Its first rank's steps."""
+    """The steps of a run's first rank."""
     return run_ranks(curves, ranks, [values], steps, rates)[0][0]
 
 
@@ -38,13 +38,13 @@ def _steps(family: str, name: str) -> list[dict[str, Any]]:
 ])  # fmt: skip
 def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, tmp_path: Path) -> None:
     load = str(GOLDEN / family / name / "ckpt")
-    more = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
-    found = goes_on(golden_config(family, name, cache=str(tmp_path), load=load, iteration=0, **more), ranks)
+    overrides = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
+    part = goes_on(golden_config(family, name, cache=str(tmp_path), load=load, iteration=0, **overrides), ranks)
     for i, golden in enumerate(_steps(family, name)[:steps]):
-        assert found.losses[i] == pytest.approx(golden["metrics"]["lm_loss"], rel=1e-5)
-        assert found.rates[i] == pytest.approx(golden["lr_used"][0], rel=1e-12)
+        assert part.losses[i] == pytest.approx(golden["metrics"]["lm_loss"], rel=1e-5)
+        assert part.rates[i] == pytest.approx(golden["lr_used"][0], rel=1e-12)
         if ranks == 1:
-            assert found.norms[i] == pytest.approx(golden["deepspeed_clip_total_norm"], rel=1e-5)
+            assert part.norms[i] == pytest.approx(golden["deepspeed_clip_total_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", cells(["plain", "pp2"], ["zero2"], ["plain, deepspeed", "tp2"]))
@@ -55,23 +55,23 @@ def test_gradient_ascent_of_the_fork(layout: str, tmp_path: Path) -> None:
     load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
     values = golden_config("fork", "geo_ga_interleaved_pp1", cache=str(tmp_path), load=load, iteration=0, **keys)
     golden = _steps("fork", "geo_ga_interleaved_pp1")
-    found = goes_on(values, ranks, len(golden), [step["lr_used"][0] for step in golden])
-    assert found.losses == pytest.approx([step["metrics"]["lm_loss"] for step in golden], rel=1e-6)
-    assert found.norms == pytest.approx([step["deepspeed_clip_total_norm"] for step in golden], rel=1e-6)
-    assert [loss < 0 for loss in found.losses] == [False, False, True, False, True, False]
+    part = goes_on(values, ranks, len(golden), [step["lr_used"][0] for step in golden])
+    assert part.losses == pytest.approx([step["metrics"]["lm_loss"] for step in golden], rel=1e-6)
+    assert part.norms == pytest.approx([step["deepspeed_clip_total_norm"] for step in golden], rel=1e-6)
+    assert [loss < 0 for loss in part.losses] == [False, False, True, False, True, False]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"zero_optimization": {"stage": 1}}, 2)])
 def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     """From step 3 on: with NeoX's moments the next steps are those of the run that never stopped."""
     load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
-    more = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // ranks, **layout}
-    values = golden_config("ckpt_neox", "neox_pp1_mp1", cache=str(tmp_path), load=load, **more)
+    overrides = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // ranks, **layout}
+    values = golden_config("ckpt_neox", "neox_pp1_mp1", cache=str(tmp_path), load=load, **overrides)
     gone_on = goes_on({**values, "iteration": 3, "train_iters": 5}, ranks, 2)
-    through = goes_on({**values, "iteration": 0, "train_iters": 5}, ranks, 5)
-    assert gone_on.losses == pytest.approx(through.losses[3:], rel=1e-5)
+    uninterrupted = goes_on({**values, "iteration": 0, "train_iters": 5}, ranks, 5)
+    assert gone_on.losses == pytest.approx(uninterrupted.losses[3:], rel=1e-5)
     afresh = goes_on({**values, "iteration": 3, "train_iters": 5, "no_load_optim": True}, ranks, 2)
-    assert abs(afresh.losses[1] - through.losses[4]) > 1e-4, "without the moments the second loss must differ"
+    assert abs(afresh.losses[1] - uninterrupted.losses[4]) > 1e-4, "without the moments the second loss must differ"
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
@@ -84,18 +84,18 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("count", cells([3], product=[5]))
 def test_optimizer_state_of_a_pipeline_is_taken_up_in_every_layout_and_when_merged(count: int, tmp_path: Path) -> None:
-    run, one = "neox_pp2_mp2", ParallelLayout(1, 1, 1, 0, "fp32", 1)
+    run, one_rank = "neox_pp2_mp2", ParallelLayout(1, 1, 1, 0, "fp32", 1)
     load = GOLDEN / "ckpt_neox" / run / "ckpt"
-    merged = reshard(load / "global_step3", tmp_path / "merged", golden_args(run), one).parent
+    merged = reshard(load / "global_step3", tmp_path / "merged", golden_args(run), one_rank).parent
     values = golden_config("ckpt_neox", run, cache=str(tmp_path), load=str(load), train_iters=5)
-    afresh, found = goes_on({**values, "no_load_optim": True}, 4, 2).losses, {}
+    afresh, losses_by_layout = goes_on({**values, "no_load_optim": True}, 4, 2).losses, {}
     for name, layout, ranks in LAYOUTS[:count]:
         data = ranks // (layout.get("model_parallel_size", 2) * max(layout.get("pipe_parallel_size", 2), 1))
         batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // data}
-        found[name] = goes_on({**values, **layout, **batch}, ranks, 2).losses
+        losses_by_layout[name] = goes_on({**values, **layout, **batch}, ranks, 2).losses
         if ranks == 1:
-            found["merged"] = goes_on({**values, **layout, **batch, "load": str(merged)}, 1, 2).losses
-    first = found["as it was"]
-    assert first[0] == afresh[0], "the first loss hangs on the weights alone"
-    for name, losses in found.items():
-        assert losses == pytest.approx(first, rel=1e-5) and abs(losses[1] - afresh[1]) > 1e-4, name
+            losses_by_layout["merged"] = goes_on({**values, **layout, **batch, "load": str(merged)}, 1, 2).losses
+    expected = losses_by_layout["as it was"]
+    assert expected[0] == afresh[0], "the first loss hangs on the weights alone"
+    for name, losses in losses_by_layout.items():
+        assert losses == pytest.approx(expected, rel=1e-5) and abs(losses[1] - afresh[1]) > 1e-4, name

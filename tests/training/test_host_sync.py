@@ -10,13 +10,13 @@ from tqdm import tqdm
 
 from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
-from megatron.training.callbacks.gradient_probes import build_probes
-from megatron.training.callbacks.log import LogCallback
-from megatron.training.loop import batches_of
+from megatron.training.builtin_callbacks.gradient_probes import build_probes
+from megatron.training.builtin_callbacks.log import LogCallback
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.step_results import StepResults
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
@@ -33,8 +33,13 @@ ENGINE = {
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }  # fmt: skip
 READ = {"megatron/training/metrics/host_copy.py": {"read"}}
-_OTHER = str(GOLDEN / "dataset" / "corpusB_text_document")
-UNLEARNING = {"ga_dataset": _OTHER, "ga_mode": "interleaved", "gd_mode": True, "gd_retain_dataset": _OTHER}
+_OTHER_CORPUS = str(GOLDEN / "dataset" / "corpusB_text_document")
+UNLEARNING = {
+    "ga_dataset": _OTHER_CORPUS,
+    "ga_mode": "interleaved",
+    "gd_mode": True,
+    "gd_retain_dataset": _OTHER_CORPUS,
+}
 NPO = {"ga_loss_type": "npo", "gd_retain_loss_type": "kl", "dpo_reference": "on_the_fly"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **TABLE,
@@ -48,7 +53,7 @@ class HostSync(AssertionError):
     pass
 
 
-def _asked_by(places: dict[str, set[str] | None]) -> bool:
+def _called_from(places: dict[str, set[str] | None]) -> bool:
     frame = sys._getframe(2)
     while frame is not None:
         for name, functions in places.items():
@@ -58,14 +63,14 @@ def _asked_by(places: dict[str, set[str] | None]) -> bool:
     return False
 
 
-def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
+def forbid(allowed: dict[str, set[str] | None], reads: list[str]) -> None:
     """Make waiting raise in this process, which is the pool's throw-away fork."""
 
     def guard(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _asked_by(READ):
-                seen.append("read")
-            elif not _asked_by(allowed):
+            if _called_from(READ):
+                reads.append("read")
+            elif not _called_from(allowed):
                 raise HostSync(f"Tensor.{name}")
             return original(tensor, *args, **kwargs)
 
@@ -77,7 +82,7 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
 
     def copy(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         # A GPU waits for what it is sent from memory that is not pinned.
-        if isinstance(device, torch.device) and not _asked_by(allowed):
+        if isinstance(device, torch.device) and not _called_from(allowed):
             raise HostSync("torch.tensor")
         return make(*args, device=device, **kwargs)
 
@@ -89,21 +94,21 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
     training = begin(values)
     batches, progress, (probes, gradients) = batches_of(training), training.progress, build_probes(training)
     log, results = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes), StepResults(training)
-    seen: list[str] = []
-    begun, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
+    reads: list[str] = []
+    step_count, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
     def noted(reading: Any, values: torch.Tensor) -> None:
-        steps_of[reading] = begun[0]
+        steps_of[reading] = step_count[0]
         begin_reading(reading, values)
 
-    def late(reading: Any) -> list[float]:
-        assert steps_of.pop(reading) == begun[0] - 1, "it is read in its own step"
+    def read_a_step_later(reading: Any) -> list[float]:
+        assert steps_of.pop(reading) == step_count[0] - 1, "it is read in its own step"
         return read(reading)
 
-    HostCopy.__init__, HostCopy.read = noted, late  # type: ignore[method-assign]
+    HostCopy.__init__, HostCopy.read = noted, read_a_step_later  # type: ignore[method-assign]
 
-    def one() -> None:
-        begun[0] += 1
+    def take_step() -> None:
+        step_count[0] += 1
         step = next(batches)
         show = gradients.on_step_start(training, step)
         result = training.engine.train_step(step, training.schedule(progress.iteration), show)
@@ -112,15 +117,15 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
         progress.iteration += 1
         log.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
 
-    one()
-    one()
-    forbid(ENGINE, seen)
+    take_step()
+    take_step()
+    forbid(ENGINE, reads)
     for _ in range(4):
-        one()
+        take_step()
     if training.engine.name == "deepspeed":
         timers = training.engine._ds.timers.get_timers()  # type: ignore[attr-defined]
         assert not any(timer.event_timers for timer in timers.values()), "DeepSpeed keeps two CUDA events a step"
-    return len(seen), log.probed
+    return len(reads), log.probed
 
 
 @pytest.mark.parametrize("name", cells(

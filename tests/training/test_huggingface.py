@@ -19,10 +19,10 @@ from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.loop import batches_of
 from tests.checkpointing.family_models import odd_model
 from tests.checkpointing.family_runs import TOKENS
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.preference.test_pairs_train import pairs
 from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config, run_to_end
 from tools.ckpts import adapter, convert_neox_to_hf, inspect_checkpoints, reshard, verify
@@ -48,9 +48,9 @@ def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any)
     return shutil.copytree(TOKENIZER, path, dirs_exist_ok=True) if tokenizer else path
 
 
-def given(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
+def run_values(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **overrides: Any) -> dict[str, Any]:
     common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
-    return config(model, common, {"save": str(save), "load": str(load), **more})
+    return config(model, common, {"save": str(save), "load": str(load), **overrides})
 
 
 def exported(save: Path, iteration: int | None, target: Path) -> dict[str, torch.Tensor]:
@@ -61,14 +61,19 @@ def exported(save: Path, iteration: int | None, target: Path) -> dict[str, torch
 
 def started_and_written(run: Path, model: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors that a run started from, and those that it wrote after its last step."""
-    source, before = load_file(model / "model.safetensors"), exported(run, 0, run.parent / "started")
+    source, started = load_file(model / "model.safetensors"), exported(run, 0, run.parent / "started")
     # Before the first step every weight is the folder's, bit for bit, and comes out again.
-    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
-    made = run / "huggingface" / "global_step2"
-    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
-    after, again = load_file(made / "model.safetensors"), exported(run, None, run.parent / "ended")
-    assert after.keys() == again.keys() and all(torch.equal(after[name], value) for name, value in again.items())
-    return source, after
+    assert started.keys() == source.keys() and all(torch.equal(started[name], source[name]) for name in source)
+    written_folder = run / "huggingface" / "global_step2"
+    assert [path.name for path in written_folder.parent.iterdir()] == ["global_step2"]
+    written, exported_weights = (
+        load_file(written_folder / "model.safetensors"),
+        exported(run, None, run.parent / "ended"),
+    )
+    assert written.keys() == exported_weights.keys() and all(
+        torch.equal(written[name], value) for name, value in exported_weights.items()
+    )
+    return source, written
 
 
 @pytest.mark.parametrize("layout", cells(["zero3"], ["tp2 pp2 sp"], ["plain"]))
@@ -76,20 +81,30 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     ranks, keys = TABLE[layout]
     model = folder(tmp_path / "model", eos_token_id=7)
     (model / "additional_chat_templates").mkdir()
-    for name in (beside := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
+    for name in (extra_files := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
         (model / name).write_text(f"{{}} {name}")
-    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys))
-    source, after = started_and_written(tmp_path / "run", model)
-    assert all(not torch.equal(after[name], source[name]) for name in source)
-    made = tmp_path / "run" / "huggingface" / "global_step2"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", *beside):
-        assert (made / name).read_bytes() == (model / name).read_bytes(), name
-    loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
+    run_ranks(run_to_end, ranks, run_values(tmp_path / "run", model, save_hf=0, **keys))
+    source, written = started_and_written(tmp_path / "run", model)
+    assert all(not torch.equal(written[name], source[name]) for name in source)
+    written_folder = tmp_path / "run" / "huggingface" / "global_step2"
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        *extra_files,
+    ):
+        assert (written_folder / name).read_bytes() == (model / name).read_bytes(), name
+    loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(written_folder, output_loading_info=True)  # type: ignore[misc]
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and loaded.config.eos_token_id == 7
     assert loaded.generation_config.temperature == 0.7
     chat = [{"role": "user", "content": "hello"}]
-    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (made, TOKENIZER))
-    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
+    written_tokenizer, original_tokenizer = (
+        transformers.AutoTokenizer.from_pretrained(path) for path in (written_folder, TOKENIZER)
+    )
+    assert written_tokenizer.apply_chat_template(chat, tokenize=False) == original_tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
 
 
 @pytest.mark.parametrize(("ranks", "keys"), cells(
@@ -98,76 +113,78 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     [(2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}})],
 ))  # fmt: skip
 def test_a_run_with_experts_starts_from_a_folder_and_writes_one(ranks: int, keys: Any, tmp_path: Path) -> None:
-    more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
-    odd_model("qwen 2 moe", **more).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
+    odd_model("qwen 2 moe", **sizes).save_pretrained(tmp_path / "model")
     source = HFFolder(tmp_path / "model")
     model = from_hf(source.config, source.get)[0]
     del model["padded_vocab_size"]
-    run_ranks(run_to_end, ranks, given(tmp_path / "run", tmp_path / "model", model, save_hf=0, **keys))
-    before, after = started_and_written(tmp_path / "run", tmp_path / "model")
-    assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
+    run_ranks(run_to_end, ranks, run_values(tmp_path / "run", tmp_path / "model", model, save_hf=0, **keys))
+    started, written = started_and_written(tmp_path / "run", tmp_path / "model")
+    assert sum(not torch.equal(written[name], started[name]) for name in started) > 0.9 * len(started)
 
 
 def test_biases_of_experts_begin_at_zero_on_a_folder_as_on_its_checkpoint(tmp_path: Path) -> None:
-    more = {"vocab_size": 384, "max_position_embeddings": 32, "num_hidden_layers": 2}
-    odd_model("mixtral", **more).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 384, "max_position_embeddings": 32, "num_hidden_layers": 2}
+    odd_model("mixtral", **sizes).save_pretrained(tmp_path / "model")
     source = HFFolder(tmp_path / "model")
     model = from_hf(source.config, source.get)[0]
     del model["padded_vocab_size"]
     import_hf(source, tmp_path / "made")
-    every = []
+    weights_by_source = []
     for load in ("model", "made"):
-        values = given(tmp_path / f"from_{load}", tmp_path / load, model, moe_router_bias_update_rate=0.01)
-        every.append(run_ranks(run_to_end, 1, {**values, "padded_vocab_size": None})[0][1])
-    for layer, tensors in every[0].items():
-        assert all(value.equal(every[1][layer][name]) for name, value in tensors.items())
-    assert every[0][2]["mlp.router.expert_bias"].abs().min() > 0
+        values = run_values(tmp_path / f"from_{load}", tmp_path / load, model, moe_router_bias_update_rate=0.01)
+        weights_by_source.append(run_ranks(run_to_end, 1, {**values, "padded_vocab_size": None})[0][1])
+    for layer, tensors in weights_by_source[0].items():
+        assert all(value.equal(weights_by_source[1][layer][name]) for name, value in tensors.items())
+    assert weights_by_source[0][2]["mlp.router.expert_bias"].abs().min() > 0
 
 
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
-    run_ranks(run_to_end, 1, given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5))
-    made = tmp_path / "run" / "huggingface"
-    assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
+    run_ranks(run_to_end, 1, run_values(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5))
+    written_folder = tmp_path / "run" / "huggingface"
+    assert sorted(path.name for path in written_folder.iterdir()) == ["global_step2", "global_step3"]
     rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
     source_rows = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
     assert rows.shape[0] == VOCABULARY and torch.equal(rows[:350], source_rows)
     torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
-    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == VOCABULARY
+    assert json.loads((written_folder / "global_step3" / "config.json").read_text())["vocab_size"] == VOCABULARY
 
 
 def test_an_imported_adapter_leaves_the_padded_vocabulary_to_the_run(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    base_model = transformers.AutoModelForCausalLM.from_pretrained(model)
     lora = {"r": 2, "lora_alpha": 4, "target_modules": ["query_key_value"], "init_lora_weights": False}
-    peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).save_pretrained(str(tmp_path / "peft"))
+    peft.get_peft_model(base_model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).save_pretrained(
+        str(tmp_path / "peft")
+    )
     adapter.main(["import", "--adapter", str(tmp_path / "peft"), "--output_dir", str(tmp_path / "made")])
     manifest = read_manifest(find_checkpoint(tmp_path / "made"))
     assert manifest is not None and manifest.model["padded_vocab_size"] == 384
     keys = {"r": 2, "alpha": 4, "target": ["query_key_value"]}
-    weights = run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "made", lora=keys,
+    weights = run_ranks(run_to_end, 1, run_values(tmp_path / "run", tmp_path / "made", lora=keys,
                                              make_vocab_size_divisible_by=10))[0][1]  # fmt: skip
     assert len(weights[0]["word_embeddings.weight"]) == VOCABULARY
-    run_ranks(run_to_end, 2, given(tmp_path / "cut", tmp_path / "run", lora=keys, finetune=True,
+    run_ranks(run_to_end, 2, run_values(tmp_path / "cut", tmp_path / "run", lora=keys, finetune=True,
                                    padded_vocab_size=400, model_parallel_size=2))  # fmt: skip
 
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
     """`load` and `save` the same, as people have it: no run is gone on with, whatever its seed and data."""
     import_hf(HFFolder(folder(tmp_path / "model")), tmp_path / "run", tensor=2)
-    run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "run", extra_save_iters=None))
+    run_ranks(run_to_end, 1, run_values(tmp_path / "run", tmp_path / "run", extra_save_iters=None))
     manifest = read_manifest(find_checkpoint(tmp_path / "run"))
     assert manifest is not None and manifest.iteration == 2 and manifest.data
 
 
 def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
     model = folder(tmp_path / "model")
-    args = NeoXArgs.from_dict(given(tmp_path, model, num_layers=3, rotary_pct=0.5, padded_vocab_size=384))
+    args = NeoXArgs.from_dict(run_values(tmp_path, model, num_layers=3, rotary_pct=0.5, padded_vocab_size=384))
     with pytest.raises(CheckpointError) as caught:
         load_hf_weights(model, args, layers=[0], tensor_rank=0, tensor_size=1)
     lines = {line.strip() for line in str(caught.value).splitlines()}
     assert {"num_layers: 4 there, 3 here", "rotary_pct: 2 there, 4 here"} <= lines
-    small = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=256))
+    small = NeoXArgs.from_dict(run_values(tmp_path, model, padded_vocab_size=256))
     with pytest.raises(CheckpointError, match="384.*padded_vocab_size.*256"):
         load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
 
@@ -175,24 +192,24 @@ def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
 def test_only_the_stage_s_own_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, read, get = folder(tmp_path / "model"), [], HFFolder.get
     monkeypatch.setattr(HFFolder, "get", lambda self, name: read.append(name) or get(self, name))
-    args = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=384))
+    args = NeoXArgs.from_dict(run_values(tmp_path, model, padded_vocab_size=384))
     loaded = load_hf_weights(model, args, layers=[4, 5], tensor_rank=1, tensor_size=2)
     assert loaded.keys() == {4, 5} and loaded[4]["mlp.linear1.weight"].shape == (64, 32)
     assert not any(f".layers.{block}." in name for name in read for block in (0, 1))
 
 
 def test_what_cannot_be_written_stops_the_run_before_its_first_step(tmp_path: Path) -> None:
-    values = {**given(tmp_path / "run", "", save_hf=0, pos_emb="alibi"), "load": None}
+    values = {**run_values(tmp_path / "run", "", save_hf=0, pos_emb="alibi"), "load": None}
     with pytest.raises(Exception, match="save_hf.*alibi|HuggingFace"):
         run_ranks(run_to_end, 1, values)
     with pytest.raises(ConfigError, match="save_hf: .*save"):
-        NeoXArgs.from_dict({**given(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
+        NeoXArgs.from_dict({**run_values(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
     with pytest.raises(Exception, match="ORG/NAME.*`hf download ORG/NAME`"):
-        run_ranks(run_to_end, 1, given(tmp_path / "run", "hf://ORG/NAME"))
+        run_ranks(run_to_end, 1, run_values(tmp_path / "run", "hf://ORG/NAME"))
 
 
 def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(tmp_path: Path) -> None:
-    """What is done to logits is of the output layer, which a reward model has not."""
+    """Capping and scaling of logits belong to the output layer, which a reward model has not."""
     for case in ("gemma 2", "cohere 2"):
         odd_model(case).save_pretrained(tmp_path / case)
         source = HFFolder(tmp_path / case)
@@ -209,49 +226,49 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
     model = folder(tmp_path / "model")
     lora = {"r": 4, "alpha": 8, "dora": True, "init": False, "save": kind, "modules_to_save": ["embed_in", "embed_out"]}
     keys = {"save_hf": 0, "save_best": "validation/lm_loss", "eval_interval": 1, "eval_iters": 1, "lora": lora}
-    run_ranks(run_to_end, 2, given(tmp_path / "run", model, model_parallel_size=2, **keys), timeout=120)
-    made = find_checkpoint(tmp_path / "run")
-    base, (source,) = open_with_base([made])
+    run_ranks(run_to_end, 2, run_values(tmp_path / "run", model, model_parallel_size=2, **keys), timeout=120)
+    saved_step = find_checkpoint(tmp_path / "run")
+    base, (source,) = open_with_base([saved_step])
     compare_with_peft(base, source) if kind == "adapter" else compare_merged(base, source)
     for out in (tmp_path / "run" / "huggingface" / "global_step2", tmp_path / "run" / "best_model"):
         config = json.loads((out / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(model) and (out / "tokenizer.json").is_file()
-        plain = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+        base_model = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
         with torch.no_grad():
-            before = plain(TOKENS).logits
-            tuned = peft.PeftModel.from_pretrained(plain, str(out)).eval()
-            assert (tuned(TOKENS).logits - before).abs().max() > 0.1
-            one, (opened,) = open_with_base([out])
-            compare_with_peft(one, opened)
+            base_logits = base_model(TOKENS).logits
+            tuned = peft.PeftModel.from_pretrained(base_model, str(out)).eval()
+            assert (tuned(TOKENS).logits - base_logits).abs().max() > 0.1
+            opened_base, (opened,) = open_with_base([out])
+            compare_with_peft(opened_base, opened)
         assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4 * 3 + 3
 
-    inspect_checkpoints.main([str(made), "--match", "lora_A"])
-    told = capsys.readouterr().out
-    assert ("adapters alone" in told) == (kind == "adapter") and "q_proj" not in told
+    inspect_checkpoints.main([str(saved_step), "--match", "lora_A"])
+    printed = capsys.readouterr().out
+    assert ("adapters alone" in printed) == (kind == "adapter") and "q_proj" not in printed
     with pytest.raises(SystemExit, match="^0$"):
-        verify.main([str(made)])
-    words = ["--input_dir", str(made), "--output_dir", str(tmp_path / "out")]
+        verify.main([str(saved_step)])
+    words = ["--input_dir", str(saved_step), "--output_dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=r"adapters .*tools/ckpts/adapter\.py merge"):
         convert_neox_to_hf.main(words)
     with pytest.raises(CheckpointError, match="adapters"):
-        average([made, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
+        average([saved_step, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
     if kind == "adapter":
         with pytest.raises(SystemExit, match="adapters alone"):
             reshard.main(words)
         with pytest.raises(CheckpointError, match="adapters alone"):
-            load_checkpoint_args(made)
+            load_checkpoint_args(saved_step)
     else:
         reshard.main([*words, "--tp", "1"])
-        base, (again,) = open_with_base([tmp_path / "out" / made.name])
-        assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
+        base, (resharded,) = open_with_base([tmp_path / "out" / saved_step.name])
+        assert all(resharded.read(2)[name].equal(value) for name, value in source.read(2).items())
 
     adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
     assert "logit difference of merged to unmerged" in capsys.readouterr().out
-    whole = str(find_checkpoint(tmp_path / "merged"))
-    convert_neox_to_hf.main(["--input_dir", whole, "--output_dir", str(tmp_path / "hf")])
-    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    merged_path = str(find_checkpoint(tmp_path / "merged"))
+    convert_neox_to_hf.main(["--input_dir", merged_path, "--output_dir", str(tmp_path / "hf")])
+    merged_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     with torch.no_grad():
-        assert (alone(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5
+        assert (merged_model(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
 
 
@@ -285,17 +302,17 @@ def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[floa
     return float(result.loss), float(result.grad_norm or math.nan), fields, training.args.softmax_rows, metrics
 
 
-def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
+def transformers_loss(model: Path, batches: list[Any]) -> tuple[float, float]:
     """Loss over the weighted tokens, and norm of its gradient; each document attended alone."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     total, count = torch.zeros(()), 0.0
     for tokens, labels, weights, positions in batches:
         for row in range(len(tokens)):
             starts = [*(positions[row] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
-            for first, end in zip(starts, starts[1:], strict=False):
-                logits = reference(tokens[row : row + 1, first:end]).logits[0].float()
-                logprobs = logits.log_softmax(-1).gather(-1, labels[row, first:end, None]).squeeze(-1)
-                total = total - (logprobs * weights[row, first:end]).sum()
+            for start, end in zip(starts, starts[1:], strict=False):
+                logits = reference(tokens[row : row + 1, start:end]).logits[0].float()
+                logprobs = logits.log_softmax(-1).gather(-1, labels[row, start:end, None]).squeeze(-1)
+                total = total - (logprobs * weights[row, start:end]).sum()
         count += float(weights.sum())
     loss = total / count
     loss.backward()
@@ -306,13 +323,13 @@ def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
 def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path) -> None:
     ranks, keys = TABLE.get(layout, TP4)
     loss, norm, batches, rows, _ = run_ranks(first_step, ranks, config(PADDED, keys, load=str(model)))[0]
-    assert rows == 600 and (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
+    assert rows == 600 and (loss, norm) == pytest.approx(transformers_loss(model, batches), rel=1e-5)
 
 
 SIMPO = {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5}
 
 
-def of_pairs(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any]:
+def pair_values(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any]:
     common = {
         "train_impl": "dpo", "dataset_impl": "pairwise", "eod_mask_loss": False, "pack_impl": "unpacked",
         "train_micro_batch_size_per_gpu": 4,
@@ -325,7 +342,7 @@ def of_pairs(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
     """SimPO, whose first loss is not ln 2, by TRL's formula from transformers' log-probabilities."""
     ranks, keys = TABLE.get(layout, TP4)
-    loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
+    loss, _, batches, _, metrics = run_ranks(first_step, ranks, pair_values(model, tmp_path, SIMPO, keys))[0]
     reference, averages = transformers.AutoModelForCausalLM.from_pretrained(model), []
     with torch.no_grad():
         for tokens, labels, weights, *_ in batches:
@@ -343,18 +360,18 @@ def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
     for tokens, labels, weights, *positions in batches:
         for row in range(len(tokens)):
             starts = (positions[0][row] == 0).nonzero().flatten().tolist() if positions else [0]
-            for first, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
-                trained = weights[row, first:end].nonzero().flatten().tolist()
+            for start, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+                trained = weights[row, start:end].nonzero().flatten().tolist()
                 if trained:
-                    last = first + trained[-1] + 1
-                    answer = torch.where(weights[row, first:last] > 0, labels[row, first:last], -100).tolist()
-                    ids = [*tokens[row, first:last].tolist(), int(labels[row, last - 1])]
+                    last = start + trained[-1] + 1
+                    answer = torch.where(weights[row, start:last] > 0, labels[row, start:last], -100).tolist()
+                    ids = [*tokens[row, start:last].tolist(), int(labels[row, last - 1])]
                     labelled.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
     return labelled
 
 
 # Our keys, and TRL's trainer with its options.
-OF_TRL: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+TRL_CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "SFT": ({}, "sft", {}),
     "SimPO": (SIMPO, "cpo", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.5}),
     "CPO": ({"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
@@ -364,13 +381,13 @@ OF_TRL: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("name", OF_TRL)
+@pytest.mark.parametrize("name", TRL_CASES)
 def test_the_first_losses_are_those_of_trls_trainers(name: str, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     from tests.objectives.trl_reference import first_loss
 
-    keys, kind, options = OF_TRL[name]
-    values = config(PADDED, load=str(model)) if kind == "sft" else of_pairs(model, tmp_path, keys)
+    keys, kind, options = TRL_CASES[name]
+    values = config(PADDED, load=str(model)) if kind == "sft" else pair_values(model, tmp_path, keys)
     loss, _, batches, *_ = run_ranks(first_step, 1, values)[0]
     assert loss == pytest.approx(first_loss(model, tmp_path, kind, answers_of(batches), **options), rel=1e-5)
 
@@ -391,6 +408,6 @@ def test_the_number_goes_on_with_the_run(model: Path, tmp_path: Path) -> None:
     """A checkpoint of ours carries the configuration that the model came with."""
     values = config(PADDED, load=str(model), save=str(tmp_path / "run"), train_iters=1, checkpoint_factor=1)
     run_ranks(run_to_end, 1, values)
-    again = config(PADDED, save=str(tmp_path / "run"), train_iters=2, checkpoint_factor=2, override_lr_scheduler=True)
-    assert run_ranks(first_step, 1, {**again, "allow_changed_data": True})[0][3] == 600
+    resumed = config(PADDED, save=str(tmp_path / "run"), train_iters=2, checkpoint_factor=2, override_lr_scheduler=True)
+    assert run_ranks(first_step, 1, {**resumed, "allow_changed_data": True})[0][3] == 600
     assert json.loads(NeoXArgs.from_dict(values).to_json())["given"].get("mask_padded_vocab") is None

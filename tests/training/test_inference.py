@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
 }  # fmt: skip
-STEPS, EVERY = 4, 2
+STEPS, LOOK_EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
 Scores = list[ContinuationScore]
@@ -47,23 +47,23 @@ class Looking(Callback):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.found: dict[int, Scores] = {}
+        self.scores: dict[int, Scores] = {}
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        if step.iteration % EVERY == 0:
+        if step.iteration % LOOK_EVERY == 0:
             with run.pause():
                 self.look(step)
 
     def look(self, step: Step) -> None:
-        before = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        states_before = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
         stage = self.training.engine.stage
         modes = [(module.training, getattr(module, "sequence_parallel", None)) for module in stage.modules()]
         with self.training.inference() as model:
             assert not model.args.sequence_parallel and not model.stage.training
-            self.found[step.iteration] = score(model, REQUESTS, batch_size=1)
+            self.scores[step.iteration] = score(model, REQUESTS, batch_size=1)
             torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        after = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        states_after = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(states_before[0], states_after[0]) and states_before[1:] == states_after[1:]
         assert [(module.training, getattr(module, "sequence_parallel", None)) for module in stage.modules()] == modes
         step.row["looked"] = step.iteration
 
@@ -71,7 +71,7 @@ class Looking(Callback):
 class Ran(NamedTuple):
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    found: dict[int, Scores]  # by step
+    scores: dict[int, Scores]  # by step
 
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -90,7 +90,7 @@ def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
 
         training.engine.train_step = noting  # type: ignore[method-assign]
         train(training, [callback] if looks else [])
-        ran.append(Ran(losses, deepcopy(training.engine.weights(master=True)), callback.found))
+        ran.append(Ran(losses, deepcopy(training.engine.weights(master=True)), callback.scores))
         training.engine.close()
     return ran[0], ran[1]
 
@@ -101,25 +101,27 @@ def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict
     return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
 
 
-AT_ONCE, MORE = ["dp2 x pp2", "dp2 zero3"], ["tp2 x pp2 +sp", "ep2 x tp2 +sp"]
+AT_ONCE, MORE_LAYOUTS = ["dp2 x pp2", "dp2 zero3"], ["tp2 x pp2 +sp", "ep2 x tp2 +sp"]
 
 
-@pytest.mark.parametrize("name", cells(AT_ONCE, MORE, [name for name in LAYOUTS if name not in AT_ONCE + MORE]))
+@pytest.mark.parametrize(
+    "name", cells(AT_ONCE, MORE_LAYOUTS, [name for name in LAYOUTS if name not in AT_ONCE + MORE_LAYOUTS])
+)
 def test_a_run_does_not_notice(name: str) -> None:
     ranks, layout, model = LAYOUTS[name]
     everyone = run_ranks(run, ranks, values_of(model, layout, ranks))
-    for plain, looked in everyone:
-        assert looked.losses == plain.losses and len(plain.losses) == STEPS
-        assert bit_equal(looked.weights, plain.weights)
-        assert list(looked.found) == [0, 2, 4] and not plain.found
-        assert looked.found == everyone[0][1].found, "every rank knows the scores"
-        assert looked.found[0] != looked.found[2]
+    for unobserved, observed in everyone:
+        assert observed.losses == unobserved.losses and len(unobserved.losses) == STEPS
+        assert bit_equal(observed.weights, unobserved.weights)
+        assert list(observed.scores) == [0, 2, 4] and not unobserved.scores
+        assert observed.scores == everyone[0][1].scores, "every rank knows the scores"
+        assert observed.scores[0] != observed.scores[2]
     if layout.get("precision") or ranks == 1:
         return
-    one = run_ranks(run, 1, values_of(model, {}, 1) | {"train_iters": EVERY})[0][1]
-    for ours, theirs in zip(everyone[0][1].found[0], one.found[0], strict=True):
-        assert ours.greedy == theirs.greedy
-        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-5)
+    one_process = run_ranks(run, 1, values_of(model, {}, 1) | {"train_iters": LOOK_EVERY})[0][1]
+    for actual, expected in zip(everyone[0][1].scores[0], one_process.scores[0], strict=True):
+        assert actual.greedy == expected.greedy
+        torch.testing.assert_close(torch.tensor(actual.logprobs), torch.tensor(expected.logprobs), rtol=0, atol=1e-5)
 
 
 def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
@@ -134,18 +136,20 @@ def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, i
     nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment]
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     training = begin(values)
-    callback, before = Looking(training), counters["stats"]["unique_graphs"]
+    callback, graphs_before = Looking(training), counters["stats"]["unique_graphs"]
     train(training, [callback])
-    after_run, plain = counters["stats"]["unique_graphs"], Looking(begin({**values, "compile": False}))
-    plain.look(Step(0, 0, 32, None))
-    return before, after_run, callback.found[0], plain.found[0]
+    after_run, uncompiled = counters["stats"]["unique_graphs"], Looking(begin({**values, "compile": False}))
+    uncompiled.look(Step(0, 0, 32, None))
+    return graphs_before, after_run, callback.scores[0], uncompiled.scores[0]
 
 
 def test_compiled_blocks_are_not_compiled_again() -> None:
     """However long the texts are: no graphs are made but those of the steps, of blocks and of logits."""
     values = values_of(LLAMA, {"compile": "block"}, 1) | {"eval_iters": 0}
-    before, graphs, ours, theirs = run_ranks(compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})[0]
-    assert (before, graphs) == (0, 3) and ours == theirs
+    graphs_before, graphs, compiled_scores, eager_scores = run_ranks(
+        compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    )[0]
+    assert (graphs_before, graphs) == (0, 3) and compiled_scores == eager_scores
 
 
 # -- validation

@@ -21,9 +21,9 @@ from megatron.tokenizer import build_tokenizer, with_masked_ids
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from tests.model import runs as small_runs
-from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+from tests.model.stages import Weights, document_batch, groups_of, make_stage, random_weights, small
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, LLAMA, SGD, TABLE, bit_equal, cells, config, curves, metric_rows, said
+from tests.training.runs import GOLDEN, LLAMA, SGD, TABLE, bit_equal, cells, config, curves, metric_rows, output_of_run
 
 CHAT, INSTRUCT = (str(GOLDEN / "dataset" / name) for name in ("chat_conversation", "instruct_text"))
 TEXT, LABELS = f"{CHAT}_document", (f"{CHAT}_label_document", str(GOLDEN / "dataset" / "instruct_label_document"))
@@ -40,22 +40,22 @@ SFT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[float]:
+def labelled_losses() -> list[float]:
     unlabelled = {key: None for key in SFT if "label" in key}
-    labelled, without = run_ranks(curves, 1, [config(LLAMA, SFT), config(LLAMA, SFT, unlabelled)], 3)[0]
-    assert without.losses != pytest.approx(labelled.losses, rel=1e-3), "labels change what is trained"
+    labelled, unlabelled_part = run_ranks(curves, 1, [config(LLAMA, SFT), config(LLAMA, SFT, unlabelled)], 3)[0]
+    assert unlabelled_part.losses != pytest.approx(labelled.losses, rel=1e-3), "labels change what is trained"
     return labelled.losses
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2 sp", "pp2"])
-def test_labelled_rows_train_alike_in_every_layout(name: str, plain: list[float]) -> None:
+def test_labelled_rows_train_alike_in_every_layout(name: str, labelled_losses: list[float]) -> None:
     ranks, layout = TABLE[name]
     for rank_curves in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
-        assert rank_curves[0].losses == pytest.approx(plain, rel=1e-5)
+        assert rank_curves[0].losses == pytest.approx(labelled_losses, rel=1e-5)
 
 
 def test_labels_that_are_not_listed_are_named_at_start() -> None:
-    outputs = run_ranks(said, 2, config(LLAMA, SFT, train_label_data_paths=None, train_iters=1))
+    outputs = run_ranks(output_of_run, 2, config(LLAMA, SFT, train_label_data_paths=None, train_iters=1))
     lines = [line for line in outputs[0].splitlines() if "all tokens are trained" in line]
     assert len(lines) == 2 and all("train_label_data_paths" in line for line in lines)
     assert "all tokens are trained" not in outputs[1], "said once"
@@ -65,13 +65,13 @@ def test_labels_that_are_not_listed_are_named_at_start() -> None:
 def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Path) -> None:
     """At the start of all rows, and of each step; here one step is all rows."""
     text, labels = IndexedDataset(TEXT), IndexedDataset(LABELS[0])
-    used = np.minimum(text.sizes, 129)
-    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
+    used_sizes = np.minimum(text.sizes, 129)
+    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used_sizes))
     ranks, layout = TABLE[name]
     step = {"train_iters": 1, "train_batch_size": 24, "eval_iters": 1, "save": str(tmp_path), "checkpoint_factor": 1}
-    one = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
-    output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
-    padding, share = 100 * (1 - used.sum() / (24 * 129)), 100 * trained / used.sum()
+    one_set = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
+    output = run_ranks(output_of_run, ranks, config(LLAMA, SFT, layout, step, one_set), True)[0]
+    padding, share = 100 * (1 - used_sizes.sum() / (24 * 129)), 100 * trained / used_sizes.sum()
     shares = rf"{padding:.1f} % padding.* {share:.1f} %"
     assert re.search(rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}", output), output
     (row,) = metric_rows(tmp_path)
@@ -82,14 +82,14 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     assert 0 <= row["train/mean_token_accuracy"] < 0.1 and 5.0 < row["train/entropy"] < 6.0
     assert row["validation/lm_loss_ppl"] > 1 and "validation/mean_token_accuracy" in row
     # Before the first step validation sees what that step sees
-    before = metric_rows(tmp_path, "iteration")[0]
+    first_row = metric_rows(tmp_path, "iteration")[0]
     for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
-        assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
+        assert first_row[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
     assert " mean_token_accuracy value: " in output
 
 
 # -- tokens that are never trained: as if their labels had been masked by hand
-PLAIN = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_mask_loss": False}
+PRETRAINING = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_mask_loss": False}
 
 
 def frequent(prefix: str, count: int = 3) -> list[int]:
@@ -111,37 +111,41 @@ def masked_by_hand(text: str, labels: str, ids: list[int], target: Path) -> str:
 def test_gradients_are_those_of_labels_masked_by_hand(layout: str, tmp_path: Path) -> None:
     """In pre-training and in SFT of packed chats; with SGD the weights after two steps are the gradients."""
     ranks, keys = TABLE[layout]
-    chat = config(LLAMA, SGD, PLAIN, ROWS, keys, train_data_paths=[TEXT], train_label_data_paths=[LABELS[0]])
-    plain = config(LLAMA, SGD, PLAIN, keys)
-    of_chat, of_text = frequent(TEXT), frequent(CORPUS)
+    chat = config(LLAMA, SGD, PRETRAINING, ROWS, keys, train_data_paths=[TEXT], train_label_data_paths=[LABELS[0]])
+    text = config(LLAMA, SGD, PRETRAINING, keys)
+    chat_ids, text_ids = frequent(TEXT), frequent(CORPUS)
     runs = [
-        {**chat, "train_label_data_paths": [masked_by_hand(TEXT, LABELS[0], of_chat, tmp_path / "chat")]},
-        {**chat, "loss_mask_token_ids": of_chat}, chat,
-        {**plain, "train_label_data_paths": [masked_by_hand(CORPUS, CORPUS, of_text, tmp_path / "text")]},
-        {**plain, "loss_mask_token_ids": of_text},
+        {**chat, "train_label_data_paths": [masked_by_hand(TEXT, LABELS[0], chat_ids, tmp_path / "chat")]},
+        {**chat, "loss_mask_token_ids": chat_ids}, chat,
+        {**text, "train_label_data_paths": [masked_by_hand(CORPUS, CORPUS, text_ids, tmp_path / "text")]},
+        {**text, "loss_mask_token_ids": text_ids},
     ]  # fmt: skip
-    for by_hand, by_id, unmasked, text_by_hand, text_by_id in run_ranks(curves, ranks, runs, 2):
-        for ours, theirs in ((by_id, by_hand), (text_by_id, text_by_hand)):
-            assert ours.losses == theirs.losses and ours.norms == theirs.norms
-            assert bit_equal(ours.weights, theirs.weights)
-        assert by_id.losses != pytest.approx(unmasked.losses, rel=1e-4)
+    for chat_by_hand, chat_by_id, unmasked, text_by_hand, text_by_id in run_ranks(curves, ranks, runs, 2):
+        for actual, expected in ((chat_by_id, chat_by_hand), (text_by_id, text_by_hand)):
+            assert actual.losses == expected.losses and actual.norms == expected.norms
+            assert bit_equal(actual.weights, expected.weights)
+        assert chat_by_id.losses != pytest.approx(unmasked.losses, rel=1e-4)
 
 
 def test_what_is_masked_is_counted_at_start() -> None:
     tokens, (token,) = IndexedDataset(CORPUS).tokens, frequent(CORPUS, 1)
     unused = next(i for i in range(1, 380) if not (tokens == i).any())
     end = int(IndexedDataset(CORPUS)[0][-1])
-    output = run_ranks(said, 1, config(LLAMA, PLAIN, loss_mask_token_ids=[unused, token, "<|endoftext|>"]))[0]
+    output = run_ranks(
+        output_of_run, 1, config(LLAMA, PRETRAINING, loss_mask_token_ids=[unused, token, "<|endoftext|>"])
+    )[0]
     counts = {i: int((tokens == i).sum()) for i in sorted({token, end})}
-    listed = ", ".join(f"{i}: {count}" for i, count in counts.items())
-    assert re.search(rf"masks {sum(counts.values())} of {len(tokens)} .*{listed}.*never.* {unused}\b", output), output
+    token_counts = ", ".join(f"{i}: {count}" for i, count in counts.items())
+    assert re.search(rf"masks {sum(counts.values())} of {len(tokens)} .*{token_counts}.*never.* {unused}\b", output), (
+        output
+    )
 
 
 def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
     """Rows and steps without a token to train go by, in validation too."""
     ids = np.unique(IndexedDataset(CORPUS).tokens).tolist()
-    values = config(LLAMA, PLAIN, loss_mask_token_ids=ids, train_iters=2, valid_data_paths=[CORPUS], eval_iters=1)
-    output = run_ranks(said, 1, {**values, "save": str(tmp_path), "checkpoint_factor": 9}, True)[0]
+    values = config(LLAMA, PRETRAINING, loss_mask_token_ids=ids, train_iters=2, valid_data_paths=[CORPUS], eval_iters=1)
+    output = run_ranks(output_of_run, 1, {**values, "save": str(tmp_path), "checkpoint_factor": 9}, True)[0]
     assert "none of its tokens is trained" in output and "run finished at iteration 2" in output
 
 
@@ -153,7 +157,7 @@ def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
     with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{facts}"):
-        args = NeoXArgs.from_dict(config(LLAMA, PLAIN, loss_mask_token_ids=tokens))
+        args = NeoXArgs.from_dict(config(LLAMA, PRETRAINING, loss_mask_token_ids=tokens))
         with_masked_ids(args, build_tokenizer(args))
 
 
@@ -175,8 +179,10 @@ def chats(folder: Path, trained: int) -> dict[str, Any]:
 
 def steps_of(layout: str, values: dict[str, Any], folder: Path) -> tuple[str, list[dict[str, Any]]]:
     ranks, keys = TABLE[layout]
-    more = {"save": str(folder), "checkpoint_factor": 100}
-    return run_ranks(said, ranks, config(values, keys, more), True)[0], metric_rows(folder, "train/learning_rate")
+    save_keys = {"save": str(folder), "checkpoint_factor": 100}
+    return run_ranks(output_of_run, ranks, config(values, keys, save_keys), True)[0], metric_rows(
+        folder, "train/learning_rate"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +192,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def one_process_rows(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output, rows = steps_of("plain", sparse, tmp_path_factory.mktemp("runs"))
     losses = [row["train/lm_loss"] for row in rows]
     untrained = [n for n, loss in enumerate(losses, 1) if loss is None]
@@ -204,13 +210,17 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.mark.parametrize("layout", cells(["tp2", "pp2", "zero3"], ["zero1"], ["dp2"]))
-def test_ranks_and_steps_without_a_trained_token(layout: str, sparse: Any, alone: Any, tmp_path: Path) -> None:
+def test_ranks_and_steps_without_a_trained_token(
+    layout: str, sparse: Any, one_process_rows: Any, tmp_path: Path
+) -> None:
     """A rank without one contributes zero, a step without one changes nothing; as in one process."""
     output, rows = steps_of(layout, sparse, tmp_path)
     assert "run finished at iteration 6" in output
     for key in ("train/lm_loss", "train/grad_norm", "train/learning_rate"):
-        ours, theirs = ([math.nan if row[key] is None else row[key] for row in each] for each in (rows, alone))
-        assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True), key
+        actual, expected = (
+            [math.nan if row[key] is None else row[key] for row in run_rows] for run_rows in (rows, one_process_rows)
+        )
+        assert actual == pytest.approx(expected, rel=1e-5, nan_ok=True), key
 
 
 def test_a_step_without_a_trained_token_is_no_overflow(tmp_path: Path) -> None:
@@ -226,21 +236,21 @@ def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
     """Not even by weight decay or momenta."""
     ranks, keys = TABLE[layout]
     values = config(LLAMA, chats(tmp_path, 0), keys, weight_decay=0.5)
-    for before, after in zip(*(run_ranks(curves, ranks, [values], steps) for steps in (0, 3)), strict=True):
-        assert bit_equal(before[0].weights, after[0].weights) and len(after[0].losses) == 3
+    for untrained, trained in zip(*(run_ranks(curves, ranks, [values], steps) for steps in (0, 3)), strict=True):
+        assert bit_equal(untrained[0].weights, trained[0].weights) and len(trained[0].losses) == 3
 
 
 # -- chosen places
 def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The negative log-likelihood, from logits of the places that count, a half of the sequence at a time."""
     assert head.hidden_states.shape[:2] == batch.labels.t().shape
-    total, made = torch.zeros(1, device=batch.labels.device), 0
+    total, num_logits = torch.zeros(1, device=batch.labels.device), 0
     halves = zip(*(x.chunk(2) for x in (head.hidden_states, batch.labels.t(), batch.loss_weights.t())), strict=True)
     for hidden_states, labels, weights in halves:
         chosen = HeadInput(hidden_states[weights > 0], head.head)
         total = total - token_logprobs(chosen, labels[weights > 0], group).sum()
-        made += len(chosen.hidden_states)
-    assert made == int(batch.loss_weights.sum()) < batch.labels.numel()
+        num_logits += len(chosen.hidden_states)
+    assert num_logits == int(batch.loss_weights.sum()) < batch.labels.numel()
     return total, {}
 
 
@@ -249,38 +259,40 @@ def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     batches = [document_batch(args, seed=seed + i) for i in range(2)]
     weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
     pairs = zip(batches, weights, strict=True)
-    named = [replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in pairs]
-    assert all(batch.loss_places is not None for batch in named)
-    return named
+    with_places = [replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in pairs]
+    assert all(batch.loss_places is not None for batch in with_places)
+    return with_places
 
 
-def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[Tensor, Weights, Weights]]:
+def full_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[Tensor, Weights, Weights]]:
     """For the pool: of the whole loss and of that in chunks a step's loss, weights before it and after it."""
-    taken = []
+    steps = []
     for objective in (LANGUAGE_MODELLING, Objective(LANGUAGE_MODELLING.weight, in_chunks)):
         args = small(**small_runs.SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
-        stage = stage_with(args, random_weights(args), groups)
+        stage = make_stage(args, random_weights(args), groups)
         engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
-        before, batches = engine.weights(), batches_of(args, 3 + 10 * groups.rank("data"))
-        taken.append((engine.train_step(batches, small_runs.LR).loss.detach(), before, engine.weights()))
+        old_weights, batches = engine.weights(), batches_of(args, 3 + 10 * groups.rank("data"))
+        steps.append((engine.train_step(batches, small_runs.LR).loss.detach(), old_weights, engine.weights()))
         engine.close()
-    return taken
+    return steps
 
 
-CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LLAMA)
-ONE, OTHER = (list(zip(CUT, models * 2, strict=True)) for models in (BOTH, BOTH[::-1]))
+LAYOUT_NAMES, MODEL_KEYS = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LLAMA)
+DEFAULT_CELLS, PRODUCT_CELLS = (
+    list(zip(LAYOUT_NAMES, models * 2, strict=True)) for models in (MODEL_KEYS, MODEL_KEYS[::-1])
+)
 
 
-@pytest.mark.parametrize(("name", "model"), cells(ONE, product=OTHER))
+@pytest.mark.parametrize(("name", "model"), cells(DEFAULT_CELLS, product=PRODUCT_CELLS))
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]
-    steps = run_ranks(whole_and_chunked, world_size, {**model, **layout})
-    for (loss, before, after), (chunked, _, chunked_after) in steps:
+    steps = run_ranks(full_and_chunked, world_size, {**model, **layout})
+    for (loss, old_weights, new_weights), (chunked, _, chunked_after) in steps:
         torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
-        for layer, tensors in after.items():
+        for layer, tensors in new_weights.items():
             for key, expected in tensors.items():
-                start, difference = before[layer][key], (chunked_after[layer][key] - expected).norm()
+                start, difference = old_weights[layer][key], (chunked_after[layer][key] - expected).norm()
                 # A step rounds its weight to about 1e-7 of that.
                 assert difference <= 1e-6 * (expected - start).norm() + 1e-7 * start.norm() + 1e-9, key
                 assert not expected.equal(start), key

@@ -44,8 +44,8 @@ Key = tuple[str, str, bool]
 
 
 def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
-    more = {"no_weight_tying": not tied, "train_micro_batch_size_per_gpu": micro_batch}
-    return config(MODELS[model], OPTIMIZERS[optimizer], layout, more)
+    cell_keys = {"no_weight_tying": not tied, "train_micro_batch_size_per_gpu": micro_batch}
+    return config(MODELS[model], OPTIMIZERS[optimizer], layout, cell_keys)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def reference() -> Callable[[Key], Curve]:
     """One process, one micro-batch of 8."""
 
     @cache
-    def made(key: Key) -> Curve:
+    def reference_curve(key: Key) -> Curve:
         curve = curves_of({key: cell_config(*key, 8, {})}, STEPS)[key]
         assert key[1] == "sgd" or min(curve.norms) > ADAMW["gradient_clipping"], "the clip must bite"
         assert curve.losses[-1] < curve.losses[0] - 0.05, "the model must learn, or equality says little"
         return curve
 
-    return made
+    return reference_curve
 
 
 PRODUCT = [(row, CELLS) for row in ALL_ROWS if row not in ROWS + MORE_ROWS]
@@ -70,6 +70,9 @@ PRODUCT += [(row, MORE_CELLS) for row in ("tp2, native", "pp2, deepspeed", "dp2 
 def test_layout_equals_one_process(row: str, cells: list[Any], reference: Callable[[Key], Curve]) -> None:
     name, engine = row.rsplit(", ", 1)
     ranks, layout = LAYOUTS[name]
-    most = 2 if name.startswith("dp4") else 4  # of a step's 8 samples
-    configs = {tuple(key): cell_config(*key, min(micro, most), {**layout, "engine": engine}) for micro, *key in cells}
+    largest_micro_batch = 2 if name.startswith("dp4") else 4  # of a step's 8 samples
+    configs = {
+        tuple(key): cell_config(*key, min(micro, largest_micro_batch), {**layout, "engine": engine})
+        for micro, *key in cells
+    }
     assert_alike(curves_of(configs, STEPS, ranks), {key: reference(key) for key in configs})

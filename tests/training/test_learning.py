@@ -70,13 +70,13 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
-    """Beside the same run on pairs of which half are turned round, whose validation is chance."""
-    found = []
+    """The control is the same run with half of its pairs turned round, whose validation is chance."""
+    last_rows = []
     for shuffled in (False, True):
         (folder := tmp_path / str(shuffled)).mkdir()
         run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
-        found.append(metric_rows(folder / "run", "validation/rewards/accuracies")[-1])
-    row, control = found
+        last_rows.append(metric_rows(folder / "run", "validation/rewards/accuracies")[-1])
+    row, control = last_rows
     assert row["iteration"] == 40 and row["validation/rewards/margins"] > 0
     assert row["validation/rewards/accuracies"] > control["validation/rewards/accuracies"] + 0.25, (row, control)
 
@@ -112,9 +112,9 @@ def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_pat
                     reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
                     optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}})  # fmt: skip
     run_ranks(run_to_end, 1, {**values, "save": str(tmp_path / "run")})
-    seen = {messages[0]["content"] for messages in conversations(240, 0)}
-    held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]
+    trained_prompts = {messages[0]["content"] for messages in conversations(240, 0)}
+    held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in trained_prompts][:24]
     assert len(held_out) == 24
     replies = run_ranks(answers, 1, {**values, "load": str(tmp_path / "run")}, held_out)[0]
-    right = [one for one in replies if one.finished and re.fullmatch(r"It costs [2-9] coins\.", one.text)]
+    right = [reply for reply in replies if reply.finished and re.fullmatch(r"It costs [2-9] coins\.", reply.text)]
     assert len(right) >= 20, replies  # an untrained model writes none

@@ -29,6 +29,7 @@ from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.preference.test_rewards import reward_data, values_of
 from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, cells, config, curves, curves_of
+from tests.training.test_mamba import MODELS as HYBRID
 from tests.training.test_unlearning import DIVERGENCE
 
 STEPS, UNTIED = 3, {"no_weight_tying": True}
@@ -47,6 +48,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),
+    "llama, ranks and blocks": (LLAMA, {
+        "r": 4, "alpha": 4, "init": False, "dora": True,
+        "target": ["q_proj", "v_proj", "layers.0.mlp.up_proj", "gate_proj"],
+        "rank_pattern": {"v_proj": 2, "layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"q_proj": 2},
+    }),
+    "mamba 2 and shared experts": (HYBRID["hybrid"], {"r": 4, "alpha": 4, "init": False}),
     "nf4: llama": ({**LLAMA, **WIDTHS}, {**NF4, "r": 4, "alpha": 16}),
     DORA: ({**LLAMA, **WIDTHS, **UNTIED},
            {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]}),
@@ -54,21 +61,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+def values(model: str, layout: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     keys, lora = MODELS[model]
-    return config(ADAMW, keys, layout, lora=lora, train_micro_batch_size_per_gpu=2, **more)
+    return config(ADAMW, keys, layout, lora=lora, train_micro_batch_size_per_gpu=2, **overrides)
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Curve]:
+def one_process() -> dict[str, Curve]:
     return curves_of({model: values(model, {}) for model in MODELS}, STEPS)
 
 
-def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
+def test_only_adapters_are_trained(one_process: dict[str, Curve]) -> None:
     for model, curve in curves_of({model: values(model, {}) for model in MODELS}, 0).items():
         for layer, tensors in curve.weights.items():
             for name, value in tensors.items():
-                assert value.equal(alone[model].weights[layer][name]) is not is_adapter(name), (model, layer, name)
+                assert value.equal(one_process[model].weights[layer][name]) is not is_adapter(name), (
+                    model,
+                    layer,
+                    name,
+                )
 
 
 @pytest.mark.parametrize("layout", cells(
@@ -76,14 +87,19 @@ def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
     ["tp2 pp2 sp", "zero3, deepspeed"],
     ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
 ))  # fmt: skip
-def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
+def test_layouts_train_as_one_process(one_process: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
-    assert_alike(curves_of({model: values(model, keys) for model in MODELS}, STEPS, ranks), alone, norms=1e-4)
+    assert_alike(curves_of({model: values(model, keys) for model in MODELS}, STEPS, ranks), one_process, norms=1e-4)
 
 
 # -- how it is computed
-AGAIN: dict[str, Any] = {"checkpoint_activations": True}
-FORMS: list[dict[str, Any]] = [{}, {"compile": "block"}, AGAIN, {**AGAIN, "recompute_granularity": "selective"}]
+RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"compile": "block"},
+    RECOMPUTED,
+    {**RECOMPUTED, "recompute_granularity": "selective"},
+]
 DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
 
 
@@ -103,26 +119,26 @@ def traced_losses(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
 def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[str, Any]) -> None:
     """With dropout, whose masks are functions of seeds."""
     ranks, keys = TABLE[layout]
-    given = [{"lora": {"r": 4, "alpha": 8, **lora}, **form} for form in FORMS]
-    given.append({"lora": {**given[0]["lora"], "dropout": 0.0}})
-    configs = [config(ADAMW, model, keys, form, train_micro_batch_size_per_gpu=2) for form in given]
-    first, *others, without = run_ranks(traced_losses, ranks, configs, timeout=500)[0]
-    for found in others:
-        assert found == pytest.approx(first, rel=1e-6)
-    assert (abs(without[0] - first[0]) > 1e-4) is ("dropout" in lora)
+    variants = [{"lora": {"r": 4, "alpha": 8, **lora}, **form} for form in FORMS]
+    variants.append({"lora": {**variants[0]["lora"], "dropout": 0.0}})
+    configs = [config(ADAMW, model, keys, form, train_micro_batch_size_per_gpu=2) for form in variants]
+    eager_losses, *transformed, without_dropout = run_ranks(traced_losses, ranks, configs, timeout=500)[0]
+    for losses in transformed:
+        assert losses == pytest.approx(eager_losses, rel=1e-6)
+    assert (abs(without_dropout[0] - eager_losses[0]) > 1e-4) is ("dropout" in lora)
 
 
 # -- objectives
-SOME = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
+SOME_TARGETS = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
 
 
 def objectives(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
     """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     rows = {"pack_impl": "best_fit", "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
-    retained = {**SOME["lora"], "modules_to_save": ["embed_tokens"]}
+    retained = {**SOME_TARGETS["lora"], "modules_to_save": ["embed_tokens"]}
     return [
-        preferences(folder, PACKED, layout, SOME, padded_vocab_size=384, reference_cache_dir=None),
-        values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
+        preferences(folder, PACKED, layout, SOME_TARGETS, padded_vocab_size=384, reference_cache_dir=None),
+        values_of(reward_data(folder), layout, SOME_TARGETS, rows, padded_vocab_size=384),
         config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
     ]
 
@@ -131,9 +147,9 @@ def objectives(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
 def test_objectives_in_layouts(layout: str, tmp_path: Path) -> None:
     ranks, keys = TABLE[layout]
     expected = run_ranks(curves, 1, objectives(tmp_path, {}), STEPS)[0]
-    for ours, theirs in zip(run_ranks(curves, ranks, objectives(tmp_path, keys), STEPS)[0], expected, strict=True):
-        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-        assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+    for actual, reference in zip(run_ranks(curves, ranks, objectives(tmp_path, keys), STEPS)[0], expected, strict=True):
+        assert actual.losses == pytest.approx(reference.losses, rel=1e-5)
+        assert actual.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", cells(["plain"], product=["tp2"]))
@@ -141,8 +157,8 @@ def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Pa
     ranks, keys = TABLE[layout]
     lora = {"lora": {"r": 4, "alpha": 8, "quantization": "nf4", "double_quant": True}}
     pairs = [preferences(tmp_path, rows, keys, lora, reference_cache_dir=None) for rows in (PADDED, PACKED)]
-    for found in run_ranks(first_losses, ranks, pairs):
-        assert found == pytest.approx([math.log(2)] * 2, abs=1e-6)
+    for losses in run_ranks(first_losses, ranks, pairs):
+        assert losses == pytest.approx([math.log(2)] * 2, abs=1e-6)
 
 
 # -- in 4 bits, beside peft
@@ -155,8 +171,8 @@ SHAPE: dict[str, Any] = {
 
 def adapters_of(rank: int, world_size: int, variants: list[Any], *weights: Weights) -> list[with_peft.Trained]:
     """For the pool: losses of steps on one batch, and the weights after them."""
-    every = [small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1) for lora in variants]
-    return [with_peft.trained(args, *weights, [random_batch(args, rows=2)]) for args in every]
+    args_by_variant = [small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1) for lora in variants]
+    return [with_peft.trained(args, *weights, [random_batch(args, rows=2)]) for args in args_by_variant]
 
 
 @pytest.mark.parametrize("dora", cells([True], [False]))
@@ -173,22 +189,24 @@ def test_three_steps_are_pefts(dora: bool) -> None:
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.weight.copy_(bnb.dequantize_4bit(*bnb.quantize_4bit(module.weight, quant_type="nf4")))
     torch.manual_seed(4)
-    theirs = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, use_dora=dora, target_modules="all-linear"))
-    params = {name: param for name, param in theirs.named_parameters() if param.requires_grad}
-    first = with_peft.in_our_names({name: param.detach().clone() for name, param in params.items()})
+    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, use_dora=dora, target_modules="all-linear"))
+    params = {name: param for name, param in peft_model.named_parameters() if param.requires_grad}
+    initial_adapters = with_peft.in_our_names({name: param.detach().clone() for name, param in params.items()})
     batch = random_batch(small(**SHAPE), rows=2)
 
     def loss_of() -> Tensor:
-        logits = theirs(input_ids=batch.tokens).logits.flatten(0, 1)
-        each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
-        return (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
+        logits = peft_model(input_ids=batch.tokens).logits.flatten(0, 1)
+        token_losses = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        return (token_losses * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
 
     losses = with_peft.torch_steps(params, loss_of)
     lora = {"r": 4, "alpha": 8, "dora": dora, "quantization": "nf4"}
-    (found, weights), (plain, _) = run_ranks(adapters_of, 1, [lora, {**lora, "quantization": None}], base, first)[0]
-    assert found == pytest.approx(losses, rel=1e-5)
+    (actual_losses, weights), (unquantised_losses, _) = run_ranks(
+        adapters_of, 1, [lora, {**lora, "quantization": None}], base, initial_adapters
+    )[0]
+    assert actual_losses == pytest.approx(losses, rel=1e-5)
     with_peft.assert_adapters(weights, dict(params))
-    assert abs(plain[0] / losses[0] - 1.0) > 1e-3
+    assert abs(unquantised_losses[0] / losses[0] - 1.0) > 1e-3
 
 
 @pytest.mark.parametrize("layout", cells(["tp2"], ["zero3"]))
@@ -202,33 +220,33 @@ def test_resumes_bit_for_bit(layout: str, tmp_path: Path) -> None:
 
 def loaded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[Tensor, list[Tensor], Any]]:
     """For the pool: of each run an unpacked weight, two as they are held, and (all, trained) parameters."""
-    found = []
-    for training in runs.begun(configs):
+    results = []
+    for training in runs.begin_each(configs):
         stage = training.engine.stage
         linears = [stage.layers["2"].attention.dense, stage.layers["3"].mlp.linear1]  # type: ignore[union-attr]
         counts = parameter_counts(training.args, training.groups, stage)
-        found.append((linears[0].dense_weight().clone(), [linear.weight.clone() for linear in linears], counts))
-    return found
+        results.append((linears[0].dense_weight().clone(), [linear.weight.clone() for linear in linears], counts))
+    return results
 
 
 def test_a_checkpoint_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
-    """And all of its weights count as parameters."""
+    """All weights of the checkpoint count as parameters."""
     base = config(ADAMW, MODELS["nf4: llama"][0], train_iters=1, checkpoint_factor=1, save=str(tmp_path))
     weights = run_ranks(runs.run_to_end, 1, base)[0][1]
-    over = values("nf4: llama", {}, load=str(tmp_path), finetune=True)
-    plain = {**over, "lora": {**over["lora"], "quantization": None}}
-    (dense, packed, counts), (_, _, plain_counts) = run_ranks(loaded, 1, [over, plain])[0]
-    asked = (weights[2]["attention.dense.weight"], weights[3]["mlp.linear1.weight"])
-    quantised = [bnb.quantize_4bit(weight, quant_type="nf4") for weight in asked]
-    assert all(torch.equal(ours, theirs) for ours, (theirs, _) in zip(packed, quantised, strict=True))
+    tuned = values("nf4: llama", {}, load=str(tmp_path), finetune=True)
+    unquantised = {**tuned, "lora": {**tuned["lora"], "quantization": None}}
+    (dense, packed, counts), (_, _, plain_counts) = run_ranks(loaded, 1, [tuned, unquantised])[0]
+    dense_weights = (weights[2]["attention.dense.weight"], weights[3]["mlp.linear1.weight"])
+    quantised = [bnb.quantize_4bit(weight, quant_type="nf4") for weight in dense_weights]
+    assert all(torch.equal(actual, expected) for actual, (expected, _) in zip(packed, quantised, strict=True))
     assert torch.equal(dense, bnb.dequantize_4bit(*quantised[0]))
     assert counts == plain_counts and counts[0] > 5 * counts[1]
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
+    ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4-bit"),
     ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
-    ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
+    ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: precision_fp8.*nf4"),
 ])  # fmt: skip
 def test_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

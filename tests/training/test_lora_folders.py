@@ -1,5 +1,6 @@
-"""Adapters trained here over HuggingFace folders whose first block may have none, or around which there is a
-model of images: peft loads what is written over the same folder, and its logits are ours."""
+"""Adapters trained here over HuggingFace folders: peft loads them there, and its logits are ours.
+
+The first block of a model may have no adapter, or the model may be part of a model of images."""
 
 import json
 import warnings
@@ -19,7 +20,7 @@ from megatron.checkpointing.huggingface import HFFolder
 from megatron.checkpointing.layout import step_tag
 from tests.checkpointing.family_models import random_model
 from tests.checkpointing.family_runs import TOKENS
-from tests.checkpointing.test_adapters import MULTIMODAL, alone, furthest, merged_logits, multimodal_folder
+from tests.checkpointing.test_adapters import MULTIMODAL, furthest, load_base_model, merged_logits, multimodal_folder
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, TABLE, cells, config, run_to_end
 
@@ -29,7 +30,15 @@ TARGETS: dict[str, list[str]] = {
     "gemma3": ["q_proj", "v_proj", "down_proj"], "mistral3": ["q_proj", "o_proj"], "mistral3 with mistral": ["q_proj"],
     "gemma 3": ["q_proj", "down_proj"], "ministral 3": ["q_proj"], "mistral": ["q_proj", "down_proj"],
     "nemotron h": ["q_proj", "o_proj"], "nemotron h dense": ["q_proj", "up_proj"], "mixtral": ["q_proj", "v_proj"],
+    "qwen 2 moe": ["up_proj", "down_proj"], "nemotron h latent": ["in_proj", "up_proj"], "mamba 2": ["in_proj"],
+    "falcon mamba": ["in_proj", "x_proj"],
 }  # fmt: skip
+# What else of `lora` is set: ranks and factors of single projections, and the blocks that have some.
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral sizes": {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_proj": 6}, "alpha_pattern": {"q_proj": 3}},
+    "mixtral sizes": {"layers_to_transform": [1], "rank_pattern": {"v_proj": 2}},
+    "gemma3 sizes": {"layers_to_transform": 1, "alpha_pattern": {"down_proj": 3}},
+}
 
 
 def model_folder(path: Path, family: str) -> Path:
@@ -39,36 +48,44 @@ def model_folder(path: Path, family: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("family", "layout"), cells(
-    [("gemma3", "plain"), ("nemotron h", "pp2")],
-    [("mistral3", "tp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain")],
+@pytest.mark.parametrize(("name", "layout"), cells(
+    [("gemma3", "plain"), ("nemotron h", "pp2"), ("mistral sizes", "tp2"),
+     ("qwen 2 moe", "tp2 sp"), ("falcon mamba", "tp2")],
+    [("mistral3", "tp2"), ("mamba 2", "zero3"), ("nemotron h latent", "pp2"), ("mixtral sizes", "zero3"),
+     ("gemma3 sizes", "pp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain")],
     [("mistral3 with mistral", "plain"), ("gemma 3", "plain"), ("ministral 3", "plain"), ("mistral", "plain"),
      ("nemotron h", "tp2 sp"), ("nemotron h dense", "zero3, deepspeed")],
 ))  # fmt: skip
-def test_peft_loads_what_was_trained_here(family: str, layout: str, tmp_path: Path) -> None:
+def test_peft_loads_what_was_trained_here(name: str, layout: str, tmp_path: Path) -> None:
+    family = name.removesuffix(" sizes")
     path, save = model_folder(tmp_path / "model", family), tmp_path / "save"
     folder, (ranks, keys) = HFFolder(path), TABLE[layout]
     model = {key: value for key, value in from_hf(folder.config, folder.get)[0].items() if key != "padded_vocab_size"}
     values = config(model, keys, {
         "save": str(save), "load": str(path), "train_iters": STEPS, "checkpoint_factor": 1, "save_hf": STEPS,
-        "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "lora": {"r": 4, "alpha": 8, "target": TARGETS[family]},
+        "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"),
+        "lora": {"r": 4, "alpha": 8, "target": TARGETS[family], **SIZES.get(name, {})},
     })  # fmt: skip
     run_ranks(run_to_end, ranks, values)
     exported = save / "huggingface" / step_tag(STEPS)
     base, (source,) = open_with_base([save / step_tag(STEPS)])
-    ours = unmerged_logits(base, source, TOKENS)
+    actual = unmerged_logits(base, source, TOKENS)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        tuned = peft.PeftModel.from_pretrained(alone(path), str(exported)).eval()
-    assert not [one for one in warned if "missing" in str(one.message).lower()], warned
+        tuned = peft.PeftModel.from_pretrained(load_base_model(path), str(exported)).eval()
+    assert not [warning for warning in warned if "missing" in str(warning.message).lower()], warned
     written: dict[str, Any] = load_file(exported / "adapter_model.safetensors")
-    there = peft.get_peft_model_state_dict(tuned)
-    assert there.keys() == written.keys() and all(there[name].equal(value) for name, value in written.items())
+    loaded_adapters = peft.get_peft_model_state_dict(tuned)
+    assert loaded_adapters.keys() == written.keys() and all(
+        loaded_adapters[key].equal(value) for key, value in written.items()
+    )
     assert json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"] == str(path)
     with torch.no_grad():
-        theirs = tuned(input_ids=TOKENS).logits
-        assert (alone(path)(input_ids=TOKENS).logits - theirs).abs().max() > 10 * BOUND, "it does nothing"
-    assert furthest(ours, theirs) < BOUND
+        peft_logits = tuned(input_ids=TOKENS).logits
+        assert (load_base_model(path)(input_ids=TOKENS).logits - peft_logits).abs().max() > 10 * BOUND, (
+            "it does nothing"
+        )
+    assert furthest(actual, peft_logits) < BOUND
     compare_with_peft(base, source)
     merged, _ = write_merged(base, [(source, 1.0)], tmp_path / "merged")
-    assert furthest(merged_logits(merged), theirs) < BOUND
+    assert furthest(merged_logits(merged), peft_logits) < BOUND

@@ -12,7 +12,7 @@ from megatron.model.init import stage_parameters
 from megatron.training.setup import build_engine
 from tests.model.stages import groups_of
 from tests.pool import run_ranks
-from tests.training.layout_runs import PACKED, PLAIN, Run, args_of, assert_same, some_steps, train, zero
+from tests.training.layout_runs import PACKED, UNPACKED, Run, args_of, assert_same, some_steps, train, zero
 from tests.training.runs import cells
 
 _COMMON: dict[str, Any] = {
@@ -40,12 +40,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
 }  # fmt: skip
 # Every model, packed or not: two halves of all pairs.
-HALVES = {"first": [("mamba", PACKED), ("mamba2", PLAIN), ("hybrid", PACKED)]}
+HALVES = {"first": [("mamba", PACKED), ("mamba2", UNPACKED), ("hybrid", PACKED)]}
 HALVES["other"] = [(model, not packed) for model, packed in HALVES["first"]]
 
 
 def run(half: str, layout: str) -> list[list[Run]]:
-    """Of every rank."""
+    """Runs of every rank."""
     world, keys = LAYOUTS[layout]
     return run_ranks(some_steps, world, [(MODELS[model], packed) for model, packed in HALVES[half]], keys, timeout=250)
 
@@ -57,12 +57,12 @@ def reference() -> Callable[[str], list[Run]]:
 
 
 AT_ONCE = [("tp2", "first"), ("pp2", "other"), ("dp2 zero3", "first")]
-MORE = [("tp2 sp selective", "first"), ("dp2 zero1", "other"), ("dp2 deepspeed zero1", "first")]
-MORE += [("dp2 deepspeed zero3", "other"), ("recompute", "other")]
-PRODUCT = [case for case in product(list(LAYOUTS)[1:], HALVES) if case not in AT_ONCE + MORE]
+MORE_CELLS = [("tp2 sp selective", "first"), ("dp2 zero1", "other"), ("dp2 deepspeed zero1", "first")]
+MORE_CELLS += [("dp2 deepspeed zero3", "other"), ("recompute", "other")]
+PRODUCT = [case for case in product(list(LAYOUTS)[1:], HALVES) if case not in AT_ONCE + MORE_CELLS]
 
 
-@pytest.mark.parametrize(("layout", "half"), cells(AT_ONCE, MORE, PRODUCT))
+@pytest.mark.parametrize(("layout", "half"), cells(AT_ONCE, MORE_CELLS, PRODUCT))
 def test_steps_are_those_of_one_process(layout: str, half: str, reference: Callable[[str], list[Run]]) -> None:
     # Selective recomputation asks of each of a scan's small operators whether its result is kept.
     ranks = run(half, layout)
@@ -73,24 +73,27 @@ def test_steps_are_those_of_one_process(layout: str, half: str, reference: Calla
 
 def types_after_steps(rank: int, world_size: int, layouts: list[Any]) -> list[tuple[Any, list[float], torch.Tensor]]:
     """For the pool: after steps in bf16 the types of A_log and D, losses and norms, and A_log."""
-    found = []
+    results = []
     for keys in layouts:
         args = args_of({**MODELS["hybrid"], "precision": "bfloat16"}, keys, world_size)
         engine = build_engine(args, groups_of(args, world_size))
-        run, named = train(engine, range(4), 1e-3), [(n, param.dtype) for _, n, param in stage_parameters(engine.stage)]
+        run, named_dtypes = (
+            train(engine, range(4), 1e-3),
+            [(n, param.dtype) for _, n, param in stage_parameters(engine.stage)],
+        )
         kinds = (("A_log", "mixer.D"), "in_proj.weight")
-        types, of_weights = ({dtype for name, dtype in named if name.endswith(kind)} for kind in kinds)
-        assert of_weights == {torch.float32 if "zero_optimization" in keys else torch.bfloat16}
-        found.append((types, [*run.losses, *run.norms], run.weights[2]["mixer.A_log"]))
+        types, weight_types = ({dtype for name, dtype in named_dtypes if name.endswith(kind)} for kind in kinds)
+        assert weight_types == {torch.float32 if "zero_optimization" in keys else torch.bfloat16}
+        results.append((types, [*run.losses, *run.norms], run.weights[2]["mixer.A_log"]))
         engine.close()
-    return found
+    return results
 
 
-def test_a_log_and_d_stay_fp32_beside_bf16_weights() -> None:
+def test_a_log_and_d_stay_fp32_with_bf16_weights() -> None:
     """In the native engine, whole on every rank or with weights cut; DeepSpeed has one type for all."""
     layouts = [{}, *map(zero, (1, 2, 3)), {"engine": "deepspeed"}]
-    for (_, losses, first), *cut, (by_deepspeed, _, _) in run_ranks(types_after_steps, 2, layouts):
-        for types, seen, a_log in cut:
-            assert types == {torch.float32} and seen == pytest.approx(losses, rel=2e-3)
-            assert torch.allclose(a_log, first, atol=2e-3) and not torch.equal(a_log.bfloat16().float(), a_log)
-        assert by_deepspeed == {torch.bfloat16}
+    for (_, losses, reference), *sharded, (deepspeed_types, _, _) in run_ranks(types_after_steps, 2, layouts):
+        for types, actual, a_log in sharded:
+            assert types == {torch.float32} and actual == pytest.approx(losses, rel=2e-3)
+            assert torch.allclose(a_log, reference, atol=2e-3) and not torch.equal(a_log.bfloat16().float(), a_log)
+        assert deepspeed_types == {torch.bfloat16}

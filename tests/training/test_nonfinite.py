@@ -21,10 +21,10 @@ from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training import Training, setup, train
 from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config
-from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.pool import run_ranks
 from tests.training import runs
+from tests.training.batches import batches_of
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
 
@@ -39,7 +39,7 @@ def poison(training: Any, steps: set[int], bad: float) -> None:
     linear.register_forward_hook(on_forward)
 
 
-def ended(training: Training) -> str | None:
+def train_until_error(training: Training) -> str | None:
     """Train; the message that ended the run."""
     try:
         train(training)
@@ -58,12 +58,12 @@ def run_poisoned(
         param.register_hook(lambda grad: grad * (bad if training.progress.iteration + 1 in steps else 1.0))
     elif rank == world_size - 1:
         poison(training, steps, bad)
-    return ended(training), training.engine.weights(master=True)
+    return train_until_error(training), training.engine.weights(master=True)
 
 
-def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _values(tmp_path: Path, layout: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     values = config(NEOX, layout, num_layers=2, train_micro_batch_size_per_gpu=4, train_iters=6, checkpoint_factor=4)
-    return {**values, "save": str(tmp_path / "run"), **more}
+    return {**values, "save": str(tmp_path / "run"), **overrides}
 
 
 def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any], step: int, pattern: str) -> None:
@@ -78,11 +78,14 @@ def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any
     assert [row["iteration"] for row in metric_rows(save)] == [*range(1, step)], "the steps before have their rows"
 
 
-AT_ONCE, MORE = [("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")], [("plain", "fp32"), ("zero2", "fp32")]
-PRODUCT = [cell for cell in product(LAYOUTS, ("fp32", "bfloat16")) if cell not in AT_ONCE + MORE]
+AT_ONCE, MORE_CELLS = (
+    [("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")],
+    [("plain", "fp32"), ("zero2", "fp32")],
+)
+PRODUCT = [cell for cell in product(LAYOUTS, ("fp32", "bfloat16")) if cell not in AT_ONCE + MORE_CELLS]
 
 
-@pytest.mark.parametrize(("name", "precision"), cells(AT_ONCE, MORE, PRODUCT))
+@pytest.mark.parametrize(("name", "precision"), cells(AT_ONCE, MORE_CELLS, PRODUCT))
 def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
@@ -93,13 +96,16 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
     assert_weights_before(outcomes, values, 5, pattern)
 
 
-KEPT, CUT = "input_layernorm.weight", "mlp.linear1.weight"
-ALONE = [(KEPT, 0, "fp32"), (CUT, 3, "fp32"), (KEPT, 2, "bfloat16")]
-OTHERS = [*product((KEPT, CUT), range(4), ["fp32"]), *product((KEPT, CUT), (0, 2), ["bfloat16"])]
-OTHERS = [cell for cell in OTHERS if cell not in ALONE]
+REPLICATED_WEIGHT, SHARDED_WEIGHT = "input_layernorm.weight", "mlp.linear1.weight"
+FEW_CELLS = [(REPLICATED_WEIGHT, 0, "fp32"), (SHARDED_WEIGHT, 3, "fp32"), (REPLICATED_WEIGHT, 2, "bfloat16")]
+PRODUCT_CELLS = [
+    *product((REPLICATED_WEIGHT, SHARDED_WEIGHT), range(4), ["fp32"]),
+    *product((REPLICATED_WEIGHT, SHARDED_WEIGHT), (0, 2), ["bfloat16"]),
+]
+PRODUCT_CELLS = [cell for cell in PRODUCT_CELLS if cell not in FEW_CELLS]
 
 
-@pytest.mark.parametrize(("name", "stage", "precision"), cells(ALONE[:2], ALONE[2:], OTHERS))
+@pytest.mark.parametrize(("name", "stage", "precision"), cells(FEW_CELLS[:2], FEW_CELLS[2:], PRODUCT_CELLS))
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy on all tensor ranks is counted once in the norm, which must not hide what another rank has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
@@ -117,7 +123,7 @@ def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
 
     setup.build_objective = lambda args: Objective(LANGUAGE_MODELLING.weight, loss_sum)
     training = begin(values)
-    return ended(training)
+    return train_until_error(training)
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipe_parallel_size": 2}, {"zero_optimization": {"stage": 1}}])
@@ -128,7 +134,7 @@ def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_bad_step_leaves_no_trace(stage: int, tmp_path: Path) -> None:
-    """Nor does the step begun before it was known: in the losses that spikes are judged by, in counters."""
+    """A bad step and the step begun after it change neither the losses that judge spikes nor counters."""
     values = _values(tmp_path, {"zero_optimization": {"stage": stage}}, skip_step_above_sigma=6.0)
     assert run_ranks(run_poisoned, 1, values, {4}, math.nan)[0][0] is not None
     state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)
@@ -148,7 +154,7 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
 
 def test_spike_guard_window() -> None:
     guard, restored, skipped = SpikeGuard(6.0), SpikeGuard(6.0), []
-    for loss in (*(1.0 + 0.01 * (i % 2) for i in range(SpikeGuard.LEAST)), 1.02, 1.2, 1.005):
+    for loss in (*(1.0 + 0.01 * (i % 2) for i in range(SpikeGuard.MIN_LOSSES)), 1.02, 1.2, 1.005):
         guard.decide(loss)
         skipped += [loss] if guard.skips else []
     assert skipped == [1.2], "and it did not enter the window"
@@ -165,10 +171,10 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
         micro_batches = next(batches)
         if step == 38:
             micro_batches = [replace(b, labels=(b.labels * 7 + 13) % 380) for b in micro_batches]
-        before = training.engine.weights()
+        old_weights = training.engine.weights()
         skips.append(bool(training.engine.train_step(micro_batches, 1e-3).spike))
         if skips[-1]:
-            unchanged = unchanged and bit_equal(before, training.engine.weights())
+            unchanged = unchanged and bit_equal(old_weights, training.engine.weights())
     return skips, unchanged
 
 
@@ -186,16 +192,16 @@ def windows(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[fl
     """For the pool: the losses known at the end of a run's first half, and where the second begins."""
     training = begin(values)
     train(training)
-    known = training.engine.spikes.state()  # type: ignore[attr-defined]
+    known_losses = training.engine.spikes.state()  # type: ignore[attr-defined]
     training.engine.close()
-    return known, begin(values).engine.spikes.state()  # type: ignore[attr-defined]
+    return known_losses, begin(values).engine.spikes.state()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("engine", ["native", "deepspeed"])
 def test_a_resumed_run_compares_with_the_losses_before(engine: str, tmp_path: Path) -> None:
     values = _values(tmp_path, {"engine": engine}, checkpoint_factor=3, exit_interval=3, skip_step_above_sigma=6.0)
-    [(before, after)] = run_ranks(windows, 1, values)
-    assert len(before) == 3 and after == before
+    [(saved_losses, resumed_losses)] = run_ranks(windows, 1, values)
+    assert len(saved_losses) == 3 and resumed_losses == saved_losses
 
 
 def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
@@ -207,18 +213,18 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
             training.engine.sharded_states()["exp_avg"][0][1].view(-1)[5] = math.nan
 
     runs.before_steps(training, spoil)
-    return ended(training)
+    return train_until_error(training)
 
 
-@pytest.mark.parametrize(("name", "step", "more"), cells(
+@pytest.mark.parametrize(("name", "step", "overrides"), cells(
     # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
     [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
     [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
     [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
 ))  # fmt: skip
-def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_nan_moment_is_never_stored(name: str, step: int, overrides: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
-    values = _values(tmp_path, layout, checkpoint_factor=2, **more)
+    values = _values(tmp_path, layout, checkpoint_factor=2, **overrides)
     errors = run_ranks(poison_moment, ranks, values, step)
     for message in errors:
         assert re.search(r"layer_0\d-model_0\d\S*\.pt.*not finite.*global_step2", str(message)), message
@@ -226,9 +232,9 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
     assert (save / "latest").read_text() == "global_step2"
     assert sorted(p.name for p in save.glob("*global_step*")) == ["global_step2"]
     assert json.loads((save / "status.json").read_text())["status"] == "failed"
-    again = run_ranks(run_to_end, ranks, values)
-    through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False})
-    for (_, weights), (_, expected) in zip(again, through, strict=True):
+    restarted = run_ranks(run_to_end, ranks, values)
+    uninterrupted = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False})
+    for (_, weights), (_, expected) in zip(restarted, uninterrupted, strict=True):
         assert bit_equal(weights, expected), "a restart loses nothing"
 
 
@@ -253,12 +259,12 @@ def test_deepspeed_is_told_everything() -> None:
 def scales(rank: int, world_size: int, runs: list[tuple[dict[str, Any], str]]) -> list[list[float]]:
     """For the pool: the scale after each step of each run, by DeepSpeed's own reading of our settings."""
     attach_deepspeed()
-    seen = []
+    scales_by_run = []
     for fp16, steps in runs:
         read = get_float16_config(deepspeed_config(args_of(**fp16)))
         scaler = CreateLossScaler(torch.half, read.loss_scale, read.loss_scale == 0, read.dynamic_loss_scale_args())
-        seen.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
-    return seen
+        scales_by_run.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
+    return scales_by_run
 
 
 # Settings, steps (x: an overflow), and the scale after each.
@@ -272,22 +278,25 @@ SCALES: list[tuple[dict[str, Any], str, list[float]]] = [
 
 
 def test_deepspeeds_scaler_moves_as_it_is_told() -> None:
-    found = run_ranks(scales, 1, [(fp16, steps) for fp16, steps, _ in SCALES])[0]
-    assert found == [expected for _, _, expected in SCALES]
+    actual = run_ranks(scales, 1, [(fp16, steps) for fp16, steps, _ in SCALES])[0]
+    assert actual == [expected for _, _, expected in SCALES]
 
 
 def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
     """For the pool: an engine that overflows in these steps; what was raised, steps taken and left out."""
     fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
-    training, taken = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000)), []
+    training, overflows = (
+        begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000)),
+        [],
+    )
 
-    def train_step(*given: Any) -> StepResult:
-        taken.append(len(taken) + 1 in overflow)
-        return StepResult(torch.tensor(math.nan if taken[-1] else 1.0), torch.tensor(1.0), taken[-1])
+    def train_step(*args: Any) -> StepResult:
+        overflows.append(len(overflows) + 1 in overflow)
+        return StepResult(torch.tensor(math.nan if overflows[-1] else 1.0), torch.tensor(1.0), overflows[-1])
 
     engine: Any = SimpleNamespace(train_step=train_step, stage=training.engine.stage, tensors=dict)
     training = replace(training, engine=engine)
-    return ended(training), len(taken), training.progress.skipped
+    return train_until_error(training), len(overflows), training.progress.skipped
 
 
 def test_the_run_stops_after_fifty_overflows_in_a_row() -> None:

@@ -34,20 +34,20 @@ def test_lion_in_layouts(name: str) -> None:
     """Few steps: the sign of a value near zero may differ between summation orders."""
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, train_micro_batch_size_per_gpu=4)
-    one, many = curves_of({"lion": values}, 4), curves_of({"lion": {**values, **layout}}, 4, ranks)
-    assert_alike(many, one, norms=1e-4, weights=1e-3)
+    one_process, layout_curves = curves_of({"lion": values}, 4), curves_of({"lion": {**values, **layout}}, 4, ranks)
+    assert_alike(layout_curves, one_process, norms=1e-4, weights=1e-3)
 
 
-def _optimizer(**more: Any) -> torch.optim.Optimizer:
-    args = NeoXArgs.from_dict(config(NEOX, padded_vocab_size=384, **more))
+def _optimizer(**overrides: Any) -> torch.optim.Optimizer:
+    args = NeoXArgs.from_dict(config(NEOX, padded_vocab_size=384, **overrides))
     return build_optimizer(parameter_groups(build_stage(args, ParallelGroups.single()), args), args)
 
 
 def test_no_decay_for_norms_and_biases() -> None:
-    decayed, plain = _optimizer().param_groups
-    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in plain["params"]} == {1}
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert (decayed["name"], plain["name"]) == ("weight_decay_params", "no_weight_decay_params")
+    decayed, undecayed = _optimizer().param_groups
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in undecayed["params"]} == {1}
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["name"], undecayed["name"]) == ("weight_decay_params", "no_weight_decay_params")
 
 
 def test_kinds() -> None:

@@ -27,10 +27,12 @@ HOPPER = PrecisionChoice("tensorwise", "precision_fp8: auto chose tensorwise for
 LORA = {"lora": {"r": 2, "target": "all-linear"}}
 
 
-def model(**more: Any) -> tuple[Stage, NeoXArgs, ParallelGroups]:
-    given = config(LLAMA, WIDE, {"precision": "bfloat16", "padded_vocab_size": 384, "precision_fp8": "auto"}, **more)
+def model(**overrides: Any) -> tuple[Stage, NeoXArgs, ParallelGroups]:
+    values = config(
+        LLAMA, WIDE, {"precision": "bfloat16", "padded_vocab_size": 384, "precision_fp8": "auto"}, **overrides
+    )
     args, groups = (
-        NeoXArgs.from_dict({"train_micro_batch_size_per_gpu": 2, **given}).for_world(1),
+        NeoXArgs.from_dict({"train_micro_batch_size_per_gpu": 2, **values}).for_world(1),
         ParallelGroups.single(),
     )
     stage = build_stage(args, groups)
@@ -39,8 +41,9 @@ def model(**more: Any) -> tuple[Stage, NeoXArgs, ParallelGroups]:
 
 
 class FakeClock:
-    """Runs what it is to time once; seconds of a call by whether it casts to FP8, that is, in which precision
-    it multiplies. products: the methods that multiplied in FP8."""
+    """A clock that runs the timed work once, and returns seconds of bf16 or of FP8.
+
+    It returns those of FP8 where the work multiplied in FP8. products: the methods that multiplied in FP8."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bf16: float, fp8: float) -> None:
         self.bf16, self.fp8, self.calls, self.products = bf16, fp8, 0, list[str]()
@@ -48,22 +51,22 @@ class FakeClock:
             monkeypatch.setattr(TensorwiseProduct, name, self.noted(name, getattr(TensorwiseProduct, name)))
 
     def noted(self, name: str, method: Any) -> Any:
-        def run(*given: Tensor) -> Tensor:
+        def run(*operands: Tensor) -> Tensor:
             self.products.append(name)
-            result: Tensor = method(*given)
+            result: Tensor = method(*operands)
             return result
 
         return run
 
     def __call__(self, work: Any, budget: float) -> float:
-        before = len(self.products)
+        num_products = len(self.products)
         self.calls += 1
         work()
-        return self.fp8 if len(self.products) > before else self.bf16
+        return self.fp8 if len(self.products) > num_products else self.bf16
 
 
 @pytest.mark.parametrize(("bf16", "fp8", "chosen"), [(2.0, 1.0, "tensorwise"), (1.0, 2.0, "off"), (1.0, 1.0, "off")])
-def test_the_faster_is_taken_and_both_times_are_said(
+def test_the_faster_is_chosen_and_both_times_are_reported(
     bf16: float, fp8: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (stage, args, groups), lines = model(), list[str]()
@@ -95,25 +98,27 @@ def test_frozen_weights_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.more
 def test_no_random_numbers_are_drawn_and_products_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    (stage, args, groups), before = model(compile="block"), torch.get_rng_state()
+    (stage, args, groups), rng_state = model(compile="block"), torch.get_rng_state()
     graphs = torch._dynamo.utils.counters["stats"]
     torch._dynamo.reset()
-    made = graphs["unique_graphs"]
+    graphs_before = graphs["unique_graphs"]
     times = try_linears(stage, args, groups, "tensorwise", lambda work, budget: float(work() is not None))
-    assert (times.bf16, times.fp8) == (8.0, 8.0) and graphs["unique_graphs"] - made == 8, "two for each of four shapes"
-    assert torch.equal(torch.get_rng_state(), before)
+    assert (times.bf16, times.fp8) == (8.0, 8.0) and graphs["unique_graphs"] - graphs_before == 8, (
+        "two for each of four shapes"
+    )
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
-def never(work: Any, budget: float) -> float:
+def refuse_timing(work: Any, budget: float) -> float:
     raise AssertionError("nothing is to be timed")
 
 
-@pytest.mark.parametrize("asked", ["tensorwise", "rowwise", "off", None])
-def test_what_is_named_is_never_tried(asked: str | None) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "off", None])
+def test_what_is_named_is_never_tried(recipe: str | None) -> None:
     (stage, args, groups), lines = model(), list[str]()
-    named = args.replace(precision_fp8=asked)
-    choice = choose_precision(named, groups.device)
-    assert settle_precision(stage, named, groups, choice, lines.append, never) is named and not lines
+    named_args = args.replace(precision_fp8=recipe)
+    choice = choose_precision(named_args, groups.device)
+    assert settle_precision(stage, named_args, groups, choice, lines.append, refuse_timing) is named_args and not lines
 
 
 def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +132,16 @@ def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch: pytest.Monk
     choice = choose_precision(args.replace(deterministic_mode=True), CUDA)
     assert choice.recipe is None and re.search("deterministic_mode.*precision_fp8: tensorwise", choice.reason or "")
     stage, args, groups = model(hidden_size=40, num_attention_heads=4, intermediate_size=40)
-    assert settle_precision(stage, args, groups, HOPPER, lines.append, never).precision_fp8 == "off"
+    assert settle_precision(stage, args, groups, HOPPER, lines.append, refuse_timing).precision_fp8 == "off"
     assert re.search("off.*CPU", lines[0]) and re.search("off.*multiples of 16", lines[1])
 
 
 def settled_on(
-    rank: int, world_size: int, given: dict[str, Any], seconds: list[tuple[float, float] | None]
+    rank: int, world_size: int, values: dict[str, Any], seconds: list[tuple[float, float] | None]
 ) -> tuple[str, str]:
     """For the pool: what this rank chose and said. seconds: of each rank, bf16 and FP8; None: its GPU has no
     FP8."""
-    args, lines = NeoXArgs.from_dict(given).for_world(world_size), list[str]()
+    args, lines = NeoXArgs.from_dict(values).for_world(world_size), list[str]()
     groups, turns = groups_of(args, world_size), list(seconds[rank] or ()) * 1000
     clock: Clock = lambda work, budget: turns.pop(0)  # noqa: E731
     choice = HOPPER if seconds[rank] else PrecisionChoice(None, "precision_fp8: auto chose off: Ampere")
@@ -146,34 +151,36 @@ def settled_on(
 
 @pytest.mark.parametrize(("slow", "chosen"), [((1.0, 0.9), "tensorwise"), ((1.0, 3.0), "off"), (None, "off")])
 def test_all_ranks_choose_alike_by_the_slowest(slow: tuple[float, float] | None, chosen: str) -> None:
-    given = values("auto", padded_vocab_size=384, train_micro_batch_size_per_gpu=2)
-    one, other = run_ranks(settled_on, 2, given, [(1.0, 0.5), slow])
-    assert one == other and one[0] == chosen
+    run_values = values("auto", padded_vocab_size=384, train_micro_batch_size_per_gpu=2)
+    rank0_choice, rank1_choice = run_ranks(settled_on, 2, run_values, [(1.0, 0.5), slow])
+    assert rank0_choice == rank1_choice and rank0_choice[0] == chosen
 
 
 def test_a_run_that_goes_on_keeps_its_recipe(tmp_path: Path) -> None:
-    given = values("tensorwise", save=str(tmp_path), load=str(tmp_path), checkpoint_factor=1, train_iters=1)
-    run_ranks(to_their_ends, 1, [given])
-    assert run_ranks(gone_on, 1, {**given, "precision_fp8": "auto", "train_iters": 2}) == [("tensorwise", 8)]
-    run_ranks(to_their_ends, 1, [{**given, "save": str(tmp_path / "auto"), "load": None, "precision_fp8": "auto"}])
+    run_values = values("tensorwise", save=str(tmp_path), load=str(tmp_path), checkpoint_factor=1, train_iters=1)
+    run_ranks(to_their_ends, 1, [run_values])
+    assert run_ranks(gone_on, 1, {**run_values, "precision_fp8": "auto", "train_iters": 2}) == [("tensorwise", 8)]
+    run_ranks(to_their_ends, 1, [{**run_values, "save": str(tmp_path / "auto"), "load": None, "precision_fp8": "auto"}])
     manifest = read_manifest(tmp_path / "auto" / "global_step1")
     assert manifest is not None and manifest.config["precision_fp8"] == "off", "what auto chose is in the checkpoint"
 
 
-def gone_on(rank: int, world_size: int, given: dict[str, Any]) -> tuple[str, int]:
+def gone_on(rank: int, world_size: int, values: dict[str, Any]) -> tuple[str, int]:
     """For the pool: the recipe of a resumed run, and how many linears have it."""
-    training = begin(given)
-    of_run = [m for m in training.engine.stage.modules() if isinstance(getattr(m, "product", None), TensorwiseProduct)]
-    return str(training.args.precision_fp8), len(of_run)
+    training = begin(values)
+    fp8_linears = [
+        m for m in training.engine.stage.modules() if isinstance(getattr(m, "product", None), TensorwiseProduct)
+    ]
+    return str(training.args.precision_fp8), len(fp8_linears)
 
 
 def test_what_a_checkpoint_says_counts_for_auto_alone() -> None:
     lines: list[str] = []
-    for asked, recorded, expected in (
+    for requested, recorded, expected in (
         ("auto", "te", "te"), ("auto", "off", "off"), ("auto", None, "auto"), ("auto", "auto", "auto"),
         ("rowwise", "tensorwise", "rowwise"), ("off", "tensorwise", "off"),
     ):  # fmt: skip
-        args = NeoXArgs.from_dict(values(asked))
+        args = NeoXArgs.from_dict(values(requested))
         assert recorded_precision(args, recorded, lines.append).precision_fp8 == expected
     assert [re.search("keeps (te|off)", line) is not None for line in lines] == [True, True]
     with pytest.raises(ConfigError, match="precision_fp8.*bf16"):  # weights of another dtype cannot go on in it

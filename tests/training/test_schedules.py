@@ -13,7 +13,7 @@ from megatron.checkpointing import CheckpointError
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.schedules import Schedule, build_schedule, resumed_schedule
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, BASE, GOLDEN, NEOX, config, curves, run_to_end, said
+from tests.training.runs import ADAMW, BASE, GOLDEN, NEOX, config, curves, output_of_run, run_to_end
 
 FOLDER = GOLDEN / "schedules"
 META = json.loads((FOLDER / "eleuther_meta.json").read_text())
@@ -29,9 +29,9 @@ def test_golden(case: str) -> None:
     meta, file = META[case], FOLDER / f"eleuther_{case}.npy"
     golden = np.load(file) if file.exists() else np.array(meta["values_before_failure"])
     schedule, end = schedule_of(meta), meta["total_iters"]
-    ours = np.array([schedule(step) for step in range(end + 1)])
-    np.testing.assert_allclose(ours, golden[: end + 1], rtol=1e-12, atol=0)
-    assert ours[0] == ours[1] or meta["warmup_iter"] == 0
+    actual = np.array([schedule(step) for step in range(end + 1)])
+    np.testing.assert_allclose(actual, golden[: end + 1], rtol=1e-12, atol=0)
+    assert actual[0] == actual[1] or meta["warmup_iter"] == 0
     assert {schedule(end + step) for step in range(1, 60)} == {schedule(end)}, "clamped past the end"
 
 
@@ -62,14 +62,14 @@ NO_WARMUP = {key: value for key, value in BASE.items() if key != "warmup"}
 
 
 def test_length_and_warmup_from_keys() -> None:
-    def made(**keys: Any) -> tuple[int, float]:
+    def schedule_from(**keys: Any) -> tuple[int, float]:
         values = {**NO_WARMUP, "train_iters": 200, "lr_decay_style": "cosine", **keys}
         schedule = build_schedule(NeoXArgs.from_dict(values))
         return schedule.end, schedule.warmup
 
-    assert made(warmup=0.1, lr_decay_iters=50) == (50, 5.0)
-    assert made(warmup=0.1, lr_decay_iters=None, lr_decay_fraction=0.5) == (100, 10.0)
-    assert made(warmup_iters=30) == (200, 30.0)
+    assert schedule_from(warmup=0.1, lr_decay_iters=50) == (50, 5.0)
+    assert schedule_from(warmup=0.1, lr_decay_iters=None, lr_decay_fraction=0.5) == (100, 10.0)
+    assert schedule_from(warmup_iters=30) == (200, 30.0)
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
@@ -83,14 +83,16 @@ def test_lr_scaling(scaling: str, factor: float) -> None:
 SAVED = META["cosine_frac_warmup_N150"]["state_dict"]  # written by the original system
 
 
-def resume(saved: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **more: Any) -> Schedule:
-    keys = {"train_iters": 150, "lr_decay_style": "cosine", "min_lr": 6e-5, "warmup": 0.01, **more}
+def resume(
+    saved: dict[str, Any] | None = None, saved_config: dict[str, Any] | None = None, **overrides: Any
+) -> Schedule:
+    keys = {"train_iters": 150, "lr_decay_style": "cosine", "min_lr": 6e-5, "warmup": 0.01, **overrides}
     lr = {"optimizer": {"type": "Adam", "params": {"lr": keys.pop("lr", 6e-4)}}}
     if "warmup_iters" in keys:
         del keys["warmup"]
     args = NeoXArgs.from_dict({**NO_WARMUP, **lr, **keys}).for_world(1)
     state = SAVED if saved is None else saved
-    return resumed_schedule(build_schedule(args), state, args, "there/global_step5", given or {})
+    return resumed_schedule(build_schedule(args), state, args, "there/global_step5", saved_config or {})
 
 
 def test_same_schedule_resumes() -> None:
@@ -117,12 +119,12 @@ def test_changed_schedule(change: dict[str, Any], line: str) -> None:
 
 
 def test_the_key_that_changed_is_named_not_what_follows_from_it() -> None:
-    """Where it is known what was written: a warm-up that is a share of the run comes of its length."""
-    then = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
+    """The saved configuration is known: a warm-up that is a share of the run follows from its length."""
+    saved_keys = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
     with pytest.raises(CheckpointError, match=r"^train_iters: end_iter 300 .*150; train_iters: warmup_iter 3.0 .*1.5"):
-        resume(given=then, train_iters=300)
+        resume(saved_config=saved_keys, train_iters=300)
     with pytest.raises(CheckpointError, match="^optimizer.params.lr: start_lr 0.001"):
-        resume(given={**then, "optimizer": {"params": {"lr": 6e-4}}}, lr=1e-3, lr_scaling="none")
+        resume(saved_config={**saved_keys, "optimizer": {"params": {"lr": 6e-4}}}, lr=1e-3, lr_scaling="none")
 
 
 def test_schedules_that_do_not_differ() -> None:
@@ -143,15 +145,15 @@ def test_wsd_is_kept_whole() -> None:
         resume(state, lr_decay_style="wsd", lr_wsd_decay_iters=30)
 
 
-def test_runs_take_the_schedule_they_are_told(tmp_path: Path) -> None:
-    first = config(NEOX, ADAMW, lr_decay_style="cosine", warmup=0.2, save=str(tmp_path), checkpoint_factor=3)
-    run_ranks(run_to_end, 1, {**first, "exit_interval": 3})
-    changed = {**first, "save": None, "load": str(tmp_path), "lr_decay_style": "linear"}
+def test_runs_use_the_configured_schedule(tmp_path: Path) -> None:
+    first_run = config(NEOX, ADAMW, lr_decay_style="cosine", warmup=0.2, save=str(tmp_path), checkpoint_factor=3)
+    run_ranks(run_to_end, 1, {**first_run, "exit_interval": 3})
+    changed = {**first_run, "save": None, "load": str(tmp_path), "lr_decay_style": "linear"}
     with pytest.raises(AssertionError, match=r"lr_decay_style: decay_style linear .*/global_step3.*cosine"):
-        run_ranks(said, 1, changed)
+        run_ranks(output_of_run, 1, changed)
     stored = {**changed, "use_checkpoint_lr_scheduler": True}
     configs = [{**changed, "override_lr_scheduler": True}, stored, {**stored, "lr_decay_style": "cosine"}]
-    configured, kept, cosine = (part.rates for part in run_ranks(curves, 1, configs, 2)[0])
+    configured, stored_rates, cosine = (part.rates for part in run_ranks(curves, 1, configs, 2)[0])
     linear = Schedule(1e-3, 0.0, "linear", 2.0, 10)
-    assert configured == [linear(3), linear(4)] and kept == cosine != configured
-    assert re.search(r"use_checkpoint_lr_scheduler: .*0\.001.*cosine", run_ranks(said, 1, stored)[0])
+    assert configured == [linear(3), linear(4)] and stored_rates == cosine != configured
+    assert re.search(r"use_checkpoint_lr_scheduler: .*0\.001.*cosine", run_ranks(output_of_run, 1, stored)[0])

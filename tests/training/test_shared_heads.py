@@ -9,7 +9,7 @@ import pytest
 
 from tests.model.runs import EVERY_OTHER, GATED, NO_BIASES, QK_NORMS
 from tests.pool import run_ranks
-from tests.training.layout_runs import PACKED, PLAIN, Run, args_of, assert_same, some_steps, zero
+from tests.training.layout_runs import PACKED, UNPACKED, Run, args_of, assert_same, some_steps, zero
 from tests.training.runs import cells
 
 _COMMON: dict[str, Any] = {**GATED, **NO_BIASES, "norm": "rmsnorm"}
@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "two groups": {**_COMMON, **_MAMBA, "mamba_num_groups": 2, "attention_config": [[["mamba2"], "all"]]},
 }  # fmt: skip
-PAIRS = [(name, PACKED if name in ("two heads", "one group") else PLAIN) for name in MODELS]
+PAIRS = [(name, PACKED if name in ("two heads", "one group") else UNPACKED) for name in MODELS]
 TP2, TP4, SP = {"model_parallel_size": 2}, {"model_parallel_size": 4}, {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "tp2": (2, TP2), "tp2 sp": (2, TP2 | SP), "tp4": (4, TP4), "tp4 sp": (4, TP4 | SP),
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def run(layout: str) -> list[list[Run]]:
-    """Of every rank, by model."""
+    """Runs of every rank, by model."""
     world, keys = LAYOUTS[layout]
     return run_ranks(some_steps, world, [(MODELS[model], packed) for model, packed in PAIRS], keys, timeout=250)
 

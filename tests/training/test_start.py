@@ -65,9 +65,9 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "run" / "latest").read_text() == "global_step4"
     assert sorted(p.name for p in (tmp_path / "run" / "logs").glob("rank_*")) == ["rank_0.log", "rank_1.log"]
     status = (tmp_path / "run" / "status.json").read_bytes()
-    again = run_ranks(printed, 2, [*files, "--set", "model_parallel_size=2"], init=False)
+    second_start = run_ranks(printed, 2, [*files, "--set", "model_parallel_size=2"], init=False)
     assert (tmp_path / "run" / "status.json").read_bytes() == status, "its end is when it ended"
-    assert again[0][0] == 0 and "nothing left to do" in again[0][1]
+    assert second_start[0][0] == 0 and "nothing left to do" in second_start[0][1]
 
 
 @pytest.mark.more
@@ -79,8 +79,10 @@ def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> Non
         done = command(tmp_path, *launcher, "train.py", *files, "--set", *keys, *places)
         assert done.returncode == 0, done.stderr
     for key, count in (("train/lm_loss", 4), ("validation/lm_loss", 3)):
-        alone, together = ([row[key] for row in metric_rows(tmp_path / name, key)] for name in ("alone", "torchrun"))
-        assert len(alone) == count and together == pytest.approx(alone, rel=1e-5)
+        one_process, two_ranks = (
+            [row[key] for row in metric_rows(tmp_path / name, key)] for name in ("alone", "torchrun")
+        )
+        assert len(one_process) == count and two_ranks == pytest.approx(one_process, rel=1e-5)
 
 
 def program(rank: int, world_size: int, values: dict[str, Any]) -> None:
@@ -108,9 +110,9 @@ def test_a_program_trains_with_what_it_wrote(tmp_path: Path) -> None:
 
 
 # -- ranks that should not start together
-def write(file: Path, **more: Any) -> str:
+def write(file: Path, **overrides: Any) -> str:
     logs = str(file.parent / "logs")
-    values = config(LLAMA, num_layers=1, train_iters=1, save="run", checkpoint_factor=1, log_dir=logs, **more)
+    values = config(LLAMA, num_layers=1, train_iters=1, save="run", checkpoint_factor=1, log_dir=logs, **overrides)
     file.write_text(yaml.safe_dump(values))
     return str(file)
 
@@ -128,9 +130,9 @@ def in_pool(rank: int, world_size: int, argv: list[list[str]], folders: list[str
 def test_another_configuration_file(tmp_path: Path) -> None:
     a = write(tmp_path / "a.yml")
     b = write(tmp_path / "b.yml", optimizer={"type": "Adam", "params": {"lr": 1e-4, "eps": 1e-6}})
-    (code, text), other = run_ranks(in_pool, 2, [[a], [b]], [str(tmp_path)] * 2, init=False)
+    (code, text), other_rank = run_ranks(in_pool, 2, [[a], [b]], [str(tmp_path)] * 2, init=False)
     line = next(n for n, text in enumerate(Path(b).read_text().splitlines(), start=1) if "lr: 0.0001" in text)
-    assert (code, text) == other and code == 1
+    assert (code, text) == other_rank and code == 1
     assert re.search(rf"^train.py: error: rank 1 \(host {HOST}\).*rank 0 \(host {HOST}\)", text)
     assert re.search(rf"optimizer.params.lr .*0.0001 \({b}:{line}\).*0.001 \({a}:", text)
 
@@ -141,10 +143,10 @@ def test_a_save_that_is_not_shared_and_the_slow_transport_check(tmp_path: Path) 
     for folder in folders:
         Path(folder).mkdir()
     argv = [write(tmp_path / "a.yml"), "--set", "min_allreduce_gb_s=1000"]
-    for where, facts in ((folders, rf"save: run .*{folders[1]}/run of rank 1 \(host {HOST}\)"),
+    for rank_folders, facts in ((folders, rf"save: run .*{folders[1]}/run of rank 1 \(host {HOST}\)"),
                          (folders[:1] * 2, "min_allreduce_gb_s: 1000 GB/s")):  # fmt: skip
-        (code, text), other = run_ranks(in_pool, 2, [argv, argv], where, init=False)
-        assert (code, text) == other and code == 1 and re.search(f"^train.py: error: .*{facts}", text), text
+        (code, text), other_rank = run_ranks(in_pool, 2, [argv, argv], rank_folders, init=False)
+        assert (code, text) == other_rank and code == 1 and re.search(f"^train.py: error: .*{facts}", text), text
     argv[-1] = "min_allreduce_gb_s=0.000001"
     assert [code for code, _ in run_ranks(in_pool, 2, [argv, argv], folders[:1] * 2, init=False)] == [0, 0]
     assert (tmp_path / "a" / "run" / "latest").read_text() == "global_step1"
@@ -171,10 +173,10 @@ def test_torchrun_with_another_version_of_the_code_on_the_second_machine(tmp_pat
     argv = [write(tmp_path / "a.yml")]
     nodes = [
         subprocess.Popen(
-            [*line, f"--node-rank={rank}", str(folder / "train.py"), *argv, *more],
+            [*line, f"--node-rank={rank}", str(folder / "train.py"), *argv, *options],
             env=env, cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )
-        for rank, (folder, more) in enumerate([(ROOT, []), (tmp_path, ["--set", "num_layers=2"])])
+        for rank, (folder, options) in enumerate([(ROOT, []), (tmp_path, ["--set", "num_layers=2"])])
     ]  # fmt: skip
     for text in [node.communicate(timeout=280)[1] for node in nodes]:
         assert re.search(rf"rank 1 \(host {HOST}\).*rank 0 \(host {HOST}\).*num_layers is 2 \(--set\)", text), text

@@ -19,22 +19,22 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
-from megatron.training.loop import batches_of
 from megatron.training.metrics.flops import model_flops
 from megatron.training.parallelize import parallelize
 from megatron.training.recompute import recompute_blocks
 from tests.model import runs as small_runs
-from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+from tests.model.stages import Weights, document_batch, groups_of, make_stage, random_weights, small
 from tests.pool import run_ranks
 from tests.training import runs
+from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, TABLE, Curve, config, run_to_end
 
-STEPS, UNTIED, ALONE = 3, {"no_weight_tying": True}, "last 2 and the tied head alone"
+STEPS, UNTIED, TIED_HEAD_CASE = 3, {"no_weight_tying": True}, "last 2 and the tied head alone"
 # Model, key, and what it trains, said once more in other words. Four blocks: layers 2 to 5.
 SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "last 2 and the tied head": (LLAMA, {"last_layers": 2, "head": True}, r"[450]\.(?!position)"),
-    ALONE: (LLAMA, {"last_layers": 2, "head": True, "embedding_gradient": False}, r"[450]\.(?!position)"),
+    TIED_HEAD_CASE: (LLAMA, {"last_layers": 2, "head": True, "embedding_gradient": False}, r"[450]\.(?!position)"),
     "the head": (NEOX | UNTIED, {"head": True}, r"8\.final_linear\.weight"),
     "weights of the first block": (NEOX | UNTIED, {"names": [r"^2\..*linear\d"]}, r"2\.mlp\.linear\d"),
     "norms and biases": (NEOX, {"names": [r"mlp.*bias$", "norm"]}, r".*(mlp\.linear\d\.bias|norm\.\w+)$"),
@@ -42,14 +42,14 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def values(name: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+def values(name: str, layout: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     model, trainable, _ = SETS[name]
-    return config(ADAMW, model, layout, trainable=trainable, train_micro_batch_size_per_gpu=2, **more)
+    return config(ADAMW, model, layout, trainable=trainable, train_micro_batch_size_per_gpu=2, **overrides)
 
 
 def with_torch(rank: int, world_size: int) -> list[Curve]:
     """For the pool: of each set a whole model under torch's AdamW, the rest `requires_grad_(False)`."""
-    return [with_torch_one(*of_set) for of_set in SETS.values()]
+    return [with_torch_one(*case) for case in SETS.values()]
 
 
 def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: str) -> Curve:
@@ -61,8 +61,8 @@ def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: st
         param.requires_grad_(re.match(trained, f"{layer}.{name}") is not None)
     if trainable.get("embedding_gradient") is False:
         stage.layers["0"].register_forward_hook(lambda _, __, out: out.detach())
-    mine = [p for p in stage.parameters() if p.requires_grad]
-    decays = ([p for p in mine if p.dim() > 1], 0.1), ([p for p in mine if p.dim() == 1], 0.0)
+    trained_params = [p for p in stage.parameters() if p.requires_grad]
+    decays = ([p for p in trained_params if p.dim() > 1], 0.1), ([p for p in trained_params if p.dim() == 1], 0.0)
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
     losses, norms = [], []
@@ -70,15 +70,15 @@ def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: st
     for _ in range(STEPS):
         (batch,) = next(batches)
         logits = stage(None, batch).transpose(0, 1).flatten(0, 1).float()
-        each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
-        loss = (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
+        token_losses = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        loss = (token_losses * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
         losses.append(float(loss))
         if args.z_loss:
             z = torch.logsumexp(logits, -1).square() * batch.loss_weights.flatten()
             loss = loss + args.z_loss * z.sum() / batch.loss_weights.sum()
         optimizer.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(mine, ADAMW["gradient_clipping"])))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained_params, ADAMW["gradient_clipping"])))
         optimizer.step()
     return Curve(losses, norms, weights)
 
@@ -88,12 +88,12 @@ def references() -> dict[str, Curve]:
     return dict(zip(SETS, run_ranks(with_torch, 1)[0], strict=True))
 
 
-def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dtype) -> None:
-    args = NeoXArgs.from_dict({**given, "padded_vocab_size": 384})
+def check_frozen(name: str, curve: Curve, values: dict[str, Any], dtype: torch.dtype) -> None:
+    args = NeoXArgs.from_dict({**values, "padded_vocab_size": 384})
     for layer, specs in layer_params(args).items():
         for spec in specs:
             start = torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))])
-            now = found.weights[layer][spec.name]
+            now = curve.weights[layer][spec.name]
             trained = re.match(SETS[name][2], f"{2 if spec.shared else layer}.{spec.name}") is not None
             assert now.equal(start.to(dtype)) is not trained, (name, layer, spec.name)
 
@@ -106,65 +106,67 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, Curve]) -> None:
     ranks, keys = TABLE[layout]
     configs = {name: values(name, keys) for name in SETS}
-    found = runs.curves_of(configs, STEPS, ranks)
-    for name, curve in found.items():
+    curves = runs.curves_of(configs, STEPS, ranks)
+    for name, curve in curves.items():
         check_frozen(name, curve, configs[name], torch.float32)
     # Adam's steps of values whose gradient is rounding are of the order of its rate: one CPU's 1.6e-4.
-    runs.assert_alike(found, references, weights=5e-4)
+    runs.assert_alike(curves, references, weights=5e-4)
 
 
 def test_in_16_bits() -> None:
     reference: dict[str, Curve] = {}
     for ranks, layout in (TABLE[name] for name in ("zero1", "zero3", "pp2")):
-        configs = {name: values(name, layout, precision="bfloat16") for name in (ALONE, "weights of the first block")}
-        for name, curve in (found := runs.curves_of(configs, STEPS, ranks)).items():
+        configs = {
+            name: values(name, layout, precision="bfloat16") for name in (TIED_HEAD_CASE, "weights of the first block")
+        }
+        for name, curve in (curves := runs.curves_of(configs, STEPS, ranks)).items():
             check_frozen(name, curve, configs[name], torch.bfloat16)
-        reference = reference or found
-        runs.assert_alike(found, reference, losses=1e-3, norms=1e-2, weights=1.0)
+        reference = reference or curves
+        runs.assert_alike(curves, reference, losses=1e-3, norms=1e-2, weights=1.0)
 
 
-def going_on(save: Path, layout: str, **more: Any) -> dict[str, Any]:
+def going_on(save: Path, layout: str, **overrides: Any) -> dict[str, Any]:
     ends = {"save": str(save), "train_iters": 3, "checkpoint_factor": 2, "precision": "bfloat16"}
-    return values(ALONE, TABLE[layout][1], **ends, **more)
+    return values(TIED_HEAD_CASE, TABLE[layout][1], **ends, **overrides)
 
 
 def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> None:
     first_run = tmp_path / "there"
-    through = run_ranks(run_to_end, 2, going_on(first_run, "pp2"))
+    uninterrupted = run_ranks(run_to_end, 2, going_on(first_run, "pp2"))
     start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
-    again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
-    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if never stopped"
+    resumed = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
+    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(uninterrupted, resumed, strict=True)), "as if never stopped"
     args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
-    cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
-    run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
+    resharded = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
+    run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(resharded.parent), iteration=2))
     for name in ("zero3", "one"):
         assert losses(tmp_path / name) == pytest.approx({3: losses(first_run)[3]}, rel=1e-3)
     problem = r"trainable \(program\).*: 3\.attention\.dense\.weight.* here only.*no_load_optim"
-    other = {**start, "trainable": {"last_layers": 3, "head": True}}
+    other_set = {**start, "trainable": {"last_layers": 3, "head": True}}
     with pytest.raises(AssertionError, match=problem):
-        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other})
+        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other_set})
     with pytest.raises(AssertionError, match=r"trainable \(\w+\).*: 0\.word_embeddings\.weight.* there only"):
-        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other, "trainable": {"last_layers": 2}})
+        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other_set, "trainable": {"last_layers": 2}})
 
 
-def of(model: dict[str, Any], *parts: dict[str, Any], **keys: Any) -> NeoXArgs:
+def padded_args(model: dict[str, Any], *parts: dict[str, Any], **keys: Any) -> NeoXArgs:
     return NeoXArgs.from_dict(config(model, *parts, padded_vocab_size=384, **keys))
 
 
 def kept_bytes(**keys: Any) -> int:
-    """That a forward pass keeps for its backward pass, parameters not counted."""
-    args, groups = of(LLAMA, **keys).for_world(1), ParallelGroups.single()
+    """Returns the bytes that a forward pass keeps for its backward pass, without parameters."""
+    args, groups = padded_args(LLAMA, **keys).for_world(1), ParallelGroups.single()
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
     freeze(stage_parameters(stage), args)
     recompute_blocks(stage, args)
     parameters = {param.data_ptr() for param in stage.parameters()}
-    kept: dict[int, int] = {}
+    bytes_by_address: dict[int, int] = {}
 
     def keep(value: Tensor) -> Tensor:
         if value.data_ptr() not in parameters:
-            kept[value.data_ptr()] = value.untyped_storage().nbytes()
+            bytes_by_address[value.data_ptr()] = value.untyped_storage().nbytes()
         return value
 
     tokens = torch.arange(64).view(2, 32)
@@ -172,26 +174,26 @@ def kept_bytes(**keys: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(lambda value: (alive.append(value), keep(value))[1], lambda x: x):
         stage(None, Batch(tokens, tokens, torch.ones_like(tokens))).sum().backward()
     assert all((param.grad is not None) is param.requires_grad for param in stage.parameters())
-    return sum(kept.values())
+    return sum(bytes_by_address.values())
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpoint_activations": True}])
-@pytest.mark.parametrize("trainable", [{"last_layers": 2}, SETS[ALONE][1]])
-def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, Any]) -> None:
-    kept = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
-    assert kept[0] == kept[1] == kept[2] > 0, "however many they are"
-    assert kept_bytes(num_layers=8, **more) > kept[2]
-    with_lookup = kept_bytes(num_layers=8, trainable={"last_layers": 2, "head": True}, **more)
-    assert with_lookup > kept[2], "the embedding's own gradient goes through all blocks"
+@pytest.mark.parametrize("overrides", [{}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize("trainable", [{"last_layers": 2}, SETS[TIED_HEAD_CASE][1]])
+def test_layers_below_keep_nothing(overrides: dict[str, Any], trainable: dict[str, Any]) -> None:
+    sizes = [kept_bytes(num_layers=layers, trainable=trainable, **overrides) for layers in (2, 3, 8)]
+    assert sizes[0] == sizes[1] == sizes[2] > 0, "however many they are"
+    assert kept_bytes(num_layers=8, **overrides) > sizes[2]
+    with_lookup = kept_bytes(num_layers=8, trainable={"last_layers": 2, "head": True}, **overrides)
+    assert with_lookup > sizes[2], "the embedding's own gradient goes through all blocks"
 
 
 def test_flops_of_what_is_done() -> None:
-    args = of(LLAMA, UNTIED).for_world(1)
-    whole_step, half = model_flops(args), model_flops(args.replace(trainable={"last_layers": 2}))
-    forward = whole_step / 3
+    args = padded_args(LLAMA, UNTIED).for_world(1)
+    full_step, half = model_flops(args), model_flops(args.replace(trainable={"last_layers": 2}))
+    forward = full_step / 3
     head = 2 * args.train_batch_size * args.seq_length * args.hidden_size * 384
     assert half == pytest.approx(forward + (forward - head) / 2 * 2 + head)
-    assert model_flops(args.replace(trainable={"names": ["."]})) == pytest.approx(whole_step)
+    assert model_flops(args.replace(trainable={"names": ["."]})) == pytest.approx(full_step)
     assert model_flops(args.replace(trainable={"head": True})) == pytest.approx(forward + head)
 
 
@@ -207,7 +209,7 @@ def test_flops_of_what_is_done() -> None:
 ])  # fmt: skip
 def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trained_parameters(of(NEOX, model, trainable=trainable))
+        trained_parameters(padded_args(NEOX, model, trainable=trainable))
 
 
 @pytest.mark.parametrize(("model", "trainable", "layer"), [
@@ -219,7 +221,7 @@ def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: s
     (RPE, {"names": ["rpe"]}, 2),
 ])  # fmt: skip
 def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, Any], layer: int) -> None:
-    assert lowest_trained(of(model, trainable=trainable)) == layer
+    assert lowest_trained(padded_args(model, trainable=trainable)) == layer
 
 
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:
@@ -231,14 +233,14 @@ def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> lis
         keys |= {"trainable": {"last_layers": 2}, "gradient_accumulation_steps": 1}
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
-        stage = stage_with(args, random_weights(args), groups)
+        stage = make_stage(args, random_weights(args), groups)
         freeze(stage_parameters(stage), args)
         with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # by a CPU too
             engine = parallelize(stage, LANGUAGE_MODELLING, args, groups, DeepSpeedEngine)
-        before, skipped = engine.weights(), []
+        old_weights, skipped = engine.weights(), []
         while skipped[-1:] != [False] and len(skipped) < 40:
             skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)
-        layout_steps.append((before, engine.weights(), skipped))
+        layout_steps.append((old_weights, engine.weights(), skipped))
         engine.close()
     return layout_steps
 
@@ -247,8 +249,8 @@ def test_frozen_parameters_stay_what_they_are_in_fp16() -> None:
     """With a loss scale that first is far too high, by the optimizers of all ZeRO stages."""
     layouts = [{"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
     for size, size_layouts in ((1, [{}]), (2, layouts)):
-        for before, after, skipped in run_ranks(fp16_steps, size, size_layouts)[0]:
+        for old_weights, new_weights, skipped in run_ranks(fp16_steps, size, size_layouts)[0]:
             assert skipped[0] and not skipped[-1], skipped
-            for layer, params in after.items():
+            for layer, params in new_weights.items():
                 for name, value in params.items():
-                    assert torch.equal(value, before[layer][name]) is (layer not in (4, 5)), (layer, name)
+                    assert torch.equal(value, old_weights[layer][name]) is (layer not in (4, 5)), (layer, name)

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,27 +16,29 @@ from torch import Tensor
 
 from megatron.callbacks import Parts
 from megatron.data import Batch
+from megatron.methods.unlearning import method as unlearning
+from megatron.methods.unlearning.method import UnlearningProgress
+from megatron.methods.unlearning.objective import set_of
+from megatron.methods.unlearning.schedule import begins_burst, is_ascent
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.unlearning import begins_burst, is_ascent
-from megatron.training import Training, unlearning
-from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
-from megatron.training.loop import batches_of
+from megatron.training import Training
+from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.schedules import Schedule
-from megatron.training.unlearning import lr_scale
 from tests.pool import run_ranks
 from tests.training import runs
+from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import assert_goes_on
-from tests.training.runs import ADAMW, GOLDEN, LLAMA, SGD, Curve, begin, config, metric_rows, run_to_end, said
+from tests.training.runs import ADAMW, GOLDEN, LLAMA, SGD, Curve, begin, config, metric_rows, output_of_run, run_to_end
 
-OTHER = str(GOLDEN / "dataset" / "corpusB_text_document")
+OTHER_CORPUS = str(GOLDEN / "dataset" / "corpusB_text_document")
 LABELLED = str(GOLDEN / "dataset" / "instruct_text_document")
 EOD = 0  # of the golden tokenizer
-ASCENT = {"ga_dataset": OTHER, "ga_mode": "interleaved", "ga_interleave_ratio": 1, "ga_lr_scale": 0.5}
+ASCENT = {"ga_dataset": OTHER_CORPUS, "ga_mode": "interleaved", "ga_interleave_ratio": 1, "ga_lr_scale": 0.5}
 DIFFERENCE = {**ASCENT, "gd_mode": True, "gd_retain_dataset": LABELLED, "gd_retain_weight": 3.0}
-BURSTS = {"ga_dataset": OTHER, "ga_interval": 2, "ga_iters": 2}
+BURSTS = {"ga_dataset": OTHER_CORPUS, "ga_interval": 2, "ga_iters": 2}
 NPO = {**ASCENT, "ga_loss_type": "npo", "npo_beta": 0.2}
 SIMNPO = {**ASCENT, "ga_loss_type": "simnpo", "simnpo_beta": 0.5}
-APART = {**NPO, "reset_attention_mask": True, "reset_position_ids": True}
+NPO_BY_DOCUMENT = {**NPO, "reset_attention_mask": True, "reset_position_ids": True}
 DIVERGENCE = {**DIFFERENCE, "ga_loss_type": "npo", "gd_retain_loss_type": "kl", "dpo_reference": "on_the_fly"}
 
 
@@ -48,16 +51,16 @@ def third_step(training: Training) -> list[Batch]:
 def gradients(rank: int, world_size: int, values: dict[str, Any]) -> list[dict[tuple[int, str], Tensor]]:
     """For the pool: of a step of difference; of its forget and its retain batches in ordinary steps."""
     training = begin(values)
-    step, found = third_step(training), []
+    step, gradient_steps = third_step(training), []
 
     def note(parts: Parts) -> None:
-        found.append({name: gradient.double().clone() for name, gradient in parts})
+        gradient_steps.append({name: gradient.double().clone() for name, gradient in parts})
 
-    alone = [[replace(b, role="train") for b in step if b.role == role] for role in ("forget", "retain")]
-    assert len(alone[0]) == len(alone[1]) == len(step) // 2 == 4
-    for batches in (step, *alone):
+    role_batches = [[replace(b, method=None) for b in step if set_of(b) == name] for name in ("forget", "retain")]
+    assert len(role_batches[0]) == len(role_batches[1]) == len(step) // 2 == 4
+    for batches in (step, *role_batches):
         training.engine.train_step(batches, 0.0, note)
-    return found
+    return gradient_steps
 
 
 @pytest.mark.parametrize("engine", ["native", "deepspeed"])
@@ -71,21 +74,21 @@ def test_the_gradient_is_that_of_the_difference(engine: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["interval", "interleaved"])
-def test_rates_beside_the_fork(mode: str) -> None:
+def test_rates_against_those_of_the_fork(mode: str) -> None:
     """Golden: the fork's statements over its schedule. It scales the first step of a burst alone, and the
     step after one takes the rate of before; ours scales each, and then goes on with the schedule."""
     golden = json.loads((GOLDEN / "fork/ascent_rates/rates.json").read_text())
-    args = NeoXArgs.from_dict(config(LLAMA, ADAMW, {"ga_dataset": OTHER, "ga_mode": mode}, golden["keys"][mode]))
+    args = NeoXArgs.from_dict(config(LLAMA, ADAMW, {"ga_dataset": OTHER_CORPUS, "ga_mode": mode}, golden["keys"][mode]))
     schedule = Schedule(1e-3, 1e-4, "cosine", warmup=10, end=100)
-    apart = []
+    differing_steps = []
     for step, (role, rate) in enumerate(golden[mode]):
         assert is_ascent(args, step) == (role == "forget")
-        if schedule(step) * lr_scale(args, role) != pytest.approx(rate, rel=1e-12):
-            apart.append(step)
+        if schedule(step) * (args.ga_lr_scale if role == "forget" else 1.0) != pytest.approx(rate, rel=1e-12):
+            differing_steps.append(step)
     ascents = [step for step in range(len(golden[mode])) if is_ascent(args, step)]
-    first = [step for step in ascents if begins_burst(args, step)]
-    after = [step + 1 for step in ascents if step + 1 < len(golden[mode]) and step + 1 not in ascents]
-    assert apart == sorted({*ascents, *after} - {*first}) and len(first) > 3
+    burst_starts = [step for step in ascents if begins_burst(args, step)]
+    steps_after_ascent = [step + 1 for step in ascents if step + 1 < len(golden[mode]) and step + 1 not in ascents]
+    assert differing_steps == sorted({*ascents, *steps_after_ascent} - {*burst_starts}) and len(burst_starts) > 3
 
 
 # -- sequences beside a reference ---------------------------------------------------------------------------
@@ -95,20 +98,20 @@ def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[t
     for values in cases:
         training = begin(values)
         engine, args, step = training.engine, training.args, third_step(training)
-        reference, ours, naive = None, [], []
+        reference, actual, naive = None, [], []
         for _ in range(2):
-            sums, counts = _of_sequences(engine, step, apart=bool(values.get("reset_attention_mask")))
+            sums, counts = _sequence_sums(engine, step, separate_documents=bool(values.get("reset_attention_mask")))
             reference = sums if reference is None else reference
             npo = args.ga_loss_type == "npo"
             beta, compared = (args.npo_beta, sums - reference) if npo else (args.simnpo_beta, sums / counts)
             naive.append(float((2 / beta * torch.log1p(torch.exp(beta * compared))).mean()))
-            ours.append(float(engine.train_step(list(step), 1e-2).loss))
-        results.append((ours, naive))
+            actual.append(float(engine.train_step(list(step), 1e-2).loss))
+        results.append((actual, naive))
         engine.close()
     return results
 
 
-def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tensor, Tensor]:
+def _sequence_sums(engine: Any, batches: list[Batch], separate_documents: bool) -> tuple[Tensor, Tensor]:
     """Sums of log p over the trained tokens of each sequence, and how many these are, float64."""
     sums, counts = [], []
     read = engine.forward_only(batches, lambda head, _: head.logits(), lambda batch: (*batch.tokens.t().shape, 384))
@@ -116,7 +119,7 @@ def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tenso
         logprobs = logits.transpose(0, 1).double().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1)
         for row in range(len(logprobs)):
             tokens, place = batch.tokens[row].tolist(), 0
-            ends = [i + 1 for i, token in enumerate(tokens) if token == EOD and apart] + [len(tokens)]
+            ends = [i + 1 for i, token in enumerate(tokens) if token == EOD and separate_documents] + [len(tokens)]
             for end in ends:
                 trained = batch.loss_weights[row, place:end] > 0
                 if trained.any():
@@ -127,24 +130,24 @@ def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tenso
 
 
 def test_losses_of_sequences_are_those_of_all_logits() -> None:
-    cases = [config(LLAMA, ADAMW, keys, train_micro_batch_size_per_gpu=4) for keys in (NPO, APART, SIMNPO)]
-    npo, apart, _ = found = run_ranks(naive_npo, 1, cases)[0]
-    for ours, naive in found:
-        assert ours == pytest.approx(naive, rel=1e-6) and ours[1] < ours[0]
-    assert npo[0][0] == apart[0][0] == pytest.approx(2 * math.log(2) / 0.2, rel=1e-6)
+    cases = [config(LLAMA, ADAMW, keys, train_micro_batch_size_per_gpu=4) for keys in (NPO, NPO_BY_DOCUMENT, SIMNPO)]
+    npo, separate_documents, _ = cell_losses = run_ranks(naive_npo, 1, cases)[0]
+    for actual, naive in cell_losses:
+        assert actual == pytest.approx(naive, rel=1e-6) and actual[1] < actual[0]
+    assert npo[0][0] == separate_documents[0][0] == pytest.approx(2 * math.log(2) / 0.2, rel=1e-6)
 
 
 def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> None:
-    values = config(LLAMA, APART, train_micro_batch_size_per_gpu=4, reference_cache_dir=str(tmp_path))
-    first, again = (run_ranks(said, 1, values)[0] for _ in range(2))
-    assert re.search(r"reference: [1-9]\d* rows computed, 0 found", first), first
-    assert re.search(r"reference: 0 rows computed, [1-9]\d* found", again), again
+    values = config(LLAMA, NPO_BY_DOCUMENT, train_micro_batch_size_per_gpu=4, reference_cache_dir=str(tmp_path))
+    first_output, second_output = (run_ranks(output_of_run, 1, values)[0] for _ in range(2))
+    assert re.search(r"reference: [1-9]\d* rows computed, 0 found", first_output), first_output
+    assert re.search(r"reference: 0 rows computed, [1-9]\d* found", second_output), second_output
 
 
 # -- layouts -------------------------------------------------------------------------------------------------
 # An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
 OFFLOADED = (2, runs.OFFLOADED | {"train_micro_batch_size_per_gpu": 4})
-KINDS = {"difference": DIFFERENCE, "bursts": BURSTS, "npo by documents": APART}
+KINDS = {"difference": DIFFERENCE, "bursts": BURSTS, "npo by documents": NPO_BY_DOCUMENT}
 KINDS |= {"simnpo": SIMNPO, "divergence": DIVERGENCE}
 STEPS = 5
 
@@ -155,19 +158,19 @@ def curves_by_kind(ranks: int, layout: dict[str, Any]) -> dict[str, Curve]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Curve]:
+def one_process() -> dict[str, Curve]:
     return curves_by_kind(1, {})
 
 
 @pytest.mark.parametrize("name", runs.cells(
     ["pp2", "zero1, deepspeed"], ["tp2 sp", "offloaded"], ["dp2", "zero1", "zero3", "zero3, deepspeed", "tp2 pp2 sp"],
 ))  # fmt: skip
-def test_every_layout_equals_one_process(name: str, alone: dict[str, Curve]) -> None:
-    runs.assert_alike(curves_by_kind(*(OFFLOADED if name == "offloaded" else runs.TABLE[name])), alone)
+def test_every_layout_equals_one_process(name: str, one_process: dict[str, Curve]) -> None:
+    runs.assert_alike(curves_by_kind(*(OFFLOADED if name == "offloaded" else runs.TABLE[name])), one_process)
 
 
-def test_one_process_steps_where_it_should(alone: dict[str, Curve]) -> None:
-    ascends = {kind: [i for i, loss in enumerate(alone[kind].losses) if not 5 < loss < 6.5] for kind in KINDS}
+def test_one_process_steps_where_it_should(one_process: dict[str, Curve]) -> None:
+    ascends = {kind: [i for i, loss in enumerate(one_process[kind].losses) if not 5 < loss < 6.5] for kind in KINDS}
     assert ascends == {kind: [2, 3] if kind == "bursts" else [2, 4] for kind in KINDS}
 
 
@@ -192,8 +195,8 @@ def test_rows_say_what_each_step_was(tmp_path: Path) -> None:
             assert row["train/ga_objective"] == -row["train/ga_actual_loss"] < -4
             assert row["train/lm_loss"] == pytest.approx(row["train/ga_objective"], rel=1e-6)
     unscaled = rows(tmp_path / "unscaled", **ASCENT | {"ga_lr_scale": 1.0}, train_iters=4)
-    same = [a["train/lm_loss"] == b["train/lm_loss"] for a, b in zip(ascent, unscaled, strict=False)]
-    assert same == [True, True, True, False], "the step that ascends has a rate of its own"
+    losses_equal = [a["train/lm_loss"] == b["train/lm_loss"] for a, b in zip(ascent, unscaled, strict=False)]
+    assert losses_equal == [True, True, True, False], "the step that ascends has a rate of its own"
     difference = rows(tmp_path / "difference", **DIFFERENCE, train_iters=3)[-1]
     combined = 3.0 * difference["train/gd_retain_loss"] - difference["train/gd_forget_loss"]
     assert difference["train/gd_combined_loss"] == difference["train/lm_loss"] == pytest.approx(combined, rel=1e-5)
@@ -202,59 +205,66 @@ def test_rows_say_what_each_step_was(tmp_path: Path) -> None:
     assert quiet["train/lm_loss"] == difference["train/lm_loss"]
 
 
+@pytest.mark.parametrize("keys", [{}, {"ga_loss_type": "npo", "dpo_reference": "cache"}], ids=["nll", "npo cache"])
+def test_a_run_too_short_for_a_step_on_the_forget_set_trains(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert len(rows(tmp_path, **BURSTS | {"ga_interval": 8}, **keys, train_iters=2)) >= 2
+
+
 def test_validation_is_that_of_the_run_without_a_forget_set(tmp_path: Path) -> None:
     validated = {"eval_iters": 2, "eval_interval": 2, "train_iters": 2, "checkpoint_factor": 2}
-    found = [rows(tmp_path / str(i), **keys, **validated) for i, keys in enumerate((DIFFERENCE, {}))]
-    given, without = ({key for row in one for key in row if key.startswith("validation")} for one in found)
-    assert given == without and "validation/lm_loss" in given
+    rows_by_run = [rows(tmp_path / str(i), **keys, **validated) for i, keys in enumerate((DIFFERENCE, {}))]
+    keys_with_forget_set, baseline_keys = (
+        {key for row in run_rows for key in row if key.startswith("validation")} for run_rows in rows_by_run
+    )
+    assert keys_with_forget_set == baseline_keys and "validation/lm_loss" in keys_with_forget_set
 
 
 def weights_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
     """For the pool: (role, places, places that count) of the micro-batches of each step of difference."""
     steps = [third_step(begin(values)) for values in configs]
-    return [[(batch.role, batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step] for step in steps]
+    return [[(set_of(batch), batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step] for step in steps]
 
 
 def test_labels_of_the_forget_and_the_retain_set(tmp_path: Path) -> None:
     labels = str(GOLDEN / "dataset" / "instruct_label_document")
     sets = {"ga_dataset": LABELLED, "ga_label_dataset": labels, "gd_retain_label_dataset": labels}
-    whole_rows = {"pack_impl": "best_fit", "reset_attention_mask": True, "eod_mask_loss": False, "data_path": None}
+    unchopped = {"pack_impl": "best_fit", "reset_attention_mask": True, "eod_mask_loss": False, "data_path": None}
     long = {"seq_length": 128, "max_position_embeddings": 128, "train_data_paths": [LABELLED], "split": None}
-    values = config(LLAMA, DIFFERENCE, sets, whole_rows, long, train_micro_batch_size_per_gpu=4)
-    without = {**values, "ga_label_dataset": None, "gd_retain_label_dataset": None}
-    step, unlabelled = run_ranks(weights_of, 1, [values, without])[0]
+    values = config(LLAMA, DIFFERENCE, sets, unchopped, long, train_micro_batch_size_per_gpu=4)
+    unlabelled_values = {**values, "ga_label_dataset": None, "gd_retain_label_dataset": None}
+    step, unlabelled = run_ranks(weights_of, 1, [values, unlabelled_values])[0]
     assert [role for role, _, _ in step] == ["forget"] * 2 + ["retain"] * 2
-    for (_, places, labelled), (_, _, all_of_them) in zip(step, unlabelled, strict=True):
-        assert 0 < labelled < 0.8 * all_of_them <= places
+    for (_, places, labelled), (_, _, num_trainable) in zip(step, unlabelled, strict=True):
+        assert 0 < labelled < 0.8 * num_trainable <= places
 
 
-def test_a_row_of_several_steps_keeps_their_kinds_apart(tmp_path: Path) -> None:
-    each = rows(tmp_path / "each", **ASCENT, train_iters=4)
-    both = rows(tmp_path / "both", **ASCENT, train_iters=4, log_interval=2)
-    losses = [row["train/lm_loss"] for row in each if row.get("train/lm_loss") is not None]
-    assert both[0]["train/lm_loss"] == pytest.approx(sum(losses[:2]) / 2), "the mean of its ordinary steps"
-    assert both[1]["train/lm_loss"] == each[3]["train/lm_loss"]
-    assert [row["train/batch_type"] for row in both] == [0.0, 0.5]
+def test_a_row_of_several_steps_counts_each_kind(tmp_path: Path) -> None:
+    step_rows = rows(tmp_path / "each", **ASCENT, train_iters=4)
+    pair_rows = rows(tmp_path / "both", **ASCENT, train_iters=4, log_interval=2)
+    losses = [row["train/lm_loss"] for row in step_rows if row.get("train/lm_loss") is not None]
+    assert pair_rows[0]["train/lm_loss"] == pytest.approx(sum(losses[:2]) / 2), "the mean of its ordinary steps"
+    assert pair_rows[1]["train/lm_loss"] == step_rows[3]["train/lm_loss"]
+    assert [row["train/batch_type"] for row in pair_rows] == [0.0, 0.5]
     for name in ("train/ga_actual_loss", "train/ga_lr_scaled", "train/ga_iterations"):
-        assert both[1][name] == each[2][name], name
+        assert pair_rows[1][name] == step_rows[2][name], name
 
 
 def test_forgetting_one_set_and_keeping_another(tmp_path: Path) -> None:
     """A model that has three sets by heart, some steps of difference later; beside no retain term, where
     both losses rise. Ordinary steps are on the third set."""
     small = {"num_layers": 2, "seq_length": 64, "max_position_embeddings": 64, "train_batch_size": 4}
-    sets = [OTHER, LABELLED, config()["data_path"]]
+    sets = [OTHER_CORPUS, LABELLED, config()["data_path"]]
     learned = {"data_path": None, "split": None, "train_data_paths": sets, "train_iters": 120}
     rates = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "no_weight_tying": True}
     rows(tmp_path / "learned", **small, **learned, **rates)
-    again = {**small, **rates, "load": str(tmp_path / "learned"), "finetune": True, "train_iters": 18}
+    resumed = {**small, **rates, "load": str(tmp_path / "learned"), "finetune": True, "train_iters": 18}
     rises = []
     for weight in (0.7, 0.0):
-        forgetting = rows(tmp_path / f"{weight}", **again, **DIFFERENCE | {"gd_retain_weight": weight})
+        forgetting = rows(tmp_path / f"{weight}", **resumed, **DIFFERENCE | {"gd_retain_weight": weight})
         steps = [row for row in forgetting if row["train/batch_type"] == 1]
         rises.append([steps[-1][name] - steps[0][name] for name in ("train/gd_forget_loss", "train/gd_retain_loss")])
-    (forgotten, kept), (forgotten_alone, lost) = rises
-    assert forgotten > 0 and forgotten_alone > 0 and kept < min(forgotten, lost) / 2, rises
+    (forgotten, retained), (forgotten_without_retain, lost) = rises
+    assert forgotten > 0 and forgotten_without_retain > 0 and retained < min(forgotten, lost) / 2, rises
 
 
 PER_BURST: dict[str, Any] = {**BURSTS, "ga_iters": 3, "ga_threshold_check_mode": "per_burst"}
@@ -279,9 +289,10 @@ class Steps:
     """The steps of a run whose forget loss is given, without a model."""
 
     def __init__(self, measured: list[float], **keys: Any) -> None:
-        values = config(LLAMA, keys, ga_dataset=OTHER, train_micro_batch_size_per_gpu=8)
+        values = config(LLAMA, keys, ga_dataset=OTHER_CORPUS, train_micro_batch_size_per_gpu=8)
         self.args = NeoXArgs.from_dict(values).for_world(1)
         self.progress, self.measured, self.passes = TrainingProgress(), iter(measured), 0
+        self.progress.method_state = UnlearningProgress()
 
     def measure(self, engine: Any, batches: list[Batch]) -> float:
         self.passes += 1
@@ -289,16 +300,18 @@ class Steps:
 
     def kinds(self, number: int, trained: dict[int, float] | None = None) -> str:
         """A letter a step: o(rdinary), a(scent). trained: losses of ascent steps by their number."""
-        forget, ordinary = cast(Any, repeat(["a"])), cast(Any, repeat("o"))
-        steps: Any = unlearning.unlearning_steps(self.args, self.progress, mock.Mock(), ordinary, forget, None)
-        kinds, here = "", mock.patch.object(unlearning, "on_rank_zero", lambda groups, work: work())
-        with here, mock.patch.object(unlearning, "_mean_loss", self.measure):
+        sets = SimpleNamespace(train="o", further={"forget": "a"})
+        run: Any = SimpleNamespace(args=self.args, progress=self.progress, datasets=sets, tokenizer=mock.Mock(),
+                                   consumed_samples=0, engine=mock.Mock())  # fmt: skip
+        steps = unlearning.Method().steps(run, lambda name, *_: repeat([name]))
+        kinds, on_this_rank = "", mock.patch.object(unlearning, "on_rank_zero", lambda groups, work: work())
+        with on_this_rank, mock.patch.object(unlearning, "_mean_loss", self.measure):
             for _ in range(number):
-                kinds += next(steps)[0]
+                kinds += next(steps).batches[0]
                 if kinds[-1] == "a":
-                    loss = torch.tensor((trained or {}).get(self.progress.unlearning.steps, math.nan))
+                    loss = torch.tensor((trained or {}).get(self.progress.method_state.steps, math.nan))
                     result: Any = mock.Mock(metrics={"ga_actual_loss": loss})
-                    self.progress.unlearning = unlearning.after_ascent(self.args, self.progress.unlearning, result)
+                    self.progress.method_state = unlearning.after_ascent(self.args, self.progress.method_state, result)
                 self.progress.iteration += 1
         return kinds
 
@@ -319,7 +332,7 @@ EMA = {**INTERLEAVED, "ga_threshold_check_mode": "ema"}
 def test_above_the_threshold_steps_are_left_out(measured: Any, keys: Any, kinds: str, passes: int) -> None:
     steps = Steps(measured, **keys)
     assert steps.kinds(len(kinds)) == kinds and steps.passes == passes
-    now = steps.progress.unlearning
+    now = steps.progress.method_state
     if keys is INTERLEAVED:
         assert (now.steps, now.left_out, now.samples) == (2, 1, 3 * 8)
     elif math.isnan(measured[0]):
@@ -330,12 +343,12 @@ def test_without_the_forward_pass_the_last_step_decides_and_no_ascent_ends_for_g
     steps = Steps([2.0, 4.5], **INTERLEAVED, ga_threshold_skip_forward=True)
     # Measured at first; then 6.0 of the step taken is known: left out; then measured again.
     assert steps.kinds(9, trained={0: 6.0, 1: 4.5, 2: 4.75}) == "ooaoooaoa" and steps.passes == 2
-    now = steps.progress.unlearning
+    now = steps.progress.method_state
     assert now == UnlearningProgress(32, 3, 1, False, 4.75, now.average_loss)
 
 
 def test_all_left_out_is_the_run_without_a_forget_set(tmp_path: Path) -> None:
-    without = rows(tmp_path / "without", train_iters=5)
+    baseline = rows(tmp_path / "without", train_iters=5)
     left_out = rows(tmp_path / "left_out", **ASCENT, ga_loss_threshold=0.1, train_iters=5)
-    assert [row["train/lm_loss"] for row in left_out] == [row["train/lm_loss"] for row in without]
+    assert [row["train/lm_loss"] for row in left_out] == [row["train/lm_loss"] for row in baseline]
     assert left_out[-1]["train/ga_skip_rate"] == 1.0 and left_out[-1]["train/ga_iterations"] == 0

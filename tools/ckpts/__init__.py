@@ -1,1 +1,1 @@
-"""Dataset preparation commands, with the names and flags of GPT-NeoX."""
+"""Checkpoint commands, with the names and flags of GPT-NeoX."""

@@ -7,16 +7,18 @@
     python tools/ckpts/adapter.py verify --adapter checkpoints/lora
 
 An adapter is a folder of checkpoints (the one that `latest` names), one global_stepN, or a folder in peft's
-format. The weights below it are where it says that they were, or --base, a checkpoint or a HuggingFace model.
+format. Its base weights are read from the path that it names, or from --base, a checkpoint or a HuggingFace
+model.
 
 merge writes whole weights, which load without `lora` and which convert_neox_to_hf.py takes; before they
-appear, logits with the adapters beside the weights are compared with those of merged weights. Of several,
-what each changes is added with its factor. export writes adapter_config.json and adapter_model.safetensors.
-import writes a checkpoint of adapters alone, the `load` of a run with the same `lora`. verify compares logits
-of weights with adapters here and in transformers with peft, or with those of merged weights.
+appear, logits with the adapters beside the weights are compared with those of merged weights. If there are
+several adapters, the weight changes of each are added, times its factor. export writes adapter_config.json
+and adapter_model.safetensors. import writes a checkpoint of adapters alone, the `load` of a run with the same
+`lora`. verify compares logits of weights with adapters here and in transformers with peft, or with those of
+merged weights.
 
-One layer is in memory at a time, but for verify. Nothing is visible until it is whole; after an interruption
-the same command is given again.
+Except for verify, one layer is in memory at a time. The output appears only when it is complete. After an
+interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
-from megatron.neox_arguments.values.adapters import weighted  # noqa: E402
+from megatron.neox_arguments.values.lora_settings import weighted  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, local, place, progress  # noqa: E402
@@ -44,50 +46,54 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="merge|export|import|verify")
 
     def command(name: str, words: str, output: str | None) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=words, description=f"{words}. More: adapter.py --help")
+        subparser = commands.add_parser(name, help=words, description=f"{words}. More: adapter.py --help")
         several = name == "merge"
-        made.add_argument(
+        subparser.add_argument(
             "--adapter", required=True, metavar="PATH[=WEIGHT]" if several else "PATH", action="append",
             help="repeated: their sum, each with its factor (1)" if several else "a checkpoint, or a folder of peft's",
         )  # fmt: skip
-        made.add_argument("--iteration", type=int, help="where PATH is a folder of checkpoints; unset: the latest")
-        made.add_argument("--base", help=_BASE)
+        subparser.add_argument("--iteration", type=int, help="where PATH is a folder of checkpoints; unset: the latest")
+        subparser.add_argument("--base", help=_BASE)
         if output is not None:
-            made.add_argument("--output_dir", "--output-dir", type=place, required=True, help=output)
-        return made
+            subparser.add_argument("--output_dir", "--output-dir", type=place, required=True, help=output)
+        return subparser
 
     command("merge", "whole weights that have taken adapters in", "folder for global_stepN")
-    made = command("export", "adapters in peft's format", "the folder to write")
-    made.add_argument(
+    command_parser = command("export", "adapters in peft's format", "the folder to write")
+    command_parser.add_argument(
         "--base-name", help="base_model_name_or_path; unset: the HuggingFace model below, as far as known"
     )
-    made.add_argument("--precision", choices=PRECISIONS, default="auto", help="auto: the checkpoint's")
-    made.add_argument("--architecture", default="auto", help="a model_type; auto: the first that fits the model")
+    command_parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="auto: the checkpoint's")
+    command_parser.add_argument(
+        "--architecture", default="auto", help="a model_type; auto: the first that fits the model"
+    )
     command("import", "a checkpoint of adapters alone, from a folder of peft's", "folder for global_step0")
-    made = command("verify", "the same logits as in peft, or as merged weights", None)
-    made.add_argument("--against", choices=("peft", "merged"), default="peft", help="peft (default), or merged weights")
+    command_parser = command("verify", "the same logits as in peft, or as merged weights", None)
+    command_parser.add_argument(
+        "--against", choices=("peft", "merged"), default="peft", help="peft (default), or merged weights"
+    )
     options = parser.parse_args(argv)
     if options.command != "merge" and len(options.adapter) > 1:
-        parser.error(f"{options.command} takes one --adapter")
+        parser.error(f"{options.command} takes only one --adapter")
     return options
 
 
 def sources_of(options: argparse.Namespace) -> list[tuple[str | Path, float]]:
-    """The adapters of the command line, each with its factor. Raises CheckpointError."""
+    """Returns (path or Hub name, weight in a merge) of each --adapter. Raises CheckpointError."""
     from megatron.checkpointing.adapters import checkpoint_folder, is_peft
 
-    named = [weighted(text) for text in options.adapter]
-    return [(p if is_peft(p) else checkpoint_folder(p, options.iteration), factor) for p, factor in named]
+    weighted_paths = [weighted(text) for text in options.adapter]
+    return [(p if is_peft(p) else checkpoint_folder(p, options.iteration), factor) for p, factor in weighted_paths]
 
 
 def merge(options: argparse.Namespace) -> None:
     from megatron.checkpointing.adapters import open_with_base, write_merged
 
-    given = sources_of(options)
-    base, sources = open_with_base([path for path, _ in given], options.base)
+    weighted_paths = sources_of(options)
+    base, sources = open_with_base([path for path, _ in weighted_paths], options.base)
     print(f"{base.path}: the weights below", flush=True)
-    weights = [factor for _, factor in given]
-    path, compared = write_merged(base, list(zip(sources, weights, strict=True)), options.output_dir, each=progress)
+    weights = [factor for _, factor in weighted_paths]
+    path, compared = write_merged(base, list(zip(sources, weights, strict=True)), options.output_dir, progress=progress)
     for comparison in compared:
         print(comparison)
     print(f"{path}: merged weights, loaded without lora")
@@ -99,17 +105,17 @@ def export(options: argparse.Namespace) -> None:
     from megatron.checkpointing.adapters import export_peft, open_adapter
 
     path, _ = sources_of(options)[0]
-    base = _over(options)
+    base = _base_args(options)
     dtype = PRECISIONS[options.precision]
     written = export_peft(
         open_adapter(path, base), options.output_dir, base=options.base_name or options.base,
         family=None if options.architecture == "auto" else options.architecture,
-        dtype=getattr(torch, dtype) if dtype else None, each=progress,
+        dtype=getattr(torch, dtype) if dtype else None, progress=progress,
     )  # fmt: skip
     print(f"{written}: adapters in peft's format")
 
 
-def _over(options: argparse.Namespace) -> "NeoXArgs | None":
+def _base_args(options: argparse.Namespace) -> "NeoXArgs | None":
     from megatron.checkpointing.adapters import open_base
 
     return open_base(options.base).args if options.base else None
@@ -122,10 +128,9 @@ def import_(options: argparse.Namespace) -> None:
     path, _ = sources_of(options)[0]
     base, (source,) = open_with_base([path], options.base)
     if source.manifest is not None:
-        raise CheckpointError(f"{path}: is a checkpoint already; import takes a folder in peft's format")
-    print(
-        f"{write_adapters(base, source, options.output_dir, each=progress)}: adapters over the weights of {base.path}"
-    )
+        raise CheckpointError(f"{path}: is no folder in peft's format, but a checkpoint of this project already")
+    path = write_adapters(base, source, options.output_dir, progress=progress)
+    print(f"{path}: adapters over the weights of {base.path}")
 
 
 def verify(options: argparse.Namespace) -> None:

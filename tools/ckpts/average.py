@@ -2,8 +2,9 @@
 
     python tools/ckpts/average.py --output_dir averaged checkpoints/run/global_step{800,900,1000}
 
-The result has the number, the layout and the tokenizer of the last one, and no optimizer state. Nothing is
-visible in the output folder until it is whole; after an interruption the same command is given again.
+The result has the number, the layout and the tokenizer of the last one, and no optimizer state. The
+checkpoint appears in the output folder only when it is complete. After an interruption, run the same command
+again.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         with local(options, ["checkpoints"], ["output_dir"]):
-            path = average(options.checkpoints, options.output_dir, each=progress)
+            path = average(options.checkpoints, options.output_dir, progress=progress)
     except (UserError, OSError) as problem:
         sys.exit(f"average.py: error: {problem}")
     print(f"{path}: the mean of {len(options.checkpoints)} checkpoints")

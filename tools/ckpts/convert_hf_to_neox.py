@@ -4,7 +4,7 @@
 
 Before the checkpoint appears, its logits on a fixed batch are compared with those of transformers; a
 difference above the bound is refused. `configs/hf_model.yml` in it is the model's configuration. After an
-interruption the same command is given again.
+interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -35,39 +35,50 @@ NAME = "convert_hf_to_neox.py"
 
 
 def parser(names: str) -> argparse.ArgumentParser:
-    """The command line; names: the default of --names."""
-    made = CommandParser(description=__doc__)
-    made.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
-    made.add_argument("--revision", help="branch, tag or commit on the Hub")
-    made.add_argument(
+    """Returns the parser of the command line. names: the default of --names."""
+    command_line = CommandParser(description=__doc__)
+    command_line.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
+    command_line.add_argument("--revision", help="branch, tag or commit on the Hub")
+    command_line.add_argument(
         "--output-dir", type=place,
         help="of global_stepN; unset: the model's name, without the site's prefix, in its folder of checkpoints, or in "
         "checkpoints",
     )  # fmt: skip
-    site = site_defaults(made)
-    made.set_defaults(checkpoints=checkpoint_folder(site), prefix=site.get("NEOX_HUB_PREFIX"))
-    made.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them")
-    made.add_argument("--pp", type=int, default=1, help="pipeline stages; 0: GPT-NeoX's files without a pipeline")
-    made.add_argument("--iteration", type=int, default=0, help="N of global_stepN")
-    made.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the model's")
-    add_names_flag(made, names, names)
+    site = site_defaults(command_line)
+    command_line.set_defaults(checkpoints=checkpoint_folder(site), prefix=site.get("NEOX_HUB_PREFIX"))
+    command_line.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them"
+    )
+    command_line.add_argument(
+        "--pp", type=int, default=1, help="pipeline stages; 0: GPT-NeoX's files without a pipeline"
+    )
+    command_line.add_argument("--iteration", type=int, default=0, help="N of global_stepN")
+    command_line.add_argument(
+        "--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the model's"
+    )
+    add_names_flag(command_line, names, names)
     te, neox = ("--transformer-engine", "--no-transformer-engine")
-    made.add_argument(te, action="store_const", const="te", dest="names", help="--names te")
-    made.add_argument(neox, action="store_const", const="neox", dest="names", help="--names neox")
+    command_line.add_argument(te, action="store_const", const="te", dest="names", help="--names te")
+    command_line.add_argument(neox, action="store_const", const="neox", dest="names", help="--names neox")
     words = "its files also in tokenizer/ beside global_stepN"
-    made.add_argument(
+    command_line.add_argument(
         "--save-tokenizer", action="store_const", const="yes", default="if there" if names == "te" else "no",
         help=f"{words} (always, where it has a tokenizer.json)" if names == "te" else words,
     )  # fmt: skip
-    made.add_argument("--no-save-tokenizer", action="store_const", const="no", dest="save_tokenizer", help="not there")
-    made.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's, or its first")
-    add_dry_run_flag(made)
-    return made
+    command_line.add_argument(
+        "--no-save-tokenizer", action="store_const", const="no", dest="save_tokenizer", help="not there"
+    )
+    command_line.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja template in place of the model's, or its first"
+    )
+    add_dry_run_flag(command_line)
+    return command_line
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert as the options say; every command of this name calls it. Raises CheckpointError,
-    ConfigError."""
+    """Converts a HuggingFace model to a checkpoint as the options say.
+
+    Raises CheckpointError, ConfigError."""
     import torch
 
     from megatron.checkpointing import CheckpointError
@@ -90,20 +101,22 @@ def convert(options: argparse.Namespace) -> None:
     )
     notes = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{notes}", flush=True)
-    how = {
+    import_options = {
         "iteration": options.iteration, "tensor": options.tp, "pipe": options.pp, "naming": options.names,
         "chat_template": options.chat_template,
     }  # fmt: skip
     if options.dry_run:
-        print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **how).items()})
+        print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **import_options).items()})
         return
-    kept = Path(output) / TOKENIZER_JSON
-    if options.save_tokenizer == "if there" and save_tokenizer and kept.exists():
-        if kept.read_bytes() != (path / "tokenizer.json").read_bytes():
+    saved = Path(output) / TOKENIZER_JSON
+    if options.save_tokenizer == "if there" and save_tokenizer and saved.exists():
+        if saved.read_bytes() != (path / "tokenizer.json").read_bytes():
             raise CheckpointError(
-                f"{kept}: another tokenizer is there; --save-tokenizer replaces it, --no-save-tokenizer leaves it"
+                f"{saved}: not the model's tokenizer; --save-tokenizer replaces it, --no-save-tokenizer keeps it"
             )
-    path, parity = import_hf(folder, output, save_tokenizer=save_tokenizer, each=progress_then_check, **how)
+    path, parity = import_hf(
+        folder, output, save_tokenizer=save_tokenizer, progress=progress_then_check, **import_options
+    )
     names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")
     if options.names == "te":
@@ -116,7 +129,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _experiment(model: str, prefix: str | None) -> str:
-    """The folder of an experiment that was published as `model` with the site's prefix."""
+    """Returns the experiment's folder name: the last part of `model`, without the site's prefix."""
     name = Path(model).name
     return name.removeprefix(f"{prefix}-") if prefix else name
 

@@ -4,8 +4,8 @@
         --output_dir hf/run --precision bf16
 
 Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this
-project's forward pass; a difference above the bound is refused. After an interruption the same command is
-given again.
+project's forward pass; a difference above the bound is refused. After an interruption, run the same command
+again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -51,9 +51,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> "LogitComparison | None":
-    """Convert as the options say; returns the comparison of logits, None for a dry run.
+    """Converts a checkpoint to a HuggingFace model, as the options say.
 
-    Raises CheckpointError, ConfigError.
+    Returns the comparison of both models' logits; None for a dry run. Raises CheckpointError, ConfigError.
     """
     import torch
 
@@ -64,15 +64,17 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
     dtype = PRECISIONS[options.precision]
     source, args, _ = source_of(options)
     print(f"{source}: {describe_layout(source, args)}", flush=True)
-    how: dict[str, Any] = {
+    export_options: dict[str, Any] = {
         "family": family, "dtype": getattr(torch, dtype) if dtype else None,
         "tokenizer": not options.no_save_tokenizer, "vocab_is_hf": options.vocab_is_hf_tokenizer,
         "pad_token_id": options.pad_token_id if options.pad_token_id >= 0 else None,
     }  # fmt: skip
     if options.dry_run:
-        print_plan({f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **how).items()})
+        print_plan(
+            {f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **export_options).items()}
+        )
         return None
-    return export_hf(source, args, options.output_dir, each=progress_then_check, **how)
+    return export_hf(source, args, options.output_dir, progress=progress_then_check, **export_options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert as the options say. Raises CheckpointError, ConfigError."""
+    """Converts a checkpoint to mamba_ssm's format as the options say. Raises CheckpointError, ConfigError."""
     import torch
 
     from megatron.checkpointing import describe_layout
@@ -48,7 +48,7 @@ def convert(options: argparse.Namespace) -> None:
     print(f"{source}: {describe_layout(source, args)}", flush=True)
     export_mamba_ssm(
         source, args, options.output_dir, dtype=getattr(torch, dtype) if dtype else None,
-        tokenizer=not options.no_save_tokenizer, each=progress,
+        tokenizer=not options.no_save_tokenizer, progress=progress,
     )  # fmt: skip
 
 

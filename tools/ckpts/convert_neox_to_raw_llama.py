@@ -32,7 +32,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert as the options say. Raises CheckpointError, ConfigError."""
+    """Converts a checkpoint or HuggingFace model to Meta's raw Llama files, as the options say.
+
+    Raises CheckpointError, ConfigError."""
     from megatron.checkpointing.huggingface import HFFolder, export_hf, is_hf
     from megatron.checkpointing.huggingface.raw_llama import write_raw
 
@@ -43,7 +45,7 @@ def convert(options: argparse.Namespace) -> None:
     options.output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp_", dir=options.output_dir.parent) as spare:
         hf = Path(spare) / "hf"
-        report = export_hf(source, args, hf, each=progress)
+        report = export_hf(source, args, hf, progress=progress)
         write_raw(HFFolder(hf, str(source)), options.output_dir, options.num_output_shards)
     print(f"{options.output_dir}: {report}")
 

@@ -5,7 +5,7 @@ loads.
         --output_dir checkpoints/7B --num_output_shards 2 --pipeline_parallel
 
 The files are in `--input_dir` or in its folder named as the size. The logits are compared with those of
-transformers before the checkpoint appears; after an interruption the same command is given again.
+transformers before the checkpoint appears. After an interruption, run the same command again.
 """
 
 import argparse
@@ -45,35 +45,37 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert as the options say. Raises CheckpointError, ConfigError."""
+    """Converts Meta's raw Llama files to a checkpoint as the options say.
+
+    Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.huggingface import import_hf
     from megatron.checkpointing.huggingface.model_files import read_json
     from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama
     from megatron.checkpointing.tensor_files import replace_file
 
-    size, given = options.model_size, options.input_dir
+    size, source_dir = options.model_size, options.input_dir
     if size == "tokenizer_only":
-        if not (given / TOKENIZER).is_file():
-            raise CheckpointError(f"{given / TOKENIZER}: no such file")
+        if not (source_dir / TOKENIZER).is_file():
+            raise CheckpointError(f"{source_dir / TOKENIZER}: no such file")
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(options.output_dir / TOKENIZER, (given / TOKENIZER).read_bytes())
+        replace_file(options.output_dir / TOKENIZER, (source_dir / TOKENIZER).read_bytes())
         print(f"{options.output_dir / TOKENIZER}: copied")
         return
     if options.num_output_shards < 1:
         raise CheckpointError("--num_output_shards must be at least 1")
-    raw = given if (given / PARAMS).is_file() else given / size
+    raw = source_dir if (source_dir / PARAMS).is_file() else source_dir / size
     if not (raw / PARAMS).is_file():
         raise CheckpointError(f"{raw / PARAMS}: no such file; --input_dir is the folder of params.json, or its parent")
     usual = 131072 if read_json(raw / PARAMS).get("use_scaled_rope") else _POSITIONS.get(size, 4096)
     model_type = "mistral" if size in _MISTRAL else "llama"
-    with tempfile.TemporaryDirectory() as spare:
-        beside = Path(spare) / raw.resolve().name
-        beside.mkdir()
-        folder = RawLlama(raw, beside, model_type, options.max_position_embeddings or usual)
+    with tempfile.TemporaryDirectory() as temporary_dir:
+        links_dir = Path(temporary_dir) / raw.resolve().name
+        links_dir.mkdir()
+        folder = RawLlama(raw, links_dir, model_type, options.max_position_embeddings or usual)
         path, parity = import_hf(
             folder, options.output_dir, tensor=options.num_output_shards, pipe=1 if options.pipeline_parallel else 0,
-            naming=options.names, each=progress,
+            naming=options.names, progress=progress,
         )  # fmt: skip
     print(f"{path}: {options.num_output_shards} tensor ranks; its configuration is {path / 'configs' / 'hf_model.yml'}")
     print(f"{path}: {parity}")

@@ -19,16 +19,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("model_type", nargs="*", help="of config.json, or how the name of a family begins; none: all")
     options = parser.parse_args(argv)
-    from megatron.checkpointing.families.table import family_rows
+    from megatron.checkpointing.families.feature_table import family_rows
 
     rows = family_rows()
-    known = {name: row for row in rows for name in row.model_types}
-    known |= {word: row for word in options.model_type for row in rows if row.title.lower().startswith(word.lower())}
-    unknown = [name for name in options.model_type if name not in known]
+    row_by_name = {name: row for row in rows for name in row.model_types}
+    row_by_name |= {
+        word: row for word in options.model_type for row in rows if row.title.lower().startswith(word.lower())
+    }
+    unknown = [name for name in options.model_type if name not in row_by_name]
     if unknown:
-        sys.exit(f"families.py: error: {unknown[0]}: no family; one of {', '.join(sorted(known))}")
+        sys.exit(f"families.py: error: {unknown[0]}: no family; one of {', '.join(sorted(row_by_name))}")
     for name in options.model_type:
-        row = known[name]
+        row = row_by_name[name]
         print(f"{row.title}\n  model_type     {', '.join(row.model_types)}")
         print(f"  architectures  {', '.join(row.architectures)}")
         print("  features       " + "\n                 ".join(row.features))

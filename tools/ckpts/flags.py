@@ -1,5 +1,4 @@
-"""What the checkpoint commands have in common: flags of a source and of names, finding the source,
-progress."""
+"""Helpers that the checkpoint commands share: flags, finding the source checkpoint, progress."""
 
 import argparse
 import sys
@@ -21,8 +20,9 @@ PRECISIONS = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "floa
 
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add --input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: the help of the
-    last."""
+    """Adds --input_dir, --iteration, --config_file, --gqa-rows and --output_dir.
+
+    output: help text of --output_dir."""
     parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="a global_stepN, or their folder")
     parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
     parser.add_argument(
@@ -35,35 +35,37 @@ def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: str) -> None:
-    """Add --names; words: the default in words, for its help."""
-    meanings = "; ".join(f"{name}: {whose}" for name, whose in WEIGHT_NAMINGS.items())
+    """Adds --names. words: a description of the default, for the help text."""
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in WEIGHT_NAMINGS.items())
     parser.add_argument(
         "--names", choices=WEIGHT_NAMINGS, default=default, help=f"of the weights. {meanings} ({words})"
     )
 
 
 def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "CheckpointDescription"]:
-    """The checkpoint of `add_source_flags`, its configuration and what its files say. Raises CheckpointError,
-    ConfigError."""
+    """Returns the checkpoint that the flags of `add_source_flags` name.
+
+    The result is (folder, configuration, description of its files). Raises CheckpointError, ConfigError.
+    """
     from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
 
-    alone = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
-    source = options.input_dir if alone else find_checkpoint(options.input_dir, options.iteration)
+    is_checkpoint = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
+    source = options.input_dir if is_checkpoint else find_checkpoint(options.input_dir, options.iteration)
     args, facts = load_checkpoint_args(source, options.config_file)
     if options.gqa_rows is not None:
         if read_manifest(source) is not None:
-            raise CheckpointError(f"{source}: has a manifest.json, and so rows that are known; leave --gqa-rows out")
+            raise CheckpointError(f"{source}: its manifest.json tells the order of GQA rows; remove --gqa-rows")
         args = args.replace(compat_gqa_rows=options.gqa_rows)
     return source, args, facts
 
 
 def progress(layers: Iterable[int], count: int) -> Iterable[int]:
-    """The layers, with a progress bar on a terminal."""
+    """Wraps `count` layers in an iterator that shows a progress bar on a terminal."""
     return tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None)
 
 
 def progress_then_check(layers: Iterable[int], count: int) -> Iterable[int]:
-    """`progress`, and a line when the layers are through and the comparison with transformers begins."""
+    """Yields the layers with a progress bar, then prints that logits are compared with transformers."""
     yield from progress(layers, count)
     print("comparing logits of a fixed batch with transformers", flush=True)
 
@@ -74,7 +76,7 @@ def add_dry_run_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def print_plan(files: Mapping[str, int]) -> None:
-    """Print files with their sizes (bytes, by name), and the sum of all."""
+    """Prints files with their sizes, and the sum. files: bytes by name."""
     from megatron.checkpointing import readable_size
 
     for name, size in files.items():
@@ -83,33 +85,36 @@ def print_plan(files: Mapping[str, int]) -> None:
 
 
 def place(text: str) -> Path | str:
-    """A value of the command line as a path, or as it is where it is the address of a remote folder."""
+    """Converts a command-line value to a Path; a remote address, such as s3://..., stays a string."""
     return text if is_remote(text) else Path(text)
 
 
 @contextmanager
 def local(options: argparse.Namespace, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[None]:
-    """Within the context the named options hold local folders where they were remote addresses.
+    """A context in which options with remote addresses hold local folders instead.
 
-    Folders in `reads` are downloaded before, those in `writes` uploaded after. Raises CheckpointError.
+    reads: names of options whose folders are downloaded at its start. writes: names of options whose folders
+    are uploaded at its end. Raises CheckpointError.
     """
     from megatron.checkpointing.remote_staging import local_copy, upload_on_exit
 
-    given = {name: getattr(options, name) for name in (*reads, *writes)}
+    original = {name: getattr(options, name) for name in (*reads, *writes)}
     with ExitStack() as stack:
         for name in reads:
-            value, iteration = given[name], getattr(options, "iteration", None)
-            many = value if isinstance(value, list) else [value]
-            here = [stack.enter_context(local_copy(one, iteration)) if is_remote(str(one)) else one for one in many]
-            setattr(options, name, here if isinstance(value, list) else here[0])
+            value, iteration = original[name], getattr(options, "iteration", None)
+            paths = value if isinstance(value, list) else [value]
+            local_paths = [
+                stack.enter_context(local_copy(path, iteration)) if is_remote(str(path)) else path for path in paths
+            ]
+            setattr(options, name, local_paths if isinstance(value, list) else local_paths[0])
         for name in writes:
-            if is_remote(str(given[name])):
-                setattr(options, name, stack.enter_context(upload_on_exit(given[name])))
+            if is_remote(str(original[name])):
+                setattr(options, name, stack.enter_context(upload_on_exit(original[name])))
         try:
             yield
         finally:
-            for name, value in given.items():
+            for name, value in original.items():
                 setattr(options, name, value)
     for name in writes:
-        if is_remote(str(given[name])):
-            print(f"{given[name]}: sent")
+        if is_remote(str(original[name])):
+            print(f"{original[name]}: sent")

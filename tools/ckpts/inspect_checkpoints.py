@@ -1,12 +1,11 @@
-"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its
-values.
+"""Prints a checkpoint's content: run, layout, and each tensor's file, name, dtype, shape and magnitude.
 
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
     python tools/ckpts/inspect_checkpoints.py --compare --diff checkpoints/run/global_step1000,checkpoints/b
 
-Reads GPT-NeoX's checkpoints too. A file that is not as manifest.json says is refused, unless --damaged is
-given. Nothing that a file asks to run is run.
+Reads GPT-NeoX's checkpoints too. A file that differs from manifest.json is refused, unless --damaged is
+given. No code in a file is executed.
 """
 
 import argparse
@@ -42,16 +41,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("give one path: PATH or --checkpoint-path PATH")
     options.path = options.path or options.other
     if options.diff and not options.compare:
-        parser.error("--diff is of a comparison: add --compare")
+        parser.error("--diff needs --compare")
     if options.compare:
         options.path = [place(part.strip()) for part in str(options.path).split(",")]
         if len(options.path) != 2:
-            parser.error("--compare takes two checkpoints with a comma between: A,B")
+            parser.error("--compare takes two checkpoints, separated by a comma: A,B")
     return options
 
 
 def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
-    """(the checkpoint, or the folder of the file; its tensor files). Raises CheckpointError."""
+    """Returns (checkpoint folder, its tensor files); if `path` is a file, (its folder, that file). Raises
+    CheckpointError."""
     from megatron.checkpointing import find_checkpoint
 
     if path.is_file():
@@ -64,7 +64,7 @@ def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
 
 
 def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no mapping, by its nested name."""
+    """Yields (name such as optimizer/step, value) of each leaf of nested mappings."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_in(item, f"{name}/{key}" if name else str(key))
@@ -72,14 +72,14 @@ def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def chosen(file: str, content: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """The leaves of a file that are asked for: tensors, or all that `--attributes` names."""
+def select_leaves(file: str, content: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a file that the options select: tensors, or those that `--attributes` names."""
     import torch
 
     for name, value in leaves_in(content):
-        named = any(name == asked or name.startswith(f"{asked}/") for asked in options.attributes)
-        wanted = named if options.attributes else isinstance(value, torch.Tensor)
-        if wanted and options.match in f"{file}/{name}":
+        is_named = any(name == attribute or name.startswith(f"{attribute}/") for attribute in options.attributes)
+        is_selected = is_named if options.attributes else isinstance(value, torch.Tensor)
+        if is_selected and options.match in f"{file}/{name}":
             yield name, value
 
 
@@ -97,8 +97,8 @@ def line(name: str, tensor: Any) -> str:
     return f"  {name:48s} {kind} rms {root:.3e}  largest {float(tensor.abs().max()):.3e}{bad}"
 
 
-def about(path: Path) -> Iterator[str]:
-    """The content of a manifest as lines of text."""
+def describe_manifest(path: Path) -> Iterator[str]:
+    """Yields lines of text that describe the manifest of a checkpoint."""
     from megatron.checkpointing import read_manifest
 
     manifest = read_manifest(path)
@@ -118,27 +118,32 @@ def about(path: Path) -> Iterator[str]:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Raises CheckpointError."""
+    """Prints the manifest and the selected leaves of a checkpoint, or of one file. Raises CheckpointError."""
     from megatron.checkpointing import OpenCheckpoint
 
     path, files = files_of(options.path, options.iteration)
-    for text in about(path):
+    for text in describe_manifest(path):
         print(text)
     checkpoint, weights, contents = OpenCheckpoint(path, verified=not options.damaged), 0, {}
-    found: set[str] = set()
+    matched: set[str] = set()
     for file in files:
         content = checkpoint.tensors(file.name)
         if file.name.endswith("model_states.pt"):
             weights += sum(numel(value) for name, value in leaves_in(content) if not name.endswith("rng_state"))
-        shown = list(chosen(file.name, content, options))
-        found |= {asked for asked in options.attributes for name, _ in shown if f"{name}/".startswith(f"{asked}/")}
-        if shown:
+        leaves = list(select_leaves(file.name, content, options))
+        matched |= {
+            attribute
+            for attribute in options.attributes
+            for name, _ in leaves
+            if f"{name}/".startswith(f"{attribute}/")
+        }
+        if leaves:
             print(f"{file.name} ({file.stat().st_size:,} bytes)")
-        for name, value in shown:
+        for name, value in leaves:
             print(line(name, value), flush=True)
         if options.interactive:
             contents[file.name] = content
-    check_found(path, options, found)
+    check_found(path, options, matched)
     if not options.attributes:
         print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
     if options.interactive:
@@ -146,7 +151,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Raises CheckpointError."""
+    """Prints how the selected leaves of two checkpoints differ. Raises CheckpointError."""
     from megatron.checkpointing import OpenCheckpoint
 
     sides = [files_of(path, options.iteration) for path in options.path]
@@ -156,62 +161,67 @@ def compare(options: argparse.Namespace) -> None:
         pairs = [(sides[0][1][0].name, sides[1][1][0].name)]
     else:
         pairs = [(name, name) for name in sorted(names[0] & names[1])]
-        for (path, _), only in zip(sides, (names[0] - names[1], names[1] - names[0]), strict=True):
-            for name in sorted(only):
+        for (path, _), unmatched in zip(sides, (names[0] - names[1], names[1] - names[0]), strict=True):
+            for name in sorted(unmatched):
                 print(f"{name}: only in {path}")
-    found, contents, differing = set[str](), {}, 0
+    matched, contents, differing = set[str](), {}, 0
     for pair in pairs:
-        content = [side.tensors(name) for side, name in zip(opened, pair, strict=True)]
-        first, second = (dict(chosen(name, one, options)) for name, one in zip(pair, content, strict=True))
-        texts = {name: difference(first, second, name) for name in dict.fromkeys([*first, *second])}
-        found |= {asked for asked in options.attributes for name in texts if f"{name}/".startswith(f"{asked}/")}
-        shown = {name: text for name, text in texts.items() if text is not None or not options.diff}
+        contents_of_pair = [side.tensors(name) for side, name in zip(opened, pair, strict=True)]
+        leaves_a, leaves_b = (
+            dict(select_leaves(name, file_content, options))
+            for name, file_content in zip(pair, contents_of_pair, strict=True)
+        )
+        texts = {name: difference(leaves_a, leaves_b, name) for name in dict.fromkeys([*leaves_a, *leaves_b])}
+        matched |= {
+            attribute for attribute in options.attributes for name in texts if f"{name}/".startswith(f"{attribute}/")
+        }
+        rows = {name: text for name, text in texts.items() if text is not None or not options.diff}
         differing += sum(text is not None for text in texts.values())
-        if shown:
+        if rows:
             print(" and ".join(dict.fromkeys(pair)))
-        for name, text in shown.items():
+        for name, text in rows.items():
             print(f"  {name:48s} {'equal' if text is None else text}", flush=True)
         if options.interactive:
-            contents[pair[0]] = content
-    check_found(" and ".join(map(str, options.path)), options, found)
+            contents[pair[0]] = contents_of_pair
+    check_found(" and ".join(map(str, options.path)), options, matched)
     print(f"{differing} differ in {len(pairs)} files that both have")
     if options.interactive:
         prompt(contents)
 
 
-def difference(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str | None:
-    """How two checkpoints differ in a leaf; None: not at all. NaN is equal to NaN."""
+def difference(leaves_a: Mapping[str, Any], leaves_b: Mapping[str, Any], name: str) -> str | None:
+    """Describes how two checkpoints differ in a leaf; None if they do not. NaN equals NaN."""
     import torch
 
-    if name not in first or name not in second:
-        return f"only in the {'first' if name in first else 'second'}"
-    one, other = first[name], second[name]
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        nan = isinstance(one, float) and one != one and other != other
-        return None if type(one) is type(other) and (one == other or nan) else f"{one!r} | {other!r}"
-    kinds = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (one, other)]
+    if name not in leaves_a or name not in leaves_b:
+        return f"only in the {'first' if name in leaves_a else 'second'}"
+    a, b = leaves_a[name], leaves_b[name]
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        nan = isinstance(a, float) and a != a and b != b
+        return None if type(a) is type(b) and (a == b or nan) else f"{a!r} | {b!r}"
+    kinds = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (a, b)]
     if kinds[0] != kinds[1]:
         return " | ".join(kinds)
-    if torch.equal(one, other):
+    if torch.equal(a, b):
         return None
-    one, other = one.double(), other.double()
-    equal = (one == other) | (one.isnan() & other.isnan())
+    a, b = a.double(), b.double()
+    equal = (a == b) | (a.isnan() & b.isnan())
     if bool(equal.all()):
         return None
-    return f"{kinds[0]}  largest difference {float((one - other).abs().masked_fill(equal, 0).max()):.3e}"
+    return f"{kinds[0]}  largest difference {float((a - b).abs().masked_fill(equal, 0).max()):.3e}"
 
 
-def check_found(where: Path | str, options: argparse.Namespace, found: set[str]) -> None:
-    """Raises CheckpointError for a name of `--attributes` that nothing has."""
+def check_found(place_name: Path | str, options: argparse.Namespace, matched: set[str]) -> None:
+    """Raises CheckpointError if no file has a name of `--attributes`. matched: names that were found."""
     from megatron.checkpointing import CheckpointError
 
-    missing = [name for name in options.attributes if name not in found]
+    missing = [name for name in options.attributes if name not in matched]
     if missing:
-        raise CheckpointError(f"{where}: holds nothing called {', '.join(missing)} (--attributes)")
+        raise CheckpointError(f"{place_name}: holds nothing called {', '.join(missing)} (--attributes)")
 
 
 def prompt(checkpoint: Any) -> None:
-    """A Python prompt."""
+    """Opens a Python prompt in which the checkpoint's content can be inspected."""
     import code
 
     import torch
@@ -221,7 +231,7 @@ def prompt(checkpoint: Any) -> None:
 
 
 def numel(value: Any) -> int:
-    """Numbers of a tensor; of anything else none."""
+    """Returns a tensor's number of elements; 0 for any other value."""
     import torch
 
     return value.numel() if isinstance(value, torch.Tensor) else 0

@@ -2,8 +2,8 @@
 
     python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4 --pp 2
 
-Runs also do this by themselves when they load a checkpoint of another layout. Nothing is visible in the
-output folder until it is whole; after an interruption the same command is given again.
+Runs also do this by themselves when they load a checkpoint of another layout. The checkpoint appears in the
+output folder only when it is complete. After an interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -20,27 +20,31 @@ from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress,
 
 
 def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.ArgumentParser:
-    """The command line; tp, pp: the defaults of the flags, where None means the sizes of the checkpoint."""
-    made = CommandParser(description=description)
-    add_source_flags(made, "folder for the new one")
-    made.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
-    alone = f"pipeline stages ({pp or 'as it is'}); 0: GPT-NeoX's files without a pipeline"
-    made.add_argument("--pp", type=int, default=pp, help=alone)
-    made.add_argument("--dp", type=int, help="data-parallel size, for the manifest: files are the same for every one")
-    made.add_argument("--zero-stage", type=int, choices=range(4), help="ZeRO stage, likewise")
-    add_names_flag(made, None, "those that its configuration has in GPT-NeoX")
-    made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
-    return made
+    """Returns the command-line parser. tp, pp: defaults of --tp and --pp; None: the checkpoint's sizes."""
+    command_line = CommandParser(description=description)
+    add_source_flags(command_line, "folder for the new one")
+    command_line.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
+    pp_help = f"pipeline stages ({pp or 'as it is'}); 0: GPT-NeoX's files without a pipeline"
+    command_line.add_argument("--pp", type=int, default=pp, help=pp_help)
+    command_line.add_argument(
+        "--dp", type=int, help="data-parallel size, for the manifest: files are the same for every one"
+    )
+    command_line.add_argument("--zero-stage", type=int, choices=range(4), help="ZeRO stage, likewise")
+    add_names_flag(command_line, None, "those that its configuration has in GPT-NeoX")
+    command_line.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    return command_line
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Reshard as the options say. Raises CheckpointError, ConfigError."""
+    """Writes a checkpoint again for other parallel sizes, as the options say.
+
+    Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError, ParallelLayout, describe_layout, read_manifest, reshard
     from megatron.checkpointing.layout import layer_files
 
-    for name, least in (("tp", 1), ("pp", 0), ("dp", 1)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            raise CheckpointError(f"--{name} must be at least {least}")
+    for name, minimum in (("tp", 1), ("pp", 0), ("dp", 1)):
+        if getattr(options, name) is not None and getattr(options, name) < minimum:
+            raise CheckpointError(f"--{name} must be at least {minimum}")
     source, args, facts = source_of(options)
     manifest = read_manifest(source)
     now = manifest.layout if manifest is not None else ParallelLayout(args.pp, 1, facts.tensor_size, 0, "fp32", 1)
@@ -52,15 +56,15 @@ def convert(options: argparse.Namespace) -> None:
     path = reshard(
         source, options.output_dir, args,
         ParallelLayout(pipe, data, tensor, stage, now.precision, pipe * tensor * data),
-        optimizer=not options.no_optimizer, sequential=sequential, naming=options.names, each=progress,
+        optimizer=not options.no_optimizer, sequential=sequential, naming=options.names, progress=progress,
     )  # fmt: skip
     print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_layout(path, args)}")
     if manifest is None and options.no_optimizer:
         print(f"{path}: weights alone, from which a run starts at iteration 0")
 
 
-def run(command: str, argv: Sequence[str] | None, made: argparse.ArgumentParser) -> None:
-    options = made.parse_args(argv)
+def run(command: str, argv: Sequence[str] | None, command_line: argparse.ArgumentParser) -> None:
+    options = command_line.parse_args(argv)
     try:
         with local(options, ["input_dir"], ["output_dir"]):
             convert(options)

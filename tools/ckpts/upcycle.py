@@ -1,5 +1,5 @@
-"""Make a model with experts of a dense checkpoint, each expert a copy of its feed-forward, one layer in memory
-at a time.
+"""Turn a dense checkpoint into one with experts, each a copy of its feed-forward. One layer is in memory at a
+time.
 
     python tools/ckpts/upcycle.py --input_dir checkpoints/dense --output_dir upcycled --experts moe.yml
     python tools/ckpts/upcycle.py --input_dir checkpoints/dense --output_dir upcycled \\
@@ -7,8 +7,8 @@ at a time.
 
 A run with these keys, `load: upcycled` and `finetune: true` begins with the dense model's loss (fp32: to
 rounding), at iteration 0 and with a new optimizer. Settings that would begin with another loss are refused.
-Routers are what a fresh model has. Nothing is visible in the output folder until it is whole; after an
-interruption the same command is given again.
+Routers are initialised as in a fresh model. The checkpoint appears in the output folder only when it is
+complete. After an interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -44,7 +44,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Upcycle as the options say. Raises CheckpointError, ConfigError."""
+    """Turns a dense checkpoint into a mixture of experts, as the options say.
+
+    Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.upcycling import read_expert_keys, upcycle, upcycled_args
 
@@ -52,7 +54,7 @@ def convert(options: argparse.Namespace) -> None:
         raise CheckpointError("--tp must be at least 1")
     if (options.input_dir / "config.json").is_file():
         raise CheckpointError(
-            f"{options.input_dir}: is of HuggingFace; import it first, and upcycle what that writes: "
+            f"{options.input_dir}: is a HuggingFace model; convert it first, then upcycle DENSE: "
             f"tools/ckpts/convert_hf_to_neox.py --hf-model {options.input_dir} --output-dir DENSE"
         )
     keys = read_expert_keys(options.experts, options.set)

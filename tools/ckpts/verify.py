@@ -5,7 +5,7 @@ manifest.json.
     python tools/ckpts/verify.py checkpoints/run/global_step1000
     python tools/ckpts/verify.py s3://bucket/run                      # each is fetched, and deleted again
 
-Names every damaged file and ends with 1, or says what is whole and ends with 0.
+Prints every damaged file and exits with 1, or prints the intact checkpoints and exits with 0.
 """
 
 import sys
@@ -23,12 +23,14 @@ from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
-    """Check a checkpoint and return a line of text about it. Raises CheckpointError where it is not whole."""
+    """Checks all files of a checkpoint against its manifest, and returns a one-line summary.
+
+    Raises CheckpointError if it is damaged or incomplete."""
     from megatron.checkpointing import CheckpointError, read_manifest, verify
 
     manifest = read_manifest(path)
     if manifest is None:
-        raise CheckpointError(f"{path}: no manifest.json: GPT-NeoX's, or damaged; there is nothing to check against")
+        raise CheckpointError(f"{path}: no manifest.json to check against: it is a checkpoint of GPT-NeoX, or damaged")
     sizes = {name: record.size for name, record in manifest.files.items()}
     bad = []
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
@@ -60,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise CheckpointError(f"{path}: no such directory")
         except CheckpointError as problem:
             sys.exit(f"verify.py: error: {problem}")
-        for one in checkpoints:
+        for checkpoint in checkpoints:
             try:
-                with local_copy(one) as here:
-                    print(check(here).replace(str(here), str(one)), flush=True)
+                with local_copy(checkpoint) as local_path:
+                    print(check(local_path).replace(str(local_path), str(checkpoint)), flush=True)
             except CheckpointError as problem:
                 damaged = True
                 sys.stderr.write(f"verify.py: error: {problem}\n")

@@ -45,7 +45,8 @@ def rows(options: argparse.Namespace) -> Iterator[InputRow]:
 
 
 def load(path: str, template: str | None) -> ChatTokenizer:
-    """Load a tokenizer; of a `tokenizer.json` from its folder where that says more about it."""
+    """Load a tokenizer from a folder, the Hub or a `tokenizer.json`. If a tokenizer_config.json is next to
+    that file, both are used."""
     file = Path(path)
     if not file.is_file() or file.with_name("tokenizer_config.json").is_file():
         return load_chat_tokenizer(str(file.parent) if file.is_file() else path, template)

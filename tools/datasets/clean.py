@@ -7,9 +7,9 @@ contamination, a split. Every document that goes is counted by reason.
     python tools/datasets/preprocess_data.py --input clean --split train --output-prefix data/mine ...
 
 Without --recipe, --exact and --minhash texts are repaired and nothing else. OUT gets train-*-of-* (and
-validation-*), report.html and metadata.json. The result does not depend on --workers, on how the input lies in
-files, or on --device. A job that was interrupted goes on when the same command is given again.
-docs/cleaning.md says what each rule is.
+validation-*), report.html and metadata.json. The result does not depend on --workers, on how the input lies
+in files, or on --device. An interrupted job resumes when you run the same command again. docs/cleaning.md
+says what each rule is.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -46,49 +46,61 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--text-key", default="text", metavar="KEY", help="the key or column that holds the text (text)"
     )
     add_choice_flags(parser)
-    one = parser.add_argument_group("each document by itself")
-    one.add_argument(
+    per_document = parser.add_argument_group("each document by itself")
+    per_document.add_argument(
         "--normalize", type=_names, default=tuple(NORMALIZATIONS), metavar="NAMES",
         help=f"of {','.join(NORMALIZATIONS)} (all): wrongly decoded text, Unicode's form C, control characters; none",
     )  # fmt: skip
-    one.add_argument("--language", type=_names, metavar="CODES", help="drop other languages than these, as en,de")
-    one.add_argument(
+    per_document.add_argument(
+        "--language", type=_names, metavar="CODES", help="drop other languages than these, as en,de"
+    )
+    per_document.add_argument(
         "--language-threshold", type=_share, default=Language().threshold, metavar="P",
         help=f"drop where the model is less sure ({Language().threshold})",
     )  # fmt: skip
-    one.add_argument(
+    per_document.add_argument(
         "--recipe", type=_names, default=(), metavar="NAMES",
         help=f"rules, in this order: gopher (both of its), {', '.join(RULES)}",
     )  # fmt: skip
-    one.add_argument("--set", nargs="+", action="extend", default=[], metavar="RULE.KEY=VALUE", help="other thresholds")
-    one.add_argument("--word-language", default="en", metavar="CODE", help="whose rules of spaCy split words (en)")
-    one.add_argument("--mask-personal", action="store_true", help="replace e-mail addresses and public IPv4 addresses")
-    one.add_argument(
+    per_document.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="RULE.KEY=VALUE", help="other thresholds"
+    )
+    per_document.add_argument(
+        "--word-language", default="en", metavar="CODE", help="whose rules of spaCy split words (en)"
+    )
+    per_document.add_argument(
+        "--mask-personal", action="store_true", help="replace e-mail addresses and public IPv4 addresses"
+    )
+    per_document.add_argument(
         "--decontaminate", nargs="+", metavar="IN", help="drop documents that share a run of words with these sets"
     )
-    one.add_argument("--decontaminate-ngrams", type=_count, default=13, metavar="N", help="words of such a run (13)")
-    together = parser.add_argument_group("all documents together")
-    together.add_argument("--exact", type=_names, default=(), metavar="SCOPES", help=f"of {','.join(SCOPES)}")
-    together.add_argument(
+    per_document.add_argument(
+        "--decontaminate-ngrams", type=_count, default=13, metavar="N", help="words of such a run (13)"
+    )
+    deduplication = parser.add_argument_group("all documents together")
+    deduplication.add_argument("--exact", type=_names, default=(), metavar="SCOPES", help=f"of {','.join(SCOPES)}")
+    deduplication.add_argument(
         "--exact-min-chars", type=_count, default=20, metavar="N",
         help="paragraphs and lines of fewer characters are no duplicates (20)",
     )  # fmt: skip
-    together.add_argument("--minhash", action="store_true", help="near-duplicates by MinHash of runs of words")
+    deduplication.add_argument("--minhash", action="store_true", help="near-duplicates by MinHash of runs of words")
     method = MinHash()
     for key, words in (
         ("ngrams", "words of a run"), ("bands", "bands of a signature"), ("rows", "values of a band"),
         ("seed", "of the hash functions"),
     ):  # fmt: skip
         value = getattr(method, key)
-        together.add_argument(f"--minhash-{key}", type=_count, default=value, metavar="N", help=f"{words} ({value})")
-    together.add_argument(
+        deduplication.add_argument(
+            f"--minhash-{key}", type=_count, default=value, metavar="N", help=f"{words} ({value})"
+        )
+    deduplication.add_argument(
         "--keep", choices=["first", "longest", "best"], default="first", help="which of a cluster stays (first)"
     )
-    together.add_argument("--score", metavar="KEY", help="of --keep best: the number that is best when largest")
-    together.add_argument(
+    deduplication.add_argument("--score", metavar="KEY", help="of --keep best: the number that is best when largest")
+    deduplication.add_argument(
         "--jaccard", type=_share, metavar="S", help="check pairs: below this true similarity they are no duplicates"
     )
-    together.add_argument(
+    deduplication.add_argument(
         "--device",
         default="cpu",
         metavar="NAME",
@@ -120,7 +132,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
     return int(text)
 
 
@@ -130,28 +142,28 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to 1")
     return share
 
 
 def options_of(flags: argparse.Namespace) -> CleaningOptions:
-    """The options that flags describe. Raises DataError for those that do not fit together."""
-    for flag, given, known in (("normalize", flags.normalize, NORMALIZATIONS), ("exact", flags.exact, SCOPES)):
-        wrong = [name for name in given if name not in known]
+    """Builds the options from the flags. Raises DataError for flags that contradict each other."""
+    for flag, requested, choices in (("normalize", flags.normalize, NORMALIZATIONS), ("exact", flags.exact, SCOPES)):
+        wrong = [name for name in requested if name not in choices]
         if wrong:
-            raise DataError(f"--{flag}: no {', '.join(wrong)}; there are {', '.join(known)}")
+            raise DataError(f"--{flag}: unknown {', '.join(wrong)}; choose from {', '.join(choices)}")
     if (flags.keep == "best") != (flags.score is not None):
-        raise DataError("--keep best needs --score KEY, and --score is for it alone")
+        raise DataError("--keep best and --score KEY need each other; give both or neither")
     if not flags.minhash and (flags.keep != "first" or flags.jaccard is not None or flags.device != "cpu"):
-        raise DataError("--keep, --jaccard and --device are for near-duplicates: add --minhash")
+        raise DataError("--keep, --jaccard and --device apply to near-duplicates only: add --minhash")
     if flags.language is not None and not flags.language:
-        raise DataError("--language: names none; write en, or leave it out")
+        raise DataError("--language: the value is empty; write a language such as en, or remove the flag")
     if flags.set and not flags.recipe:
-        raise DataError("--set changes thresholds of --recipe, and there is none")
+        raise DataError("--set changes thresholds of a recipe: add --recipe")
     if flags.minhash_seed >= 1 << 32 or flags.file_mb >= 1 << 20:
-        raise DataError("--minhash-seed is to be below 2^32, --file-mb below 2^20")
+        raise DataError("--minhash-seed must be below 2^32, and --file-mb below 2^20")
     if flags.validation >= 1:
-        raise DataError("--validation 1: nothing would be left to train on")
+        raise DataError("--validation 1 leaves nothing to train on; give less than 1")
     minhash = None
     if flags.minhash:
         minhash = MinHash(
@@ -181,7 +193,7 @@ def options_of(flags: argparse.Namespace) -> CleaningOptions:
 
 
 def resources_of(flags: argparse.Namespace) -> Resources:
-    """Workers and device. Raises DataError for a device that is not there."""
+    """Returns workers and device. Raises DataError for a device that torch cannot use."""
     if flags.device == "cpu":
         return Resources(flags.workers)
     import torch
@@ -194,24 +206,24 @@ def resources_of(flags: argparse.Namespace) -> Resources:
 
 
 class Progress:
-    """A line every few seconds, rewritten in place on a terminal: rates and the time that is left."""
+    """Prints the rate and the remaining time every few seconds; on a terminal it rewrites the line."""
 
     def __init__(self) -> None:
-        self._name, self._began, self._told = "", 0.0, 0.0
+        self._name, self._started_at, self._printed_at = "", 0.0, 0.0
         self._terminal = sys.stdout.isatty()
 
     def __call__(self, progress: PassProgress) -> None:
         now = time.monotonic()
         if progress.name != self._name:
-            self._name, self._began, self._told = progress.name, now, now
+            self._name, self._started_at, self._printed_at = progress.name, now, now
             return
         ends = progress.done >= progress.total
-        if now - self._told < (0.2 if self._terminal else _TELL_S) and not ends:
+        if now - self._printed_at < (0.2 if self._terminal else _TELL_S) and not ends:
             return
-        self._told = now
-        seconds = max(now - self._began, 1e-9)
-        share, before = progress.done / max(progress.total, 1), progress.resumed_done / max(progress.total, 1)
-        left = max(1 - share, 0) * seconds / max(share - before, 1e-9)
+        self._printed_at = now
+        seconds = max(now - self._started_at, 1e-9)
+        share, resumed_share = progress.done / max(progress.total, 1), progress.resumed_done / max(progress.total, 1)
+        left = max(1 - share, 0) * seconds / max(share - resumed_share, 1e-9)
         parts = [f"{min(share, 1):.0%}"]
         if progress.documents:
             rate = (progress.documents - progress.resumed) / seconds
@@ -223,8 +235,8 @@ class Progress:
 
 
 def report(result: CleaningResult, output: Path) -> None:
-    """What is there now, in lines."""
-    if result.already:
+    """Prints the counts of kept and dropped documents, notes, and the path of the report."""
+    if result.existed:
         print(f"{output}: made by this command before, nothing to do")
     for name, count in result.documents.items():
         if count:
@@ -242,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options, resources = options_of(flags), resources_of(flags)
         for item in (*flags.input, *(flags.decontaminate or ())):
             if Path(item).is_dir() and flags.output.resolve().is_relative_to(Path(item).resolve()):
-                raise DataError(f"{flags.output}: lies in {item}, where it would be read next time; choose another OUT")
+                raise DataError(f"{flags.output}: is inside input {item}; a next run would read it; choose another OUT")
         files = resolve(flags.input, flags.split, flags.subset)
         evaluation = resolve(flags.decontaminate, "all") if flags.decontaminate else []
         arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}

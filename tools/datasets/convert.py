@@ -22,7 +22,8 @@ GROUP_BYTES = 32 << 20  # of input in a row group, and in memory
 
 
 def tables(files: Sequence[InputFile]) -> Iterator[Any]:
-    """The rows in groups, as Arrow tables; a bare text becomes the column `text`."""
+    """Yields the rows in groups of about GROUP_BYTES, as Arrow tables. A bare text becomes the column
+    `text`."""
     import pyarrow
 
     rows: list[dict] = []
@@ -32,7 +33,7 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
         if isinstance(value, str):
             value = {"text": value}
         if not isinstance(value, dict):
-            raise DataError(f"{row.where()}: {type(value).__name__}, not an object with columns")
+            raise DataError(f"{row.location()}: expected an object with columns, not {type(value).__name__}")
         rows.append(value)
         size += row.size
         if size >= GROUP_BYTES:
@@ -43,7 +44,7 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
 
 
 def _schema(rows: list[dict]) -> Any:
-    """The schema of all columns of all rows; the library would look at the first row only."""
+    """Returns the schema of all columns of all rows; pyarrow would look at the first row only."""
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)
@@ -51,15 +52,17 @@ def _schema(rows: list[dict]) -> Any:
 
 
 def convert(source: str, target: Path, split: str | None = None, subset: str | None = None) -> int:
-    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row
-    group."""
+    """Write the rows of `source` as one Parquet file; returns the number of rows. Raises DataError.
+
+    Reads the input twice: for the types of the columns, then for the rows. Memory holds one row group.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
         raise DataError("writing Parquet needs the pyarrow package (pip install pyarrow)") from None
     if target.suffix != ".parquet":
-        raise DataError(f"{target}: the name of a .parquet file is wanted")
+        raise DataError(f"{target}: the output name must end in .parquet")
     files, unfinished, count = resolve([source], split, subset), temporary(target), 0
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -49,24 +49,30 @@ SOURCES = {
 
 
 def __getattr__(name: str) -> str:
-    """Nothing; but of GPT-NeoX's own names an error says what is here. It is one of imports, which put words
-    of their own in the place of an AttributeError's."""
+    """Raises ImportError for GPT-NeoX's names, to say what replaces them.
+
+    An AttributeError's message would be lost: `from ... import` replaces it by its own.
+    """
     if name in ("DATA_DOWNLOADERS", "prepare_dataset"):
-        raise ImportError(f"{name}: corpora are SOURCES of {__name__} here; prepare_data.prepare fetches one")
+        raise ImportError(f"{name}: not in this project; use SOURCES of {__name__}, which prepare_data.prepare fetches")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def parts(address: str) -> list[str]:
-    """All addresses that an address with numbered parts stands for."""
+    """Expands an address with numbered parts, as {00..29}, into one address per part."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)
     if numbers is None:
         return [address]
-    first, last = numbers.groups()
-    return [address.replace(numbers[0], f"{n:0{len(first)}}") for n in range(int(first), int(last) + 1)]
+    first_number, last_number = numbers.groups()
+    return [
+        address.replace(numbers[0], f"{n:0{len(first_number)}}") for n in range(int(first_number), int(last_number) + 1)
+    ]
 
 
 def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str], None]) -> None:
-    """Download a file, from the folder `mirror` if given; it appears when it is whole. Raises DataError."""
+    """Downloads a file to `target`, which appears only when it is complete. Raises DataError.
+
+    mirror: address of a folder to use instead. report: called with a line of text at the start."""
     if mirror:
         address = f"{mirror.rstrip('/')}/{address.rsplit('/', 1)[1]}"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,13 +83,13 @@ def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str]
             report(f"{address} -> {target}" + (f" ({size / 1e6:.1f} MB)" if size >= 0 else ""))
             shutil.copyfileobj(source, file, 1 << 20)
             if size not in (-1, file.tell()):
-                raise OSError(f"cut off after {file.tell()} of {size} bytes")
+                raise OSError(f"truncated after {file.tell()} of {size} bytes")
         sync(unfinished)
         os.replace(unfinished, target)
     except (OSError, http.client.HTTPException, ValueError) as problem:
         reason = getattr(problem, "reason", None) or problem
         raise DataError(
-            f"{address} cannot be had ({reason}); put the file at {target} by other means, or name another folder "
+            f"{address} cannot be fetched ({reason}); put the file at {target} by other means, or name another folder "
             "that holds it with --mirror URL"
         ) from None
     finally:

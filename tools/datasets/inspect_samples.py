@@ -31,20 +31,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("prefix", help="data path without .bin/.idx, or what --output-prefix was")
     tokens = parser.add_argument_group("tokenizer")
     add_tokenizer_flags(tokens, "HFTokenizer")
-    which = parser.add_argument_group("samples")
-    which.add_argument("--samples", type=at_least(1), default=5, help="how many (5)")
-    which.add_argument("--start", type=at_least(0), default=0, help="the first one (0)")
-    which.add_argument("--random", type=at_least(0), metavar="SEED", help="a random choice of them instead")
-    which.add_argument(
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--samples", type=at_least(1), default=5, help="how many (5)")
+    samples.add_argument("--start", type=at_least(0), default=0, help="the first one (0)")
+    samples.add_argument("--random", type=at_least(0), metavar="SEED", help="a random choice of them instead")
+    samples.add_argument(
         "--seq-length",
         type=at_least(1),
         help="rows as training packs them, each document by itself; unset: documents as stored",
     )
-    which.add_argument(
+    samples.add_argument(
         "--pack-impl", choices=["packed", "pack_until_overflow", "unpacked", "best_fit"], default="packed",
         help="how documents become rows (packed)",
     )  # fmt: skip
-    which.add_argument("--seed", type=int, default=1234, help="of the rows' order (1234, as in training)")
+    samples.add_argument("--seed", type=int, default=1234, help="of the rows' order (1234, as in training)")
     output = parser.add_argument_group("output")
     output.add_argument("--html", type=Path, metavar="FILE", help="write the same as one page")
     output.add_argument("--stats", action="store_true", help="numbers about all documents, and their histogram")
@@ -53,12 +53,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A whole number from `least` on, for argparse."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Returns an argparse type for whole numbers of at least `minimum`."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
         return int(text)
 
     return number
@@ -68,15 +68,15 @@ def chosen(group: list[FileGroup], options: argparse.Namespace) -> Iterator[list
     if options.seq_length is None:
         source: StoredDocuments | PackedRows = StoredDocuments(group)
     elif len(group) > 1:
-        raise DataError(f"{options.prefix}: pairs are not packed into rows; leave --seq-length out")
+        raise DataError(f"{options.prefix}: holds pairs, which are never packed into rows; remove --seq-length")
     else:
         source = PackedRows(group[0], options.seq_length, options.pack_impl, options.seed)
     if options.start >= len(source) > 0:
-        raise DataError(f"--start {options.start}: there are {len(source)} samples, from 0 on")
-    which: Sequence[int] = range(options.start, min(len(source), options.start + options.samples))
+        raise DataError(f"--start {options.start}: there are only {len(source)} samples, numbered from 0")
+    indices: Sequence[int] = range(options.start, min(len(source), options.start + options.samples))
     if options.random is not None:
-        which = sorted(random.Random(options.random).sample(range(len(source)), min(len(source), options.samples)))
-    for index in which:
+        indices = sorted(random.Random(options.random).sample(range(len(source)), min(len(source), options.samples)))
+    for index in indices:
         yield source[index]
 
 

@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows-per-shard", type=int, default=1 << 16, help="rows of a file (65536)")
     options = parser.parse_args(argv)
     if options.seq_length < 1 or options.rows_per_shard < 1:
-        parser.error("--seq-length and --rows-per-shard: expected numbers from 1 on")
+        parser.error("--seq-length and --rows-per-shard must be at least 1")
     try:
-        rows, rest = write_npy(
+        rows, num_left = write_npy(
             open_dataset(options.prefix), options.folder, options.seq_length + 1, options.rows_per_shard
         )
     except DataError as problem:
         sys.exit(f"pack_npy.py: error: {problem}")
-    print(f"{options.folder}: {rows} rows of {options.seq_length + 1} tokens; the last {rest} tokens fill none")
+    print(f"{options.folder}: {rows} rows of {options.seq_length + 1} tokens; the last {num_left} tokens fill none")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tools/datasets/preprocess_data.py --input data.jsonl --output-prefix data/mine \\
         --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
 
-A job that was interrupted goes on when the same command is given again.
+An interrupted job resumes when you run the same command again.
 """
 
 import argparse

@@ -83,9 +83,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> ChatJob:
-    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
+    """Returns the preprocessing job that the flags describe. Raises DataError for flags that exclude each
+    other."""
     if options.only_last and options.loss_scope not in (None, "last_turn"):
-        raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
+        raise DataError(f"--only-last means --loss-scope last_turn, but {options.loss_scope} is given; remove one flag")
     maps = []
     for entry in options.map:
         role, separator, text = entry.partition("=")
@@ -118,14 +119,14 @@ def _day(text: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no date, which is written as 2026-01-31") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date such as 2026-01-31") from None
 
 
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem}) (--system-file)") from None
+        raise DataError(f"--system-file {path}: cannot be read ({problem})") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@
         --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --mask-before-token 222,34,27
 
 Writes PREFIX_text_document and PREFIX_label_document as GPT-NeoX does. A document without these tokens is
-trained whole, also as there; how many are is said at the end.
+trained in full, also as in GPT-NeoX; the report counts them.
 """
 
 import argparse
@@ -33,19 +33,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> DelimiterJob:
-    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
+    """Returns the preprocessing job that the flags describe. Raises DataError for flags that exclude each
+    other."""
     if not options.mask_before_token:
-        raise DataError("needs --mask-before-token; without a mask preprocess_data.py does it")
+        raise DataError("needs --mask-before-token; to tokenize without a mask, use preprocess_data.py")
     try:
         delimiter = tuple(int(part) for part in options.mask_before_token.split(","))
     except ValueError:
         raise DataError(f"--mask-before-token {options.mask_before_token}: write token ids, as 222,34,27") from None
     if len(options.jsonl_keys) > 1:
-        raise DataError("--jsonl-keys: one key, as there is one PREFIX_label_document")
+        raise DataError("--jsonl-keys: give only one key, because there is only one PREFIX_label_document")
     text = text_job(options, options.jsonl_keys)
     size = text.tokenizer().vocab_size
     if not all(0 <= part < size for part in delimiter):
-        raise DataError(f"--mask-before-token {options.mask_before_token}: the vocabulary ends at {size - 1}")
+        raise DataError(f"--mask-before-token {options.mask_before_token}: token ids must be from 0 to {size - 1}")
     return DelimiterJob(text, delimiter)
 
 

@@ -1,5 +1,4 @@
-"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one
-line."""
+"""Helpers that the preprocess commands share: flags, progress, the report, one-line errors."""
 
 import argparse
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
 from megatron.data.preprocessing.encode_job import Job
-from megatron.data.preprocessing.inputs import InputFile, listed, resolve
+from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
 
@@ -55,7 +54,7 @@ def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None 
 
 
 def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | None, str | None]:
-    """The arguments of `make_tokenizer`, from the flags of `add_tokenizer_flags`."""
+    """Returns the arguments of `make_tokenizer`, from the flags of `add_tokenizer_flags`."""
     vocab = options.vocab_file
     if vocab is None and options.tokenizer_type == "HFTokenizer":
         folder = site_defaults().get("NEOX_BASE_TOKENIZER_DIR")
@@ -71,7 +70,7 @@ def add_text_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
-    """The preprocessing job that the flags of `add_text_flags` describe."""
+    """Returns the preprocessing job that the flags of `add_text_flags` describe."""
     return EncodeJob(
         make_tokenizer, tokenizer_of(options), keys=tuple(keys), append_eod=options.append_eod, ftfy=options.ftfy
     )
@@ -97,22 +96,24 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _bad_rows(text: str) -> int | None:
-    """How many bad rows may be left out, None for all."""
+    """Converts stop, drop or a number to the number of bad rows that may be skipped; None: any number."""
     if text in ("drop", "skip"):  # skip: its name under --on-error
         return None
     if text != "stop" and not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither stop nor drop nor a number of rows")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected stop, drop or a number of rows")
     return 0 if text == "stop" else int(text)
 
 
 def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> PreprocessResult:
-    """Run the job of a command to the end and report it; make: the job and the prefixes it writes.
+    """Run the preprocessing job of a command, and print its report. Exits with one line for unusable input or
+    flags.
 
-    Exits with one line for what cannot be used. PREFIX_metadata.json then says what was made of what.
+    Writes PREFIX_metadata.json, which describes the inputs, settings and outputs.
+    make: returns (job, prefixes of the files that it writes).
     """
     try:
         job, prefixes = make()
-        files = resolve(listed(options.input), options.split, options.subset)
+        files = resolve(split_names(options.input), options.split, options.subset)
         for note in job.notes(_first_columns(files)):
             print(note, flush=True)
         result = preprocess(
@@ -131,21 +132,23 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     except KeyboardInterrupt:
         sys.exit(f"{tool}: stopped; the same command goes on from there")
     for output in result.outputs:
-        without = f", {output.empty} of them without a token" if output.empty else ""
-        size = f"{output.documents} documents{without}, {output.tokens} tokens, {output.dtype}"
+        empty_note = f", {output.empty} of them without a token" if output.empty else ""
+        size = f"{output.documents} documents{empty_note}, {output.tokens} tokens, {output.dtype}"
         print(f"{output.prefix}.bin, .idx: {size}")
     for name, count in result.counts.items():
         print(f"{name}: {count}")
     if result.progress.skipped:
         with open(f"{options.output_prefix}_errors.jsonl", encoding="utf-8") as errors:
-            first = json.loads(next(errors))["problem"]
-        where = f"{options.output_prefix}_errors.jsonl"
-        print(f"{result.progress.skipped} bad rows left out: {where}; the first: {first}", file=sys.stderr)
+            first_problem = json.loads(next(errors))["problem"]
+        rejected_file = f"{options.output_prefix}_errors.jsonl"
+        print(
+            f"{result.progress.skipped} bad rows left out: {rejected_file}; the first: {first_problem}", file=sys.stderr
+        )
     return result
 
 
 def _first_columns(files: Sequence[InputFile]) -> list[str]:
-    """The columns of the first row; none where it cannot be read, which is told where it is."""
+    """Returns the columns of the first row; empty if it cannot be read, which `preprocess` reports."""
     try:
         value = next((row.value() for file in files[:1] for shard in file.shards(None) for row in shard.rows()), None)
     except DataError:
@@ -154,15 +157,17 @@ def _first_columns(files: Sequence[InputFile]) -> list[str]:
 
 
 def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:
-    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time
-    left."""
-    start, first, printed = time.monotonic(), PreprocessProgress(), 0
+    """Returns a function that prints rates and remaining time every `interval` documents.
+
+    On a terminal it rewrites the line in place.
+    """
+    start, start_state, printed = time.monotonic(), PreprocessProgress(), 0
     terminal = sys.stdout.isatty()
 
     def show(state: PreprocessProgress) -> None:
-        nonlocal first, printed
+        nonlocal start_state, printed
         if not state.seconds or state.shards == state.resumed:  # before the first shard of this run
-            first, printed = PreprocessProgress(**vars(state)), state.documents
+            start_state, printed = PreprocessProgress(**vars(state)), state.documents
             if state.resumed:
                 print(f"Going on after {state.documents} documents of an earlier run.", flush=True)
             return
@@ -171,12 +176,15 @@ def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgr
         printed = state.documents
         seconds = max(time.monotonic() - start, 1e-9)
         done = state.documents / total if total else state.disk_bytes / max(state.total_bytes, 1)
-        before = first.documents / total if total else first.disk_bytes / max(first.total_bytes, 1)
-        left = max(1 - done, 0) * seconds / max(done - before, 1e-9)
-        of = f"/{total}" if total else ""
+        resumed_share = (
+            start_state.documents / total if total else start_state.disk_bytes / max(start_state.total_bytes, 1)
+        )
+        left = max(1 - done, 0) * seconds / max(done - resumed_share, 1e-9)
+        total_text = f"/{total}" if total else ""
         line = (
-            f"Processed {state.documents}{of} documents ({(state.documents - first.documents) / seconds:.1f} docs/s, "
-            f"{(state.text_bytes - first.text_bytes) / seconds / 1e6:.2f} MB/s, {min(done, 1):.0%}, "
+            f"Processed {state.documents}{total_text} documents "
+            f"({(state.documents - start_state.documents) / seconds:.1f} docs/s, "
+            f"{(state.text_bytes - start_state.text_bytes) / seconds / 1e6:.2f} MB/s, {min(done, 1):.0%}, "
             f"{time.strftime('%H:%M:%S', time.gmtime(left))} left)."
         )
         print(f"\r{line}\033[K" if terminal else line, end="" if terminal and done < 1 else "\n", flush=True)

@@ -26,7 +26,7 @@ SECONDS = 10  # between two lines of progress
 
 
 def progress_line() -> Callable[[str, float], None]:
-    """A line every ten seconds on the file that is being written."""
+    """Returns a function that prints, every ten seconds, how much of a file is written."""
     printed = time.monotonic()
 
     def show(name: str, share: float) -> None:

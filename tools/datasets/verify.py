@@ -4,7 +4,7 @@ rewards.
     python tools/datasets/verify.py data/mine_text_document --vocab-file tokenizer.json
     python tools/datasets/verify.py data/mine            # all that --output-prefix data/mine wrote
 
-Says the first bad document and ends with 1, or what was found and ends with 0.
+Prints the first bad document and exits with 1, or prints counts and exits with 0.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def describe(found: VerifiedDataset, vocab_size: int | None) -> str:
-    line = f"{found.prefix}: {found.documents} documents, {found.tokens} values, {found.dtype}"
-    if found.trained is not None:
-        return f"{line}, {found.trained} trained, {found.tokens - found.trained} masked"
-    if found.ids is None:
+def describe(report: VerifiedDataset, vocab_size: int | None) -> str:
+    line = f"{report.prefix}: {report.documents} documents, {report.tokens} values, {report.dtype}"
+    if report.trained is not None:
+        return f"{line}, {report.trained} trained, {report.tokens - report.trained} masked"
+    if report.ids is None:
         return line
     limit = "no vocabulary given to compare with" if vocab_size is None else f"vocabulary {vocab_size}"
-    return f"{line}, ids {found.ids[0]} to {found.ids[1]} ({limit})"
+    return f"{line}, ids {report.ids[0]} to {report.ids[1]} ({limit})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,15 +19,27 @@ HEAD = """\
 
 Made by `python tools/docs/config_reference.py`; do not edit.
 
-Keys are written in YAML or JSON files, `dash-style` or `under_score`; a key may stand in one of the files only.
-`--set key=value ...` overrides them last: `--set optimizer.params.lr=1e-3 fp16=null`. A value may be `${NAME}` or
-`${NAME:-default}` from the environment. A default of `null` means unset. `--print-config` shows every value and where
-it comes from, `python deepy.py --help-config KEY` what a key means, `--diff-config a.yml b.yml` what differs. Editors
-complete and check files that begin with `# yaml-language-server: $schema=docs/configuration.schema.json`.
+Write keys in YAML or JSON files, in `dash-style` or `under_score`. A key may occur in only one file.
+`null` means unset.
 
-Standings: *honoured*; *honoured, differs*: GPT-NeoX does something else, which is said; *no effect*: accepted, cannot
-change a number; *refused*: resolves, but a run stops before its first step when it is set; *later*: refused until its
-feature is built.
+| To | use |
+|---|---|
+| override files | `--set optimizer.params.lr=1e-3 fp16=null` |
+| read the environment | `${NAME}` or `${NAME:-default}` as a value |
+| see every value and its origin | `--print-config` |
+| explain a key | `python deepy.py --help-config KEY` |
+| compare two files | `--diff-config a.yml b.yml` |
+| complete and check in an editor | `# yaml-language-server: $schema=docs/configuration.schema.json` as first line |
+
+| Standing | Meaning |
+|---|---|
+| *honoured* | a run follows it |
+| *honoured, differs* | GPT-NeoX acts differently, as described |
+| *no effect* | accepted, but changes no number |
+| *refused* | loads, but a run stops before its first step if set |
+| *later* | refused until its feature is built |
+
+## Number of keys
 """
 
 

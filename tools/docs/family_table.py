@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.checkpointing.families.table import FamilyRow, family_rows  # noqa: E402
+from megatron.checkpointing.families.feature_table import FamilyRow, family_rows  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
@@ -17,16 +17,17 @@ END = "<!-- end -->\n"
 
 
 def table() -> str:
-    """A row for each family, and the version of transformers that tests compare with."""
+    """Returns a Markdown table with a row for each family, then the transformers version that tests compare
+    with."""
     pinned = re.search(r"^transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
     assert pinned is not None
     head = [
-        "| family | `model_type` | architectures | its default configuration has | options, notes |",
+        "| family | `model_type` | architectures | default configuration | options, notes |",
         "|---|---|---|---|---|",
     ]
     tested = (
         f"\nTested against transformers {pinned[1]}: logits and three steps of AdamW of each family, and its greedy"
-        " text (but that of\nFalcon-Mamba and Nemotron-H).\n"
+        " text (except\nFalcon-Mamba and Nemotron-H).\n"
     )
     return "\n".join([*head, *map(_line, family_rows())]) + "\n" + tested
 

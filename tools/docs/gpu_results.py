@@ -10,13 +10,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_run.results import read, seconds_of  # noqa: E402
+from benchmarks.gpu_run.results import read, speed_ratio  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 
 BEGIN = "<!-- gpu results: made by tools/docs/gpu_results.py; do not edit -->\n"
 END = "<!-- end of gpu results -->\n"
-NONE = (
+NO_RESULTS = (
     "No results yet: `make gpu` has not run on a GPU since it was made, and neither has this program in its present\n"
     "form. Numbers of a rehearsal say nothing of GPUs and are not kept.\n"
 )
@@ -24,26 +24,28 @@ Part = Mapping[str, Any]
 
 
 def section(folder: Path) -> str:
-    """The Markdown of all results, the newest first. Raises ValueError for a rehearsal, and other files."""
+    """Returns Markdown with all results, the newest first.
+
+    Raises ValueError for a file of a rehearsal or of another format."""
     texts = []
     for path in sorted(folder.glob("*.json"), reverse=True):
-        found = read(path)
-        if found["kind"] not in ("gpu", "ablation"):
-            raise ValueError(f"{path}: a {found['kind']}'s numbers say nothing of a GPU; delete the file")
-        texts.append(_of_run(found, path))
-    return "\n".join(texts) or NONE
+        run = read(path)
+        if run["kind"] not in ("gpu", "ablation"):
+            raise ValueError(f"{path}: has results of a {run['kind']}, not of a GPU; delete the file")
+        texts.append(_run_section(run, path))
+    return "\n".join(texts) or NO_RESULTS
 
 
-def _of_run(found: Mapping[str, Any], path: Path) -> str:
-    parts: Sequence[Part] = found["parts"]
+def _run_section(run: Mapping[str, Any], path: Path) -> str:
+    parts: Sequence[Part] = run["parts"]
     facts = next((part["result"] for part in parts if part["result"] and "product_flops" in part["result"]), None)
-    title = "what changing one thing at a time does to the 1.4B shape's step" if found["kind"] == "ablation" else ""
-    lines = [f"### {', '.join(filter(None, (found['device'], found['date'], title)))}", ""]
+    title = "the 1.4B shape's step with one setting changed at a time" if run["kind"] == "ablation" else ""
+    lines = [f"### {', '.join(filter(None, (run['device'], run['date'], title)))}", ""]
     if facts is not None:
-        lines += [_facts(facts, found), ""]
+        lines += [_facts(facts, run), ""]
     speeds = [part for part in parts if _speed(part)]
     if speeds:
-        by_name = {part["name"]: part for part in parts}
+        part_by_name = {part["name"]: part for part in parts}
         head = (
             "| a training step | tokens/s per GPU | hours for 10^9 tokens | ms | model TFLOP/s | NeoX's TFLOP/s "
             "| of ceiling | speed beside | peak GB |"
@@ -51,7 +53,7 @@ def _of_run(found: Mapping[str, Any], path: Path) -> str:
         lines += [
             head,
             "|---|---:|---:|---:|---:|---:|---:|---|---:|",
-            *(_speed_row(part, by_name) for part in speeds),
+            *(_speed_row(part, part_by_name) for part in speeds),
             "",
         ]
         lines += [f"![TFLOP/s of each]({_link(path.with_suffix('.png'))})", ""]
@@ -67,12 +69,12 @@ def _link(path: Path) -> str:
     return f"../{path.relative_to(ROOT)}" if path.is_relative_to(ROOT) else path.name
 
 
-def _facts(facts: Part, found: Mapping[str, Any]) -> str:
+def _facts(facts: Part, run: Mapping[str, Any]) -> str:
     rates = [f"{name} {flops / 1e12:.0f} TFLOP/s" for name, flops in facts["product_flops"].items()]
     packages = [f"{name} {facts['packages'][name] or 'not there'}" for name in ("deepspeed", "transformers", "trl")]
     return (
         f"torch {facts['torch']}, Python {facts['python']}, driver {facts['driver']}, NCCL {facts['nccl']}, "
-        f"{', '.join(packages)}; commit {found['commit'] or 'unknown'}. Products of 8192 x 8192: {', '.join(rates)}; "
+        f"{', '.join(packages)}; commit {run['commit'] or 'unknown'}. Products of 8192 x 8192: {', '.join(rates)}; "
         f"copies {facts['copy_bytes_per_second'] / 1e12:.2f} TB/s."
     )
 
@@ -88,12 +90,11 @@ def _speed(part: Part) -> Part | None:
     return rows[0] if rows and "model_flops" in rows[0] else None
 
 
-def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
-    row, beside = _speed(part), by_name.get(part["beside"] or "")
+def _speed_row(part: Part, part_by_name: Mapping[str, Part]) -> str:
+    row, compared_part = _speed(part), part_by_name.get(part["beside"] or "")
     assert row is not None
-    own, other = seconds_of(part["result"]), seconds_of(beside["result"]) if beside is not None else None
-    in_one_run = beside is not None and beside.get("run", "") == part.get("run", "")
-    ratio = f"{other / own:.3f} of: {part['beside']}" if own and other and in_one_run else ""
+    speed = speed_ratio(part, compared_part)
+    ratio = "" if speed is None else f"{speed:.3f} of: {part['beside']}"
     return (
         f"| {part['name']} | {row['tokens']:,.0f} | {1e9 / row['tokens'] / 3600:.2f} | {row['seconds'] * 1e3:.1f} | "
         f"{row['model_flops'] / 1e12:.1f} | {row['neox_flops'] / 1e12:.1f} | {row['of_ceiling']:.1%} | {ratio} | "
@@ -106,6 +107,10 @@ _TABLES: dict[str, tuple[tuple[str, str], str]] = {
     "mixer": (
         ("| a mixer | | ms | speed beside ours |", "|---|---|---:|---:|"),
         "| {mixer} | {name} | {milliseconds:.1f} | {beside_ours:.2f} |",
+    ),
+    "generation": (
+        ("| generation | | tokens/s | beside the first | same tokens |", "|---|---|---:|---:|---:|"),
+        "| {generation} | {name} | {tokens_per_second:,.0f} | {beside_ours:.2f} | {same:.0%} |",
     ),
     "experts": (
         ("| a block of experts | | ms | speed beside ours |", "|---|---|---:|---:|"),
@@ -135,13 +140,13 @@ def _own_table(part: Part) -> list[str]:
 
 
 def _in_units(row: Part) -> dict[str, Any]:
-    """The row with its time in milliseconds and its peak in GB."""
-    made = dict(row)
+    """Returns the row with its time in milliseconds and its peak in GB."""
+    converted = dict(row)
     if "seconds" in row:
-        made["milliseconds"] = row["seconds"] * 1e3
+        converted["milliseconds"] = row["seconds"] * 1e3
     if (peak := row.get("peak_bytes", row.get("peak"))) is not None:
-        made["peak_gb"] = peak / 1e9
-    return made
+        converted["peak_gb"] = peak / 1e9
+    return converted
 
 
 def _missing(part: Part) -> str:
@@ -149,20 +154,20 @@ def _missing(part: Part) -> str:
     return f"- {part['name']}: {part['state']}, {part['reason']}{': ' if failed else ''}{', '.join(failed)}"
 
 
-def plot(found: Mapping[str, Any], path: Path) -> None:
-    """Write bars of each step's FLOP/s, and the ceiling measured beside it."""
+def plot(run: Mapping[str, Any], path: Path) -> None:
+    """Draw bars of each step's FLOP/s, and the ceiling measured in the same run, into the file `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [(part["name"], part["result"], row) for part in found["parts"] if (row := _speed(part)) is not None]
+    steps = [(part["name"], part["result"], row) for part in run["parts"] if (row := _speed(part)) is not None]
     names = [name for name, _, _ in steps][::-1]
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(steps)), layout="constrained")
     ceilings = [result["ceiling_flops"] / 1e12 for _, result, _ in steps][::-1]
     axes.barh(names, ceilings, color="lightgrey", label="matrix products alone")
     axes.barh(names, [row["model_flops"] / 1e12 for _, _, row in steps][::-1], color="tab:blue", label="training step")
-    axes.set_xlabel(f"model TFLOP/s, {found['device']}, {found['date']}")
+    axes.set_xlabel(f"model TFLOP/s, {run['device']}, {run['date']}")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -175,21 +180,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
     options = parser.parse_args(argv)
     text = options.page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
+    head, tail = text.split(BEGIN)
     try:
-        made = before + BEGIN + section(options.results) + END + rest.split(END)[1]
+        updated = head + BEGIN + section(options.results) + END + tail.split(END)[1]
     except (ValueError, KeyError) as problem:
         sys.stderr.write(f"gpu_results.py: {problem}\n")
         return 1
     plots = {path: path.with_suffix(".png") for path in sorted(options.results.glob("*.json"))}
     measured = {path: png for path, png in plots.items() if any(map(_speed, read(path)["parts"]))}
     if options.check:
-        stale = [str(options.page)] if made != text else []
+        stale = [str(options.page)] if updated != text else []
         stale += [str(png) for png in measured.values() if not png.exists()]
         if stale:
             sys.stderr.write(f"{', '.join(stale)}: stale; run python tools/docs/gpu_results.py\n")
         return 1 if stale else 0
-    options.page.write_text(made, encoding="utf-8")
+    options.page.write_text(updated, encoding="utf-8")
     for path, png in measured.items():
         plot(read(path), png)
     return 0

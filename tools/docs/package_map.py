@@ -16,7 +16,7 @@ BEGIN, END = "<!-- packages: made by tools/docs/package_map.py; do not edit -->\
 
 
 def package_map(root: Path) -> str:
-    """A table of all packages of megatron/, each with the first sentence of its docstring."""
+    """Returns a table of all packages of megatron/, each with the first sentence of its docstring."""
     lines = ["| package | what is in it |", "|---|---|"]
     for file in sorted((root / "megatron").rglob("__init__.py"), key=lambda file: file.parent.parts):
         folder = file.parent
@@ -28,8 +28,8 @@ def package_map(root: Path) -> str:
 
 
 def _summary(file: Path) -> str:
-    """The first sentence of a package's docstring, in one line. Raises SystemExit for a package without
-    one."""
+    """Returns the first sentence of a package's docstring in one line. Raises SystemExit for a package
+    without one."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not docstring:
         sys.exit(f"{file}: a package says in its docstring what is in it")

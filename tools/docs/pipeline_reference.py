@@ -19,7 +19,7 @@ TABLES = {"pipeline": PipelineKeys, "stage": Stage, "source": Source, "gate": Ga
 
 
 def table(declaration: type) -> str:
-    """A row for each key: what it means, and what it is when it is left out."""
+    """Returns a table with a row for each key: its meaning and its default."""
     rows = [f"| `{name}` | {key.meaning} | {_default(key)} |" for name, key in keys_of(declaration).items()]
     return "\n".join(["| key | meaning | left out |", "|---|---|---|", *rows]) + "\n"
 

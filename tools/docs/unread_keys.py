@@ -17,8 +17,10 @@ END = "<!-- end of unread -->\n"
 
 
 def table() -> str:
-    """A row for each key that GPT-NeoX declares and reads nowhere: what is done with it here, and what that
-    means for a file of its users."""
+    """Returns a Markdown table with a row for each key that GPT-NeoX declares but never reads.
+
+    A row says what this project does with the key, and what that means for a GPT-NeoX configuration.
+    """
     rows = [f"| `{key.name}` | {_done(key)} | {key.unread} |" for key in keys_of(NeoXArgs).values() if key.unread]
     return "\n".join(["| Key | Here | For a file written for GPT-NeoX |", "|---|---|---|", *sorted(rows), ""])
 

@@ -1,4 +1,4 @@
-"""The weights below adapters: read a layer at a time, and recognised again by a digest."""
+"""The base weights of adapters: read one layer at a time, and identified by a digest."""
 
 import hashlib
 import json
@@ -30,27 +30,31 @@ from megatron.tokenizer import padded_vocab_size
 
 ReadLayer = Callable[[int], dict[str, Tensor]]
 _HF_WEIGHTS = (("*.safetensors", "*.bin"),)
-_OUR_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # the second without a pipeline
+_NEOX_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # the second without a pipeline
 _ROWS = "padded_vocab_size"
 _ROWS_MULTIPLE = 128  # as imports pad the vocabulary
 
 
-def known_digests(path: Path, of_hf: bool) -> tuple[dict[str, str], list[Path]]:
-    """(the digest of each file of weights that a manifest knows, the files whose digests are to be made)."""
-    manifest = None if of_hf else read_manifest(path)
-    for kinds in _HF_WEIGHTS if of_hf else _OUR_WEIGHTS:
+def known_digests(path: Path, is_hf_folder: bool) -> tuple[dict[str, str], list[Path]]:
+    """Returns (SHA-256 of each weight file by name, from the manifest; weight files without a manifest)."""
+    manifest = None if is_hf_folder else read_manifest(path)
+    for kinds in _HF_WEIGHTS if is_hf_folder else _NEOX_WEIGHTS:
         if manifest is not None:
-            known = {name: of.sha256 for name, of in manifest.files.items() if any(map(PurePath(name).match, kinds))}
-            if known:
-                return known, []
+            digests = {
+                name: record.sha256 for name, record in manifest.files.items() if any(map(PurePath(name).match, kinds))
+            }
+            if digests:
+                return digests, []
         files = sorted(file for kind in kinds for file in path.glob(kind))
         if files and manifest is None:
             return {}, files
-    raise CheckpointError(f"{path}: holds no weights")
+    raise CheckpointError(f"{path}: no weight files found; is it the folder of a model or checkpoint?")
 
 
 def base_record(path: Path | None, digests: Mapping[str, str]) -> dict[str, Any]:
-    """What a manifest says of the weights below adapters: where they are, and a digest of them."""
+    """Returns {"path", "digest"} of the base weights, which the manifest of an adapter checkpoint stores.
+
+    digests: SHA-256 of each weight file by name; `digest` is their hash."""
     text = json.dumps(dict(sorted(digests.items())), sort_keys=True)
     return {
         "path": None if path is None else str(path.resolve()), "digest": hashlib.sha256(text.encode()).hexdigest()
@@ -58,16 +62,21 @@ def base_record(path: Path | None, digests: Mapping[str, str]) -> dict[str, Any]
 
 
 def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
-    """One checkpoint: `path` itself where that is a global_stepN, else the one of `iteration` in it, or that
-    `latest` names. Raises CheckpointError."""
+    """Returns the folder of one checkpoint. Raises CheckpointError.
+
+    path: the checkpoint (global_stepN) itself, or a folder of checkpoints. From the latter it takes the
+    checkpoint of `iteration`; None: the one that the file `latest` names."""
     folder = Path(path)
-    alone = iteration is None and is_tag(folder.name) and not (folder / LATEST).exists()
-    return folder if alone and folder.is_dir() else find_checkpoint(folder, iteration)
+    names_checkpoint = iteration is None and is_tag(folder.name) and not (folder / LATEST).exists()
+    return folder if names_checkpoint and folder.is_dir() else find_checkpoint(folder, iteration)
 
 
 def family_below(path: str | Path | None) -> str | None:
-    """The family of the weights below adapters by the config.json that came with them; None where they came
-    without one, or cannot be had. path: a checkpoint, or a HuggingFace folder or name on the Hub."""
+    """Returns the family of the base weights of adapters, from the config.json stored with them.
+
+    Returns None if there is no config.json, or if it cannot be fetched or read. path: of the base weights: a
+    checkpoint, or a HuggingFace folder or name on the Hub.
+    """
     try:
         model_type = text_config(config_below(path)).get("model_type")
     except CheckpointError:
@@ -76,7 +85,10 @@ def family_below(path: str | Path | None) -> str | None:
 
 
 def config_below(path: str | Path | None) -> Config:
-    """The config.json that came with the weights below adapters, as of `family_below`; {} without one."""
+    """Returns the config.json stored with the base weights of adapters; {} without one.
+
+    path: of the base weights: a checkpoint, or a HuggingFace folder or name on the Hub.
+    """
     try:
         if path is None:
             return {}
@@ -86,31 +98,40 @@ def config_below(path: str | Path | None) -> Config:
 
 
 def adapter_model(manifest: Manifest) -> Mapping[str, Any]:
-    """`Manifest.model`; of adapters alone over a HuggingFace model without the rows of vocabulary, which a
-    run pads at will, unless copies of embedding or head have them."""
+    """Returns the configuration keys, with values, in which a run must agree with an adapter checkpoint.
+
+    These are `manifest.model`. If the base is a HuggingFace model, `padded_vocab_size` is left out, because
+    each run may pad the vocabulary differently; it stays if the embedding or head was trained."""
     copies = (manifest.model.get("lora") or {}).get("modules_to_save")
-    below = None if manifest.base is None or copies else manifest.base["path"]
-    if below is None or not is_hf(below):
+    base_path = None if manifest.base is None or copies else manifest.base["path"]
+    if base_path is None or not is_hf(base_path):
         return manifest.model
     return {key: value for key, value in manifest.model.items() if key != _ROWS}
 
 
 def saved_rows(path: Path, args: NeoXArgs, tokens: int) -> int | None:
-    """`padded_vocab_size` for a run that starts from a checkpoint, by this or by the HuggingFace model below
-    its adapters; None where neither says it. tokens: of the run's tokenizer. Raises CheckpointError."""
+    """Returns `padded_vocab_size` for a run that starts from a checkpoint. Raises CheckpointError.
+
+    The value comes from the checkpoint, or from the HuggingFace base model of its adapters; None if neither
+    has it.
+    tokens: number of tokens of the run's tokenizer."""
     manifest = read_manifest(path)
     saved = saved_model(path) if manifest is None else adapter_model(manifest)
     if manifest is None or manifest.base is None or _ROWS in saved:
         return saved.get(_ROWS)
-    below = (args.lora or {}).get("base") or manifest.base["path"]
-    return vocab_size_from_hf(find_hf(below), args, tokens)[0] if is_hf(below) else manifest.model.get(_ROWS)
+    base_path = (args.lora or {}).get("base") or manifest.base["path"]
+    return vocab_size_from_hf(find_hf(base_path), args, tokens)[0] if is_hf(base_path) else manifest.model.get(_ROWS)
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """A model that adapters are laid over. args: its configuration, on one process, without adapters. read:
-    the whole tensors of a NeoX layer, by our names. path: a checkpoint, or a HuggingFace folder (`is_hf`).
-    checkpoint: the first of these, which checks a file before `read` reads it."""
+    """The base model of adapters.
+
+    path: a checkpoint, or a HuggingFace folder (`is_hf`).
+    args: the base model's configuration, for one process and without adapters.
+    read: takes a NeoX layer index and returns the layer's full tensors by NeoX names.
+    checkpoint: the opened checkpoint, which checks a file before `read` reads it; None for HuggingFace.
+    """
 
     path: Path
     is_hf: bool
@@ -119,30 +140,34 @@ class BaseWeights:
     checkpoint: OpenCheckpoint | None = None
 
     def verify(self, groups: ParallelGroups | None = None) -> None:
-        """Check all files of a checkpoint now, as `OpenCheckpoint.verify`."""
+        """Compare all files of a checkpoint with its manifest now; nothing for a HuggingFace folder.
+
+        groups: ranks that share the work. Raises DamagedError."""
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
 
     def record(self) -> dict[str, Any]:
-        """`base_record` of it."""
-        known, files = known_digests(self.path, self.is_hf)
-        return base_record(self.path, {**known, **{file.name: sha256(file) for file in files}})
+        """Returns the path and digest of these weights, as a manifest stores them."""
+        recorded, files = known_digests(self.path, self.is_hf)
+        return base_record(self.path, {**recorded, **{file.name: sha256(file) for file in files}})
 
 
 def open_base(
-    path: str | Path, args: NeoXArgs | None = None, tokens: int = 0, below: str | Path | None = None
+    path: str | Path, args: NeoXArgs | None = None, tokens: int = 0, origin: str | Path | None = None
 ) -> BaseWeights:
-    """The weights of a checkpoint of ours or GPT-NeoX's, or of a HuggingFace model.
+    """Opens the weights of a checkpoint (this program's or GPT-NeoX's), or of a HuggingFace model.
 
-    args: their configuration where it is known. tokens: rows that the vocabulary of a HuggingFace model has
-    at least, which is padded. below: what says that they are there, for errors. Raises CheckpointError.
+    args: the model's configuration; None: read from `path`.
+    tokens: a HuggingFace model's vocabulary is padded to at least this many rows.
+    origin: the file that named `path`, for error messages.
+    Raises CheckpointError.
     """
-    says = "" if below is None else f" ({below} says so; --base names another place)"
+    hint = "" if origin is None else f" ({origin} names this path; give another with --base)"
     if is_hf(path):
         try:
             folder = find_hf(path)
         except CheckpointError as problem:
-            raise CheckpointError(f"{problem}{says}") from problem
+            raise CheckpointError(f"{problem}{hint}") from problem
         args = args or _args_of_hf(folder, tokens)
         scores = has_hf_score(folder)
         args = plain_args(args.replace(lora=None))
@@ -150,11 +175,11 @@ def open_base(
         load = hf_loader(folder, args, new_head=new_head)
         return BaseWeights(folder, True, args, partial(_read_hf, load, args, new_head))
     if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: the weights below the adapters are not there{says}")
+        raise CheckpointError(f"{path}: no such folder of base weights for the adapters{hint}")
     source = checkpoint_folder(path)
     opened = OpenCheckpoint(source)
     if opened.manifest is not None and opened.manifest.model.get("lora") is not None:
-        raise CheckpointError(f"{source}: holds adapters itself; merge them first (tools/ckpts/adapter.py merge)")
+        raise CheckpointError(f"{source}: has its own adapters; merge them first (tools/ckpts/adapter.py merge)")
     args = plain_args((args or checkpoint_args(source)).replace(lora=None))
     new_head = bool(args.score_head) and not has_score_head(source, args)
     return BaseWeights(source, False, args, partial(_read, opened, args, new_head), opened)

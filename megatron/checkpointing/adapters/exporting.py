@@ -1,4 +1,4 @@
-"""Adapters of a checkpoint as a folder in peft's format, whole or not at all, and the check against peft."""
+"""Exports adapters of a checkpoint to a folder in peft's format, and compares their logits with peft's."""
 
 import shutil
 import tempfile
@@ -15,7 +15,6 @@ from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import TEXT_TOWERS, is_multimodal
-from megatron.checkpointing.huggingface.by_transformers import auto_class
 from megatron.checkpointing.huggingface.companion_files import (
     companion_files_of,
     is_of_tokenizer,
@@ -30,6 +29,7 @@ from megatron.checkpointing.huggingface.exporting import (
 )
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
 from megatron.checkpointing.huggingface.model_files import read_config
+from megatron.checkpointing.huggingface.transformers_model import auto_class
 from megatron.checkpointing.manifest import read_manifest
 from megatron.data.files import sync
 from megatron.model.weight_map import adapter_params
@@ -40,8 +40,9 @@ _HF_RUN = "huggingface "  # how run ids of imports begin
 
 
 def base_name(path: Path | str | None) -> str | None:
-    """What peft's `base_model_name_or_path` says of the weights below adapters: a HuggingFace folder or name,
-    also where a checkpoint was imported from it; else our checkpoint itself."""
+    """Returns the value of peft's field `base_model_name_or_path` for the base weights at `path`.
+
+    The value is the HuggingFace folder or name if `path` is one, or was imported from one; else `path`."""
     if path is None or is_hf(path) or not Path(path).is_dir():
         return None if path is None else str(path).removeprefix("hf://")
     path = checkpoint_folder(path)
@@ -49,8 +50,8 @@ def base_name(path: Path | str | None) -> str | None:
     imported = manifest is not None and manifest.run_id.startswith(_HF_RUN)
     if not imported or manifest is None:
         return str(path)
-    where = manifest.run_id.removeprefix(_HF_RUN)
-    return where if Path(where).is_dir() else where.partition("@")[0]
+    source = manifest.run_id.removeprefix(_HF_RUN)
+    return source if Path(source).is_dir() else source.partition("@")[0]
 
 
 def export_peft(
@@ -61,35 +62,37 @@ def export_peft(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     notes: Mapping[str, bytes] | None = None,
-    each: LayerProgress = no_progress,
+    progress: LayerProgress = no_progress,
 ) -> Path:
     """Write adapters as the folder `output` in peft's format, with the tokenizer of the run.
 
-    base: the name of the model below, which peft loads; None: as the checkpoint says. family: as of
-    `export_hf`; None: that of the model below, with the names of all of it where that is multimodal. dtype:
-    of what is written; None: as it is stored. notes: further files by name. An earlier one is replaced.
-    Raises CheckpointError."""
+    base: the name of the base model, which peft loads; None: the one in the checkpoint. family: the
+    `model_type` to write for; None: the base model's, with the full model's names if it is multimodal. dtype:
+    of the written tensors; None: as stored. notes: content of further files by name. An earlier `output` is
+    replaced; it is never left half written. Raises CheckpointError."""
     source.verify()
     output = Path(output).resolve()
     layers = sorted(adapter_params(source.args))
     recorded = None if source.manifest is None else source.manifest.base
-    # One that holds both began with the weights that `load` names.
-    below = source.args.load if recorded is None else recorded["path"]
-    named = base or base_name(below)
-    in_wrapper = family in TEXT_TOWERS or family is None and is_multimodal(config_below(named) or config_below(below))
-    family = family_below(below) if family is None or family in TEXT_TOWERS else family
+    # A checkpoint that holds base weights too started from the weights that `load` names.
+    base_path = source.args.load if recorded is None else recorded["path"]
+    base_model = base or base_name(base_path)
+    in_wrapper = (
+        family in TEXT_TOWERS or family is None and is_multimodal(config_below(base_model) or config_below(base_path))
+    )
+    family = family_below(base_path) if family is None or family in TEXT_TOWERS else family
     kinds = {value.dtype for layer in layers for value in source.read(layer).values()}
     files, vocab = _companions(source)
     temporary = begin_folder(output, sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()))
     try:
 
         def read() -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-            for layer in each(layers, len(layers)):
+            for layer in progress(layers, len(layers)):
                 yield layer, source.read(layer)
 
         write_peft(
             temporary, source.args, read, dtype or max(kinds, key=lambda kind: kind.itemsize), family=family,
-            base=named, vocab_size=vocab, in_wrapper=in_wrapper,
+            base=base_model, vocab_size=vocab, in_wrapper=in_wrapper,
         )  # fmt: skip
         write_companion_files({**files, **(notes or {})}, temporary)
         sync(temporary)
@@ -102,12 +105,12 @@ def export_peft(
 
 
 def _companions(source: AdapterSource) -> tuple[dict[str, bytes], int | None]:
-    """Files of the tokenizer, by name, and the rows of vocabulary that an export keeps; None: all."""
+    """Returns (content of the tokenizer's files by name, number of vocabulary rows to export; None: all)."""
     if source.manifest is None:
         return {}, None
     try:
         extras = companion_files_of(source.path, source.args, scores=False)
-    except CheckpointError:  # without its tokenizer an adapter is whole
+    except CheckpointError:  # an adapter is complete without a tokenizer
         return {}, None
     files = {name: content for name, content in extras.files.items() if is_of_tokenizer(name)}
     rows = max(extras.vocab_size or 0, extras.tokens or 0) if extras.vocab_size else None
@@ -116,8 +119,12 @@ def _companions(source: AdapterSource) -> tuple[dict[str, bytes], int | None]:
 
 @dataclass(frozen=True)
 class PeftComparison:
-    """difference: the largest absolute one between logits of ours and of peft; largest: the largest absolute
-    logit; length: tokens of a row."""
+    """How far our logits with adapters are from those that transformers with peft computes.
+
+    difference: the largest absolute difference.
+    largest: the largest absolute logit.
+    length: number of tokens in each compared sequence.
+    """
 
     difference: float
     largest: float
@@ -136,11 +143,11 @@ class PeftComparison:
 
 @torch.no_grad()
 def compare_with_peft(base: BaseWeights, source: AdapterSource) -> PeftComparison:
-    """Compare logits of weights with adapters, here and in transformers with peft. Raises CheckpointError
-    when they differ by more than the bound, and without peft.
+    """Compares our logits with adapters against the logits of transformers with peft, on random tokens.
 
-    Both models are in memory whole, in fp32. What is not in HuggingFace's or peft's format is written so in a
-    temporary folder first.
+    Both full models are in memory, in fp32. A NeoX checkpoint (base or adapters) is first exported to a
+    temporary HuggingFace or peft folder. Raises CheckpointError if logits differ by more than the bound, or
+    peft is missing.
     """
     try:
         import peft
@@ -161,17 +168,17 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> PeftCompariso
         rows = HFFolder(model_folder).vocab_size
         scores = bool(source.args.score_head)
         auto = auto_class(transformers, config, scores)
-        more = {"num_labels": 1, "pad_token_id": -1} if scores else {}
-        model = auto.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager", **more)
-        own = PeftFolder(adapter).vocab_size
-        if own is not None and own > rows:
-            model.resize_token_embeddings(own)
+        options = {"num_labels": 1, "pad_token_id": -1} if scores else {}
+        model = auto.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager", **options)
+        adapter_rows = PeftFolder(adapter).vocab_size
+        if adapter_rows is not None and adapter_rows > rows:
+            model.resize_token_embeddings(adapter_rows)
         tokens = some_tokens(source.args, rows)
-        theirs = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(tokens, use_cache=False).logits
-    ours = unmerged_logits(base, source, tokens)
-    ours = ours[:, -1] if scores else ours[..., : theirs.shape[-1]]
-    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        peft_logits = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(tokens, use_cache=False).logits
+    logits = unmerged_logits(base, source, tokens)
+    logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
+    difference, largest = (logits - peft_logits).abs().max().item(), peft_logits.abs().max().item()
     comparison = PeftComparison(difference, largest, tokens.shape[1])
     if not difference <= comparison.bound:  # NaN too
-        raise CheckpointError(f"{source.path}: is not what peft computes: {comparison}")
+        raise CheckpointError(f"{source.path}: logits with these adapters differ from peft's: {comparison}")
     return comparison

@@ -1,4 +1,4 @@
-"""Checkpoints made of adapters: weights that have taken them in, and adapters alone of a folder of peft's."""
+"""Writes checkpoints from adapters: weights with adapters merged into them, and peft's adapters alone."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import with_vocab_size
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
-from megatron.checkpointing.huggingface.logit_check import our_logits
+from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.publish import new_checkpoint, publish
@@ -29,6 +29,7 @@ from megatron.checkpointing.tensor_files import FileRecord, save_tensors, write_
 from megatron.checkpointing.weights import local_layer_state, save_layer
 from megatron.model.weight_map import adapter_params, layer_params
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import thaw
 
 # The largest difference of fp32 logits, in proportion to the largest logit: rounding in another order.
 BOUND = 1e-5
@@ -39,10 +40,13 @@ _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 
 @dataclass(frozen=True)
 class MergeComparison:
-    """Logits with adapters beside the weights, and of weights that have taken them in. name: of the adapters.
-    difference: the largest absolute one of fp32 logits; largest: the largest absolute logit; stored: the
-    difference once merged weights are rounded to the precision in which they are stored, None where that is
-    fp32."""
+    """How far the logits of merged weights are from those of base weights plus adapters.
+
+    name: path of the adapters.
+    difference: the largest absolute difference of fp32 logits.
+    largest: the largest absolute logit.
+    stored: the difference with merged weights rounded to the dtype they are stored in; None if that is fp32.
+    """
 
     name: str
     difference: float
@@ -62,33 +66,34 @@ class MergeComparison:
 
 
 def some_tokens(args: NeoXArgs, vocab_size: int | None = None) -> Tensor:
-    """The tokens of comparisons, `[batch, seq]`."""
-    length, most = min(_LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
-    assert most is not None
-    return torch.randint(0, most, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+    """Random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
+    length, vocab_rows = min(_LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
+    assert vocab_rows is not None
+    return torch.randint(0, vocab_rows, (_ROWS, length), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def unmerged_logits(base: BaseWeights, source: AdapterSource, tokens: Tensor) -> Tensor:
-    """The logits of a model with its adapters beside the weights, `[batch, seq, padded vocabulary]` fp32."""
-    return our_logits(source.args, lambda layer: {**base.read(layer), **source.read(layer)}, tokens)
+    """Returns the logits of base weights plus (unmerged) adapters, `[batch, seq, padded vocabulary]` fp32."""
+    return neox_logits(source.args, lambda layer: {**base.read(layer), **source.read(layer)}, tokens)
 
 
 @torch.no_grad()
 def compare_merged(base: BaseWeights, source: AdapterSource) -> MergeComparison:
-    """Compare logits before and after merging one set of adapters. Raises CheckpointError when they differ by
-    more than the bound."""
+    """Compare logits of base weights plus adapters with logits after merging, on random tokens.
+
+    Raises CheckpointError when they differ by more than the bound."""
     args, tokens = source.args.replace(lora=None), some_tokens(source.args)
-    before = unmerged_logits(base, source, tokens)
-    after = our_logits(args, merged_reader(base.read, [(source, 1.0)], torch.float32), tokens)
-    difference, largest = (before - after).abs().max().item(), before.abs().max().item()
+    unmerged = unmerged_logits(base, source, tokens)
+    merged = neox_logits(args, merged_reader(base.read, [(source, 1.0)], torch.float32), tokens)
+    difference, largest = (unmerged - merged).abs().max().item(), unmerged.abs().max().item()
     stored = None
     if any(value.dtype != torch.float32 for layer in layer_params(args) for value in base.read(layer).values()):
-        rounded = our_logits(args, merged_reader(base.read, [(source, 1.0)]), tokens)
-        stored = (before - rounded).abs().max().item()
+        rounded = neox_logits(args, merged_reader(base.read, [(source, 1.0)]), tokens)
+        stored = (unmerged - rounded).abs().max().item()
     comparison = MergeComparison(str(source.path), difference, largest, stored)
     if not difference <= comparison.bound:  # NaN too
-        raise CheckpointError(f"merging is refused: {comparison}")
+        raise CheckpointError(f"logits of the merged weights differ from those of base plus adapters: {comparison}")
     return comparison
 
 
@@ -97,69 +102,77 @@ def write_merged(
     adapters: Sequence[tuple[AdapterSource, float]],
     save: str | Path,
     *,
-    each: LayerProgress = lambda layers, count: layers,
+    progress: LayerProgress = lambda layers, count: layers,
 ) -> tuple[Path, list[MergeComparison]]:
-    """Write weights that have taken adapters in, each with its factor, to `<save>/global_stepN`; N is the
-    first one's. Returns it and the comparison of logits for each.
+    """Merges adapters into base weights, checks the logits, and writes `<save>/global_stepN`.
 
-    A run starts from it at iteration 0, as from an import; tokenizer and companion files come along. One
-    layer is in memory at a time; nothing is visible until it is whole. Raises CheckpointError.
+    adapters: (adapters, factor) pairs; each adapter's update is multiplied by its factor.
+    Returns the checkpoint's folder, and one comparison of logits for each pair. N is the iteration of the
+    first adapters, but a run that loads the result starts at iteration 0. Tokenizer and companion files are
+    copied. One layer is in memory at a time; the folder appears when it is complete. Raises
+    CheckpointError.
     """
-    save, first = Path(save), adapters[0][0]
+    save, first_source = Path(save), adapters[0][0]
     base.verify()
     for source, _ in adapters:
         source.verify()
-    args = first.args.replace(lora=None)
+    args = first_source.args.replace(lora=None)
     comparisons = [compare_merged(base, source) for source, _ in adapters]
     read, specs = merged_reader(base.read, adapters), layer_params(args)
-    made = ", ".join(f"{factor:g} x {source.path}" for source, factor in adapters)
+    sources = ", ".join(f"{factor:g} x {source.path}" for source, factor in adapters)
 
     def write(folder: Path) -> tuple[list[FileRecord], set[torch.dtype]]:
         records, kinds = list[FileRecord](), set[torch.dtype]()
-        for layer in each(sorted(specs), len(specs)):
-            whole = read(layer)
-            kinds |= {value.dtype for value in whole.values()}
-            records += save_layer(folder, layer, whole, args)
+        for layer in progress(sorted(specs), len(specs)):
+            tensors = read(layer)
+            kinds |= {value.dtype for value in tensors.values()}
+            records += save_layer(folder, layer, tensors, args)
         return records, kinds
 
-    given = _given(base, first)
-    given.pop("lora", None)
-    path = _publish(save, first, base, args, given, f"merged: {made}", write, None)
+    config = _saved_config(base, first_source)
+    config.pop("lora", None)
+    path = _publish(save, first_source, base, args, config, f"merged: {sources}", write, None)
     return path, comparisons
 
 
 def write_adapters(
-    base: BaseWeights, source: AdapterSource, save: str | Path, *, each: LayerProgress = lambda layers, count: layers
+    base: BaseWeights,
+    source: AdapterSource,
+    save: str | Path,
+    *,
+    progress: LayerProgress = lambda layers, count: layers,
 ) -> Path:
-    """Write adapters alone to `<save>/global_step0`, as a run with `lora` loads them: the manifest says where
-    the weights below are. Raises CheckpointError."""
+    """Write a checkpoint `<save>/global_stepN` of adapters alone, which a run with `lora` can load.
+
+    N is the iteration of the adapters; 0 for a peft folder. The manifest names the base weights. Raises
+    CheckpointError."""
     base.verify()
     args, params = source.args, adapter_params(source.args)
 
     def write(folder: Path) -> tuple[list[FileRecord], set[torch.dtype]]:
         records, kinds = list[FileRecord](), set[torch.dtype]()
-        for layer in each(sorted(params), len(params)):
-            whole = source.read(layer)
-            kinds |= {value.dtype for value in whole.values()}
-            state = local_layer_state(layer, whole, args, tensor_rank=0, tensor_size=1, params=params)
+        for layer in progress(sorted(params), len(params)):
+            tensors = source.read(layer)
+            kinds |= {value.dtype for value in tensors.values()}
+            state = local_layer_state(layer, tensors, args, tensor_rank=0, tensor_size=1, params=params)
             records.append(save_tensors(state, folder / layout.layer_file(layer, 0)))
         return records, kinds
 
     assert args.lora is not None
-    section = {key: list(v) if isinstance(v, tuple) else v for key, v in args.lora.items() if v is not None}
-    given = {**_given(base, source), "lora": section, **({"score_head": True} if args.score_head else {})}
-    return _publish(Path(save), source, base, args, given, f"adapters of {source.path}", write, base.record())
+    section = {key: thaw(value) for key, value in args.lora.items() if value is not None}
+    config = {**_saved_config(base, source), "lora": section, **({"score_head": True} if args.score_head else {})}
+    return _publish(Path(save), source, base, args, config, f"adapters of {source.path}", write, base.record())
 
 
-def _given(base: BaseWeights, source: AdapterSource) -> dict[str, Any]:
-    """The keys that the new checkpoint keeps as its configuration."""
+def _saved_config(base: BaseWeights, source: AdapterSource) -> dict[str, Any]:
+    """Returns the configuration of the adapters' run, else of the base, for one rank, to be saved."""
     manifest = source.manifest or (None if base.is_hf else read_manifest(base.path))
     if manifest is not None:
-        given = dict(manifest.config)
+        config = dict(manifest.config)
     else:
-        given = json.loads(source.args.replace(lora=None).to_json())["given"]
+        config = json.loads(source.args.replace(lora=None).to_json())["given"]
     sizes = {"model_parallel_size": 1, "pipe_parallel_size": 1}
-    return {**given, **sizes, "padded_vocab_size": source.args.padded_vocab_size}
+    return {**config, **sizes, "padded_vocab_size": source.args.padded_vocab_size}
 
 
 def _publish(
@@ -167,17 +180,17 @@ def _publish(
     source: AdapterSource,
     base: BaseWeights,
     args: NeoXArgs,
-    given: dict[str, Any],
+    config: dict[str, Any],
     run_id: str,
     write: Callable[[Path], tuple[list[FileRecord], set[torch.dtype]]],
-    below: Mapping[str, Any] | None,
+    base_record: Mapping[str, Any] | None,
 ) -> Path:
     iteration = source.iteration
     final = save / layout.step_tag(iteration)
     if final.exists():
-        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
+        raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
     size = sum(
-        file.stat().st_size for file in (base.path if below is None else source.path).iterdir() if file.is_file()
+        file.stat().st_size for file in (base.path if base_record is None else source.path).iterdir() if file.is_file()
     )
     with new_checkpoint(save, iteration, size) as temporary:
         records, kinds = write(temporary)
@@ -190,32 +203,33 @@ def _publish(
             records.append(write_carried(temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         precision = PRECISIONS[next(iter(kinds))] if len(kinds) == 1 else "fp32"
         for key in ("fp16", "bf16"):
-            given.pop(key, None)
-        given["precision"] = {"bf16": "bfloat16"}.get(precision, precision)
-        known = source.manifest or (None if base.is_hf else read_manifest(base.path))
-        keys = set(model_keys(args)) - set(_FREE) if known is None or not known.model else {*known.model, "lora"}
+            config.pop(key, None)
+        config["precision"] = {"bf16": "bfloat16"}.get(precision, precision)
+        saved = source.manifest or (None if base.is_hf else read_manifest(base.path))
+        keys = set(model_keys(args)) - set(_FREE) if saved is None or not saved.model else {*saved.model, "lora"}
         manifest = Manifest(
             run_id=run_id, iteration=iteration, consumed_samples=0, seed=0, data={}, optimizer=False,
-            model={key: value for key, value in model_keys(args).items() if key in keys}, base=below,
+            model={key: value for key, value in model_keys(args).items() if key in keys}, base=base_record,
             layout=ParallelLayout(1, 1, 1, 0, precision, 1), versions={"torch": version("torch")},
-            tokenizer=None if known is None else known.tokenizer, config=given,
-            created=datetime.now(UTC).isoformat(timespec="seconds"), files={of.name: of for of in records},
+            tokenizer=None if saved is None else saved.tokenizer, config=config,
+            created=datetime.now(UTC).isoformat(timespec="seconds"), files={record.name: record for record in records},
         )  # fmt: skip
-        text = f"# {run_id}\n{yaml.safe_dump(given, sort_keys=False)}"
+        text = f"# {run_id}\n{yaml.safe_dump(config, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"adapter.yml": text})
 
 
 def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
-    """Files of the tokenizer and of the imported model that go along, by their names in a checkpoint; those
-    of the adapters win, whose tokenizer may have more tokens."""
-    below = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
-    own = source.companions()
-    if source.manifest is None:  # README.md of a folder of peft's is of the adapter
-        own = {name: content for name, content in own.items() if is_of_tokenizer(name)}
-        own |= _resized(below, PeftFolder(source.path).vocab_size)
-    if any(map(is_of_tokenizer, own)):
-        below = {name: content for name, content in below.items() if not is_of_tokenizer(name)}
-    carried = {f"{HF_SUBFOLDER}/{name}": content for name, content in {**below, **own}.items()}
+    """Content of the tokenizer and companion files of the new checkpoint, by path inside it.
+
+    The adapters' files replace the base model's, because their tokenizer may have more tokens."""
+    base_files = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
+    adapter_files = source.companions()
+    if source.manifest is None:  # the README.md of a peft folder describes the adapter
+        adapter_files = {name: content for name, content in adapter_files.items() if is_of_tokenizer(name)}
+        adapter_files |= _resized(base_files, PeftFolder(source.path).vocab_size)
+    if any(map(is_of_tokenizer, adapter_files)):
+        base_files = {name: content for name, content in base_files.items() if not is_of_tokenizer(name)}
+    carried = {f"{HF_SUBFOLDER}/{name}": content for name, content in {**base_files, **adapter_files}.items()}
     for folder in (base.path, source.path) if source.manifest is not None else (base.path,):
         files = (file for file in (folder / "tokenizer").rglob("*") if file.is_file())
         carried |= {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
@@ -223,8 +237,9 @@ def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
 
 
 def _resized(files: Mapping[str, bytes], rows: int | None) -> dict[str, bytes]:
-    """config.json of the model below, by its name, with the rows of vocabulary that adapters were trained
-    with; {} without one."""
+    """Returns {"config.json": content} with `vocab_size` raised to at least `rows`.
+
+    files: the base model's companion files. Returns {} if `rows` is None or there is no config.json."""
     if rows is None or CONFIG not in files:
         return {}
     config = with_vocab_size(json.loads(files[CONFIG]), rows)

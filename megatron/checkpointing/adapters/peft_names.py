@@ -16,25 +16,31 @@ from megatron.neox_arguments import NeoXArgs
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
-# The linears of a block, and the adapter of all rows of each.
-_WHOLE = {
+# The weights of a block's linear layers, and the adapter name for all rows of each.
+_FULL_LINEARS = {
     "attention.query_key_value.weight": "query_key_value", "attention.dense.weight": "dense",
     "mlp.linear1.weight": "gate_up_proj", "mlp.linear2.weight": "dense_4h_to_h",
+    "mlp.shared_expert.linear1.weight": "gate_up_proj", "mlp.shared_expert.linear2.weight": "dense_4h_to_h",
+    "mixer.in_proj.weight": "in_proj", "mixer.x_proj.weight": "x_proj",
 }  # fmt: skip
-# What of an adapter is called otherwise in peft's files.
+# Parts of an adapter, and their names in peft's files.
 _PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "lora_magnitude_vector"}
 _COPIES = {"word_embeddings.modules_to_save": "word_embeddings", "final_linear.modules_to_save": "final_linear"}
-# What transformers 5 calls GPT-NeoX's head in memory, by which peft names it; earlier ones as in the files.
+# GPT-NeoX's head in memory, whose name peft uses: transformers 5 calls it lm_head, earlier ones as in files.
 _HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """A parameter of ours and the tensors that peft has for it.
+    """One of our adapter parameters, and the tensors that peft stores for it.
 
-    layer: its NeoX index. keys: their names in peft's file. split: what the whole parameter is in them, in
-    their order; join: its inverse, of one that has a name. vocabulary: rows are tokens. older: their names
-    where modules are called as in files, by the code of a published folder.
+    layer: the NeoX index of the parameter's layer.
+    keys: names of the tensors in peft's file.
+    split: converts our full parameter to the tensors of `keys`, in that order.
+    join: converts one of these tensors back.
+    vocabulary: each row belongs to a token.
+    older: other names to accept, made of module names in HuggingFace's weight files, as models with code of
+        their own (`trust_remote_code`) have.
     """
 
     layer: int
@@ -46,61 +52,92 @@ class PeftTensor:
     older: tuple[str, ...] = ()
 
     def within_wrapper(self) -> "PeftTensor":
-        """The same with the names that it has in a multimodal model."""
+        """Returns a copy whose `keys` are the names inside a multimodal model."""
         return replace(self, keys=tuple(PREFIX + memory_name(key.removeprefix(PREFIX)) for key in self.keys))
 
 
+@dataclass(frozen=True)
+class PeftModule:
+    """A module that has an adapter.
+
+    block: number of the block, from 0.
+    target: the module's name in our key `lora.target`.
+    names: full names of the HuggingFace modules it stands for. older: other names to accept, from weight
+        files.
+    """
+
+    block: int
+    target: str
+    names: tuple[str, ...]
+    older: tuple[str, ...] = ()
+
+
 def family_of_adapters(args: NeoXArgs, family: str | None = None) -> Family:
-    """The family whose names adapters of a model have; None: the first that computes what `args` says. Raises
-    CheckpointError with what no family has."""
+    """Returns the HuggingFace family whose module names a model's adapters are stored under.
+
+    family: the family's model type; None: the first family that can express the model of `args`. Raises
+    CheckpointError that names the settings no family supports."""
     return FAMILIES[hf_config(args.replace(lora=None), family=family)["model_type"]]
 
 
 def check_peft_names(args: NeoXArgs, family: str | None = None) -> None:
-    """Raise CheckpointError for adapters that peft's format cannot have. family: as of
-    `family_of_adapters`."""
+    """Raise CheckpointError if peft's format cannot hold a run's adapters.
+
+    family: the model type to export as; None: the first family that can express the model of `args`."""
     peft_tensors(args, family_of_adapters(args, family))
 
 
 def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
-    """The family among those that compute what `args` says which has modules of these names (without
-    `PREFIX`); the first of them where none has all."""
-    plain = args.replace(lora=None)
+    """Returns the first family that can express the model of `args` and has all `modules`.
+
+    modules: module names without `PREFIX`. If no family has all of them, returns the first that can express
+    the model."""
+    base_args = args.replace(lora=None)
     # Names first: they are looked up, while what a model computes is worked out.
-    for family in sorted(FAMILIES.values(), key=lambda one: any(_row_of(one, module) is None for module in modules)):
-        if is_of_family(plain, family):
+    for family in sorted(
+        FAMILIES.values(), key=lambda candidate: any(_row_of(candidate, module) is None for module in modules)
+    ):
+        if is_of_family(base_args, family):
             return family
     return family_of_adapters(args)
 
 
 def target_of(args: NeoXArgs, family: Family, module: str) -> str:
-    """What `lora.target` calls a module of the family: its own name where the linear here holds several of
-    its kind, else that of the whole linear."""
+    """Returns the name in our key `lora.target` for a HuggingFace module.
+
+    If our linear layer fuses several HuggingFace modules, the result is the module's own name (`q_proj`);
+    else the name of our layer."""
     row = _row_of(family, module)
-    if row is None or len(row.theirs) > 1 or row.ours not in _WHOLE:
+    if row is None or len(row.hf_names) > 1 or row.neox_name not in _FULL_LINEARS:
         return module.rpartition(".")[2]
-    if row.ours == "mlp.linear1.weight" and not args.is_gated:
+    if _FULL_LINEARS[row.neox_name] == "gate_up_proj" and not args.is_gated:
         return "dense_h_to_4h"
-    return _WHOLE[row.ours]
+    return _FULL_LINEARS[row.neox_name]
 
 
-def vocabulary_modules() -> set[str]:
-    """The last parts of the names that modules of embedding and head have in any family."""
-    rows = [row for family in FAMILIES.values() for row in family.rows]
-    of_vocabulary = {f"{name}{_WEIGHT}" for name in _COPIES.values()}
-    return {_last(name) for row in rows if row.ours in of_vocabulary for name in row.theirs} | {*_HEADS}
+def vocabulary_modules() -> dict[str, str]:
+    """Maps names of embeddings and heads in all families (last part) to "embed_tokens" or "lm_head"."""
+    kinds = {"word_embeddings.weight": "embed_tokens", "final_linear.weight": "lm_head"}
+    rows = [row for family in FAMILIES.values() for row in family.rows if row.neox_name in kinds]
+    return {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names} | dict.fromkeys(
+        _HEADS, "lm_head"
+    )
 
 
-def _own_targets(family: Family) -> list[str]:
-    """All targets of which the family has modules."""
-    rows = [row for row in family.rows if row.ours in _WHOLE]
-    return [name for row in rows for name in (map(_last, row.theirs) if len(row.theirs) > 1 else [_WHOLE[row.ours]])]
+def _family_targets(family: Family) -> list[str]:
+    """Returns all values of `lora.target` whose adapters the family can store in peft's format."""
+    rows = [row for row in family.rows if row.neox_name in _FULL_LINEARS]
+    return [
+        name
+        for row in rows
+        for name in (map(_last, row.hf_names) if len(row.hf_names) > 1 else [_FULL_LINEARS[row.neox_name]])
+    ]
 
 
 def short_name(family: Family, module: str) -> str:
-    """How peft's target_modules name a module: by its last part, or by two where another linear has that."""
+    """Returns a module's name for target_modules: its last part; the last two parts if that is ambiguous."""
     last = module.rpartition(".")[2]
-    sharing = {row.ours for row in family.rows for name in row.theirs if name.endswith(f".{last}{_WEIGHT}")}
+    sharing = {row.neox_name for row in family.rows for name in row.hf_names if name.endswith(f".{last}{_WEIGHT}")}
     return ".".join(module.split(".")[-2:]) if len(sharing) > 1 else last
 
 
@@ -109,44 +146,63 @@ def _last(name: str) -> str:
 
 
 def _row_of(family: Family, module: str) -> TensorMapping | None:
-    """The mapping of the weight of a module, by its name in memory or in files."""
+    """Returns the mapping of a module's weight, or None. module: its name in memory or in files."""
     general = re.sub(r"\.\d+\.", ".{}.", f"{module}{_WEIGHT}", count=1)
-    return next((row for row in family.rows if general in (*row.theirs, *map(family.memory_name, row.theirs))), None)
+    return next(
+        (row for row in family.rows if general in (*row.hf_names, *map(family.memory_name, row.hf_names))), None
+    )
 
 
 def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
-    """What peft has for each parameter of `adapter_params`.
+    """Returns peft's tensors for each adapter parameter of the model of `args`.
 
     Raises CheckpointError for an adapter that the family has no module for.
     """
-    rows = {row.ours: row for row in (*family.rows, SCORE)}
+    rows = {row.neox_name: row for row in (*family.rows, SCORE)}
     specs = named_params(args)
-    found = []
+    tensors = []
     for layer, params in adapter_params(args).items():
         for spec in params:
-            linear, dot, rest = spec.name.partition(".lora.")
+            linear, dot, adapter = spec.name.partition(".lora.")
             if not dot:
-                found.append(_copied(layer, spec, args, rows, family))
+                tensors.append(_copy_tensor(layer, spec, args, rows, family))
                 continue
-            name, part = rest.split(".")
-            whole = specs[layer, f"{linear}{_WEIGHT}"].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]
+            name, part = adapter.split(".")
+            has_all_rows = (
+                specs[layer, f"{linear}{_WEIGHT}"].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]
+            )
             row = rows[f"{linear}{_WEIGHT}"]
-            found.append(_of_linear(layer, spec, name, part, whole, row, attention_of(args, layer), family))
-    return found
+            tensors.append(
+                _linear_tensor(layer, spec, name, part, has_all_rows, row, attention_of(args, layer), family)
+            )
+    return tensors
 
 
-def _of_linear(
+def peft_modules(args: NeoXArgs, family: Family) -> list[PeftModule]:
+    """Returns the modules that have adapters. Raises CheckpointError if the family lacks one of them."""
+    ends = len(_PARTS["lora_A"]) + 1
+    return [
+        PeftModule(
+            tensor.layer - 2, tensor.spec.name.split(".")[-2],
+            *(tuple(key.removeprefix(PREFIX)[:-ends] for key in keys) for keys in (tensor.keys, tensor.older)),
+        )
+        for tensor in peft_tensors(args, family)
+        if tensor.spec.name.endswith(".lora_A")
+    ]  # fmt: skip
+
+
+def _linear_tensor(
     layer: int,
     spec: ParamSpec,
     name: str,
     part: str,
-    whole: bool,
+    has_all_rows: bool,
     row: TensorMapping,
     attention: AttentionSpec | None,
     family: Family,
 ) -> PeftTensor:
     modules, older = _modules(row, layer, family)
-    if whole:  # one A for all rows: each module has it, and its own rows of B
+    if has_all_rows:  # one A for all rows: each module has it, and its own rows of B
         keys = _keys(modules, _PARTS[part])
         older_keys = _keys(older, _PARTS[part])
         if part == "lora_A":
@@ -155,36 +211,43 @@ def _of_linear(
         return PeftTensor(
             layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention), older=older_keys
         )
-    modules, older = ([module for module in of if module.endswith(f".{name}")] for of in (modules, older))
+    modules, older = ([module for module in names if module.endswith(f".{name}")] for names in (modules, older))
     if not modules:
-        own = row.theirs[0].removesuffix(_WEIGHT).rpartition(".")[2]
+        available = row.hf_names[0].removesuffix(_WEIGHT).rpartition(".")[2]
         raise CheckpointError(
-            f"{name}: {family.model_type} has no such module, of which peft could have an adapter, but {own} for all "
-            f"of its rows; write lora.target: [{', '.join(_own_targets(family))}], or some of these, or merge the "
-            "adapter into the weights (tools/ckpts/adapter.py merge)"
+            f"{name}: {family.model_type} has no such module for peft, because its rows are fused in {available}; set "
+            f"lora.target to modules of [{', '.join(_family_targets(family))}], or merge the adapter into the weights "
+            "(tools/ckpts/adapter.py merge)"
         )
     return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
 
 
-def _copied(
+def _copy_tensor(
     layer: int, spec: ParamSpec, args: NeoXArgs, rows: Mapping[str, TensorMapping], family: Family
 ) -> PeftTensor:
-    """Of a copy that is trained in the place of a weight; that of a tied embedding is the head's too."""
-    if spec.name == SCORE.ours:
-        return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.theirs[0]}",), _repeated(1))
-    own = _COPIES[spec.name]
-    names = [own] if args.no_weight_tying or args.score_head or own != "word_embeddings" else [own, "final_linear"]
-    named = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
-    modules, older = ([module for of in each for module in of] for each in zip(*named, strict=True))
+    """Returns peft's tensors for a fully trained embedding or head (`modules_to_save`, or a score head).
+
+    The trained copy of a tied embedding is stored under the head's name too.
+    """
+    if spec.name == SCORE.neox_name:
+        return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.hf_names[0]}",), _repeated(1))
+    weight = _COPIES[spec.name]
+    names = (
+        [weight] if args.no_weight_tying or args.score_head or weight != "word_embeddings" else [weight, "final_linear"]
+    )
+    module_lists = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
+    modules, older = (
+        [module for module_list in lists for module in module_list] for lists in zip(*module_lists, strict=True)
+    )
     modules += [_HEADS[0]] if modules[-1] == _HEADS[1] else []
     keys, older_keys = _keys(modules, "weight"), _keys(older, "weight")
     return PeftTensor(layer, spec, keys, _repeated(len(modules)), vocabulary=True, older=older_keys)
 
 
 def _modules(row: TensorMapping, layer: int, family: Family) -> tuple[list[str], list[str]]:
-    """The modules of a weight by their names in memory, and by those in files where these are others."""
-    stored = [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
-    in_memory = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
+    """Returns (names in memory, names in files) of a weight's modules; the latter [] if both are equal."""
+    stored = [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.hf_names]
+    in_memory = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.hf_names]
     return in_memory, [] if in_memory == stored else stored
 
 
@@ -193,4 +256,4 @@ def _keys(modules: list[str], part: str) -> tuple[str, ...]:
 
 
 def _repeated(count: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    return lambda whole: (whole,) * count
+    return lambda value: (value,) * count

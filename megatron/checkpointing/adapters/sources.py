@@ -1,5 +1,4 @@
-"""Trained adapters, of a checkpoint of ours or of a folder in peft's format, and weights that have taken them
-in."""
+"""Reads adapters from a checkpoint or a folder in peft's format, and merges them into base weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,33 +20,39 @@ from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.checkpointing.weights import load_weights
 from megatron.model import build_stage
-from megatron.model.adapters import merged_layer
+from megatron.model.lora import merged_layer
 from megatron.model.weight_map import adapter_params, is_adapter
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import thaw
 
-_RANK_OF_SUMS = "several adapters of reward models cannot be summed: each has a score head of its own"
+_RANK_OF_SUMS = "adapters of reward models cannot be summed or scaled, because each has its own score head"
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """Adapters of one training.
+    """The adapters of one training run.
 
-    path: the checkpoint or folder. args: of the model with them, on one process. read: the whole tensors of
-    adapters and copies of a NeoX layer, by our names. manifest: of a checkpoint of ours. below: reads the
-    weights that the same checkpoint holds too; None where it holds adapters alone. checkpoint: of ours, which
-    checks a file before these read it.
+    path: the checkpoint, or the folder in peft's format.
+    args: the configuration of the model with adapters, for one process.
+    read: takes a NeoX layer index and returns the layer's full trained tensors by NeoX names: adapters, and
+        copies of embedding and head.
+    manifest: the checkpoint's; None for a peft folder.
+    read_base: as `read`, for base weights in the same checkpoint; None if it holds only adapters.
+    checkpoint: the opened checkpoint, which checks files before they are read; None for a peft folder.
     """
 
     path: Path
     args: NeoXArgs
     read: ReadLayer
     manifest: Manifest | None = None
-    below: ReadLayer | None = None
+    read_base: ReadLayer | None = None
     checkpoint: OpenCheckpoint | None = None
 
     def verify(self, groups: ParallelGroups | None = None) -> None:
-        """Check all files of a checkpoint now, as `OpenCheckpoint.verify`."""
+        """Compare all files of a checkpoint with its manifest now; nothing for a peft folder.
+
+        groups: ranks that share the work. Raises DamagedError."""
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
 
@@ -56,61 +61,60 @@ class AdapterSource:
         return 0 if self.manifest is None else self.manifest.iteration
 
     def companions(self) -> dict[str, bytes]:
-        """The companion files of a HuggingFace model that stand beside it, by name."""
+        """Content of the HuggingFace files stored with the adapters (config.json, tokenizer), by name."""
         return read_companion_files(self.path if self.manifest is None else self.path / HF_SUBFOLDER)
 
     def modules(self) -> Mapping[int, nn.Module]:
-        """The layers of the model with them, by NeoX index, on the meta device."""
+        """The modules of the model with adapters, without values (meta device), by NeoX layer index."""
         stage = build_stage(self.args, ParallelGroups.single(torch.device("cpu")))
         return {int(index): module for index, module in stage.layers.items()}
 
 
 def is_adapter_checkpoint(path: str | Path) -> bool:
-    """Whether a checkpoint directory of ours holds adapters, alone or with the weights below them."""
+    """Whether a checkpoint directory holds adapters, with or without their base weights."""
     manifest = read_manifest(path)
     return manifest is not None and manifest.model.get("lora") is not None
 
 
-def open_adapter(path: str | Path, over: NeoXArgs | None = None, iteration: int | None = None) -> AdapterSource:
-    """The adapters of a path: a folder in peft's format, or a checkpoint of ours, each file of which is
-    checked before it is read.
+def open_adapter(path: str | Path, base_args: NeoXArgs | None = None, iteration: int | None = None) -> AdapterSource:
+    """Opens the adapters in a checkpoint or in a folder in peft's format; files are checked when read.
 
-    over: the configuration of the model below; needed for peft's, which do not say it. Raises
-    CheckpointError, also where they are of another model.
+    base_args: the configuration of the base model; required for a peft folder, which does not store it.
+    iteration: of the checkpoint, if `path` holds several. Raises CheckpointError, also if the adapters do
+    not fit `base_args`.
     """
     if is_peft(path):
-        if over is None:
-            raise CheckpointError(f"{path}: peft's folders do not say the model below; give it with --base")
+        if base_args is None:
+            raise CheckpointError(f"{path}: a folder in peft's format needs a base model; name it with --base")
         folder = PeftFolder(path)
-        args = folder.args_over(plain_args(over.replace(lora=None)))
+        args = folder.args_over(plain_args(base_args.replace(lora=None)))
         return AdapterSource(Path(path), args, folder.reader(args))
-    nothing = "holds no adapters: it is neither a checkpoint of a run with `lora` nor a folder of peft's"
+    reason = "holds no adapters: it is neither a checkpoint of a run with `lora` nor a folder in peft's format"
     if is_hf(path):
-        raise CheckpointError(f"{path}: {nothing}")
+        raise CheckpointError(f"{path}: {reason}")
     source = checkpoint_folder(path, iteration)
     opened = OpenCheckpoint(source)
     manifest = opened.manifest
     if manifest is None or manifest.model.get("lora") is None:
-        raise CheckpointError(f"{source}: {nothing}")
+        raise CheckpointError(f"{source}: {reason}")
     saved = checkpoint_args(source)
-    args = plain_args((over or saved).replace(lora=_section(saved)))
-    if over is not None:
+    args = plain_args((base_args or saved).replace(lora=_section(saved)))
+    if base_args is not None:
         check_model(adapter_model(manifest), args, str(source))
     if manifest.base is not None:
         params = adapter_params(args)
         return AdapterSource(source, args, partial(_read, opened, args, params), manifest, checkpoint=opened)
-    whole = partial(_read, opened, args, None)
+    read_layer = partial(_read, opened, args, None)
     return AdapterSource(
-        source, args, lambda layer: {name: v for name, v in whole(layer).items() if is_adapter(name)}, manifest,
-        lambda layer: {name: v for name, v in whole(layer).items() if not is_adapter(name)}, opened,
+        source, args, lambda layer: {name: v for name, v in read_layer(layer).items() if is_adapter(name)}, manifest,
+        lambda layer: {name: v for name, v in read_layer(layer).items() if not is_adapter(name)}, opened,
     )  # fmt: skip
 
 
 def _section(args: NeoXArgs) -> dict[str, Any]:
-    """`lora` of a run; here the weights below are those of the files, not in 4 bits."""
+    """Returns the `lora` keys except those of quantization, because base weights are read unquantised."""
     assert args.lora is not None
-    kept = {key: value for key, value in args.lora.items() if key not in ("quantization", "double_quant")}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+    return {key: thaw(value) for key, value in args.lora.items() if key not in ("quantization", "double_quant")}
 
 
 def _read(
@@ -124,22 +128,23 @@ def _read(
 def open_with_base(
     paths: Sequence[str | Path], base: str | Path | None = None
 ) -> tuple[BaseWeights, list[AdapterSource]]:
-    """Adapters and the weights below them: `base`, else where the first of them says that these are.
+    """Opens the adapters at `paths`, and their base weights.
 
-    Raises CheckpointError where they were trained on other weights.
+    base: the base weights; None: those that the first adapters contain or name. Raises CheckpointError if an
+        adapter was trained on other weights.
     """
     peft = [PeftFolder(path) if is_peft(path) else None for path in paths]
     rows = max((folder.vocab_size or 0 for folder in peft if folder is not None), default=0)
-    ours = next((path for path, folder in zip(paths, peft, strict=True) if folder is None), None)
-    first = open_adapter(ours) if ours is not None else None
-    args = None if first is None else first.args
+    checkpoint_path = next((path for path, folder in zip(paths, peft, strict=True) if folder is None), None)
+    first_source = open_adapter(checkpoint_path) if checkpoint_path is not None else None
+    args = None if first_source is None else first_source.args
     if base is not None:
         weights = open_base(base, args, rows)
-    elif first is not None and first.below is not None:
-        args = plain_args(first.args.replace(lora=None))
-        weights = BaseWeights(first.path, False, args, first.below, first.checkpoint)
+    elif first_source is not None and first_source.read_base is not None:
+        args = plain_args(first_source.args.replace(lora=None))
+        weights = BaseWeights(first_source.path, False, args, first_source.read_base, first_source.checkpoint)
     else:
-        weights = open_base(*_named_base(first, peft, paths[0], args, rows))
+        weights = open_base(*_named_base(first_source, peft, paths[0], args, rows))
     sources = [open_adapter(path, weights.args) for path in paths]
     for source in sources:
         check_base(source, weights)
@@ -147,57 +152,66 @@ def open_with_base(
 
 
 def _named_base(
-    first: AdapterSource | None,
+    source: AdapterSource | None,
     peft: Sequence[PeftFolder | None],
     path: str | Path,
     args: NeoXArgs | None,
     rows: int,
 ) -> tuple[str, NeoXArgs | None, int, Path]:
-    named = peft[0].base if first is None and peft[0] is not None else None
-    if first is not None and first.manifest is not None and first.manifest.base is not None:
-        named = first.manifest.base["path"]
-    if named is None:
-        why = "they were trained over freshly initialised weights" if first is not None else "it names no base"
-        raise CheckpointError(f"{path}: {why}; say with --base where the weights below are")
-    return _address(named), args, rows, Path(path)
+    base = peft[0].base if source is None and peft[0] is not None else None
+    if source is not None and source.manifest is not None and source.manifest.base is not None:
+        base = source.manifest.base["path"]
+    if base is None:
+        reason = "they were trained over freshly initialised weights" if source is not None else "it names no base"
+        raise CheckpointError(f"{path}: {reason}; give the base weights with --base")
+    return _address(base), args, rows, Path(path)
 
 
 def _address(name: str) -> str:
-    """A folder as it is, anything else as a name on the Hub."""
+    """Returns an existing path or absolute path unchanged, any other name as `hf://NAME`."""
     return name if Path(name).exists() or name.startswith("/") else f"hf://{name}"
 
 
 def check_base(source: AdapterSource, base: BaseWeights) -> None:
-    """Raise CheckpointError where the adapters of a checkpoint were trained on other weights than `base`.
-    peft's folders do not say on which."""
+    """Raise CheckpointError if a checkpoint's adapters were trained on other weights than `base`.
+
+    A peft folder is not checked, because it does not record its base weights."""
     if source.manifest is None or source.path == base.path:
         return
     recorded = source.manifest.base
     if recorded is not None and recorded["digest"] != base.record()["digest"]:
         raise CheckpointError(
-            f"{source.path}: its adapters were trained on other weights than {base.path}: on those of "
-            f"{recorded['path'] or 'a fresh start'}"
+            f"{source.path}: its adapters were trained on other weights than {base.path}, namely "
+            f"{recorded['path'] or 'weights initialised by that run'}; name them as the base model"
         )
-    if source.below is not None:
+    if source.read_base is not None:
         for layer in range(base.args.num_layers + 5):
             _same_weights(source, base, layer)
 
 
 def _same_weights(source: AdapterSource, base: BaseWeights, layer: int) -> None:
-    assert source.below is not None
-    mine, theirs = source.below(layer), base.read(layer)
-    wrong = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
+    assert source.read_base is not None
+    source_weights, base_weights = source.read_base(layer), base.read(layer)
+    wrong = [
+        name
+        for name in source_weights
+        if name not in base_weights or not torch.equal(source_weights[name], base_weights[name])
+    ]
     if wrong:
         raise CheckpointError(
-            f"{source.path}: its adapters were trained on other weights than {base.path}: layer {layer}: {wrong[0]}"
+            f"{source.path}: its adapters were trained on other weights than {base.path}: {wrong[0]} of layer {layer} "
+            "differs; name the base model that they were trained on"
         )
 
 
 def merged_reader(
     base: ReadLayer, adapters: Sequence[tuple[AdapterSource, float]], dtype: torch.dtype | None = None
 ) -> ReadLayer:
-    """What reads the weights of a layer that have taken adapters in, each with its factor. dtype: of the
-    result; None: that of the weights. Raises CheckpointError for what cannot be summed."""
+    """Returns a function from a NeoX layer index to the layer's weights with all adapters merged in.
+
+    base: reads the base weights of a layer. adapters: (adapters, factor) pairs; each update is multiplied by
+    its factor. dtype: of the result; None: that of the base weights. Raises CheckpointError for several
+    adapters of reward models."""
     modules = [source.modules() for source, _ in adapters]
     if any(source.args.score_head for source, _ in adapters) and (len(adapters) > 1 or adapters[0][1] != 1.0):
         raise CheckpointError(_RANK_OF_SUMS)
@@ -207,8 +221,8 @@ def merged_reader(
         if dtype is not None:
             weights = {name: value.to(dtype) for name, value in weights.items()}
         parts = [
-            (of.get(layer, nn.Module()), source.read(layer), factor)
-            for of, (source, factor) in zip(modules, adapters, strict=True)
+            (layers.get(layer, nn.Module()), source.read(layer), factor)
+            for layers, (source, factor) in zip(modules, adapters, strict=True)
         ]
         return merged_layer(weights, parts)
 

@@ -10,7 +10,6 @@ they compute.
 from megatron.checkpointing.families.canonical_config import canonical_config
 from megatron.checkpointing.families.convert import (
     check_hf_tensors,
-    family_kept,
     from_hf,
     hf_config,
     hf_names,
@@ -19,6 +18,7 @@ from megatron.checkpointing.families.convert import (
     is_same_model,
     lacks_prefix,
     to_hf,
+    unchanged_family,
     with_fields,
 )
 from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
@@ -28,13 +28,13 @@ from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
     is_multimodal,
     memory_name,
+    multimodal_config,
     names_a_wrapper,
     stored_name,
     text_config,
     text_modules,
     text_name,
     text_names,
-    whole_config,
     with_vocab_size,
 )
 from megatron.checkpointing.families.registry import FAMILIES, family_of
@@ -46,7 +46,7 @@ __all__ = [
     "check_adapter_fields",
     "check_fields",
     "check_hf_tensors",
-    "family_kept",
+    "unchanged_family",
     "family_of",
     "from_hf",
     "gives_score",
@@ -68,7 +68,7 @@ __all__ = [
     "text_names",
     "to_hf",
     "plain_values",
-    "whole_config",
+    "multimodal_config",
     "with_fields",
     "with_vocab_size",
 ]

@@ -1,12 +1,11 @@
-"""The family of Apertus: norms of queries and keys, and xIELU, whose shape is trained, in an MLP without
-gate."""
+"""The family of Apertus: norms of queries and keys, and an ungated MLP with a trained activation (xIELU)."""
 
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, common_config, common_keys, rows_with
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, common_config, common_keys, replaced_rows
 from megatron.model.mlp import XIELU_BETA, XIELU_EPS
 from megatron.neox_arguments import NeoXArgs
 
@@ -18,7 +17,7 @@ _LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
-ROWS = rows_with(
+ROWS = replaced_rows(
     TensorMapping("input_layernorm.scale", (_BLOCK + "attention_layernorm.weight",)),
     TensorMapping("post_attention_layernorm.scale", (_BLOCK + "feedforward_layernorm.weight",)),
     *weight_and_bias("mlp.linear1", _BLOCK + "mlp.up_proj"),
@@ -47,11 +46,11 @@ def _keys(config: Config) -> dict[str, Any]:
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     rope = rope_config(args)
-    whole = {**(rope["rope_scaling"] or {"rope_type": "default"}), "rope_theta": rope["rope_theta"]}
-    return {**common_config(args), **rope, "rope_parameters": whole, "hidden_act": "xielu"}
+    rope_parameters = {**(rope["rope_scaling"] or {"rope_type": "default"}), "rope_theta": rope["rope_theta"]}
+    return {**common_config(args), **rope, "rope_parameters": rope_parameters, "hidden_act": "xielu"}
 
 
 APERTUS = Family(
     "apertus", "ApertusForCausalLM", ROWS, _keys, _config, constants=_CONSTANTS, title="Apertus", has_scorer=False,
-    notes="xIELU is computed in fp32, in transformers in the type of the weights",
+    notes="xIELU is computed in fp32; transformers uses the type of the weights",
 )  # fmt: skip

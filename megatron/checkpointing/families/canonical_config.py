@@ -1,5 +1,6 @@
-"""The canonical form of a configuration, by which two can be compared: without keys that have no effect, with
-all defaults filled in."""
+"""The canonical form of a configuration, for comparing two models.
+
+It has no keys without effect, and all defaults are filled in."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,26 +25,26 @@ from megatron.model.specs import (
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.resolved import FULL_BLOCKS
 
-_PLAIN = {"swish": "silu"}
+_SAME_ACTIVATION = {"swish": "silu"}
 
 
 def canonical_config(args: NeoXArgs) -> dict[str, Any]:
-    """The values that decide what the model computes, by key.
+    """Returns the values that decide the logits, by configuration key.
 
-    They are equal for two configurations whose logits are equal for equal weights.
+    Two configurations give equal results exactly if models with equal weights have equal logits.
     """
     kind, norm = norm_kind(args), norm_spec(args)
     epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
     epsilon = epsilons.get(kind, "layernorm_epsilon")
     tanh = args.bias_gelu_fusion or args.te_layernorm_mlp
-    activation = _PLAIN.get(args.activation, args.activation)
+    activation = _SAME_ACTIVATION.get(args.activation, args.activation)
     if (activation == "gelu" and tanh) or (activation == "geglu" and args.te_layernorm_mlp):
         activation += "_tanh"
     blocks = block_specs(args)
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
-    # Two kinds of the same mathematics.
-    kinds = ["global" if one in FULL_BLOCKS else one for one in args.attention_config]
+    # Kinds with the same mathematics.
+    kinds = ["global" if kind_name in FULL_BLOCKS else kind_name for kind_name in args.attention_config]
     canonical = {
         "num_layers": args.num_layers,
         "attention_config": kinds,
@@ -79,7 +80,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
-    """The keys of attention, but for its positions, that decide what the model computes."""
+    """Returns the values of attention keys that decide the logits, except those of positions."""
     norms = {
         "use_separate_qk_norms": args.use_separate_qk_norms,
         "qk_norm_per_head": args.qk_norm_per_head,
@@ -102,49 +103,52 @@ def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
 
 
 def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
-    """The keys of Mamba's blocks that decide what the model computes; none without such blocks."""
-    first = [block.mixer for block in blocks if isinstance(block.mixer, MambaSpec)]
-    second = [block.mixer for block in blocks if isinstance(block.mixer, Mamba2Spec)]
-    both: list[MambaSpec | Mamba2Spec] = [*first, *second]
+    """Returns the values of Mamba keys that decide the logits; {} for a model without Mamba blocks."""
+    mamba = [block.mixer for block in blocks if isinstance(block.mixer, MambaSpec)]
+    mamba2 = [block.mixer for block in blocks if isinstance(block.mixer, Mamba2Spec)]
+    all_mixers: list[MambaSpec | Mamba2Spec] = [*mamba, *mamba2]
     canonical: dict[str, Any] = {}
-    if both:
+    if all_mixers:
         canonical |= {
-            "mamba_state_dim": _common_value(mixer.state for mixer in both),
-            "mamba_conv_kernel": both[0].conv_kernel,
-            "mamba_use_bias_in_conv": both[0].conv_bias,
-            "mamba_use_bias_in_linears": both[0].bias,
+            "mamba_state_dim": _common_value(mixer.state for mixer in all_mixers),
+            "mamba_conv_kernel": all_mixers[0].conv_kernel,
+            "mamba_use_bias_in_conv": all_mixers[0].conv_bias,
+            "mamba_use_bias_in_linears": all_mixers[0].bias,
         }
-    if first:
+    if mamba:
         canonical |= {
-            "mamba_expand": first[0].inner // first[0].hidden,
-            "mamba_dt_rank": first[0].dt_rank,
-            "mamba_bcdt_norm_epsilon": first[0].norm_eps,
+            "mamba_expand": mamba[0].inner // mamba[0].hidden,
+            "mamba_dt_rank": mamba[0].dt_rank,
+            "mamba_bcdt_norm_epsilon": mamba[0].norm_eps,
         }
-    if second:
+    if mamba2:
         canonical |= {
-            "mamba_num_heads": second[0].heads,
-            "mamba_head_dim": second[0].head_dim,
-            "mamba_num_groups": second[0].groups,
-            "mamba_time_step_limit": second[0].time_step_limit,
+            "mamba_num_heads": mamba2[0].heads,
+            "mamba_head_dim": mamba2[0].head_dim,
+            "mamba_num_groups": mamba2[0].groups,
+            "mamba_time_step_limit": mamba2[0].time_step_limit,
         }
     return canonical
 
 
 def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
-    """What their routers and experts compute outside of training, where all take any number of tokens."""
+    """Returns the values of router and expert keys that decide the logits at inference.
+
+    Capacity is left out.
+    """
     mixtures = [feed for feed in feeds if isinstance(feed, MoESpec)]
     if not mixtures:
         return {"moe_num_experts": 1}
-    first = mixtures[0]
-    router, shared = first.router, first.shared
+    mixture = mixtures[0]
+    router, shared = mixture.router, mixture.shared
     return {
         "moe_num_experts": router.experts,
         "moe_layer_freq": [int(isinstance(feed, MoESpec)) for feed in feeds],
-        "moe_intermediate_size": first.expert.width,
-        "moe_latent_size": first.expert.hidden if first.latent else None,
-        "moe_expert_bias": first.expert.bias,
+        "moe_intermediate_size": mixture.expert.width,
+        "moe_latent_size": mixture.expert.hidden if mixture.latent else None,
+        "moe_expert_bias": mixture.expert.bias,
         "moe_shared_expert_intermediate_size": None if shared is None else shared.width,
-        "moe_shared_expert_gate": first.shared_gate,
+        "moe_shared_expert_gate": mixture.shared_gate,
         "moe_top_k": router.top_k,
         "moe_router_score_function": router.scores,
         "norm_topk_prob": router.normalized,
@@ -156,20 +160,20 @@ def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
 
 
 def _common_value(values: Iterable[Any]) -> Any:
-    """The value that all layers have, or the list of the layers' values where they differ."""
-    by_layer = list(values)
-    return by_layer if len(set(by_layer)) > 1 else next(iter(by_layer), None)
+    """Returns the value if all layers have the same, else the list of all values; None without values."""
+    layer_values = list(values)
+    return layer_values if len(set(layer_values)) > 1 else next(iter(layer_values), None)
 
 
 def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     if args.pos_emb != "rotary":
         return {}
-    turned, plain = [mixer.rotary for mixer in mixers], rotary_spec(args)
+    rotaries, default = [mixer.rotary for mixer in mixers], rotary_spec(args)
     return {
         "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
         "rotary_interleaved": args.rotary_interleaved,
-        "no_rope_layers": [int(rotary is not None) for rotary in turned],
-        "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or plain) for rotary in turned],
+        "no_rope_layers": [int(rotary is not None) for rotary in rotaries],
+        "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or default) for rotary in rotaries],
     }
 
 
@@ -218,33 +222,37 @@ _WORDS = {
     "mamba_head_dim": "channels of a head of Mamba 2", "mamba_num_groups": "groups of heads of Mamba 2",
     "mamba_time_step_limit": "lowest and highest time step",
 }  # fmt: skip
-_OF_NORMS = {
+_NORM_KEYS = {
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",
 }  # fmt: skip
 
 
-def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The differences of two canonical configurations as text with their keys, without those that follow from
-    others."""
-    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+def describe_differences(run: dict[str, Any], converted: dict[str, Any]) -> list[str]:
+    """Returns a line with key and both values for each difference of two models.
+
+    run, converted: results of `canonical_config`; their values are named "here" and "there". A difference
+    that follows from another is left out."""
+    differing = [name for name in {**run, **converted} if run.get(name) != converted.get(name)]
     if "attention_config" in differing:
-        differing = [name for name in differing if name in ours and name in theirs and name != "moe_layer_freq"]
+        differing = [name for name in differing if name in run and name in converted and name != "moe_layer_freq"]
     if "pos_emb" in differing:
-        differing = [name for name in differing if name in ours and name in theirs or name == "pos_emb"]
-    if 1 in (ours["moe_num_experts"], theirs["moe_num_experts"]):
-        differing = [name for name in differing if name in ours and name in theirs]
+        differing = [name for name in differing if name in run and name in converted or name == "pos_emb"]
+    if 1 in (run["moe_num_experts"], converted["moe_num_experts"]):
+        differing = [name for name in differing if name in run and name in converted]
     if "norm" in differing:
-        differing = [name for name in differing if name not in _OF_NORMS]
-    return [f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here" for name in differing]
+        differing = [name for name in differing if name not in _NORM_KEYS]
+    return [
+        f"{_described(name)}: {_short(converted.get(name))} there, {_short(run.get(name))} here" for name in differing
+    ]
 
 
-def _called(name: str) -> str:
+def _described(name: str) -> str:
     return f"{_WORDS[name]} ({name})" if name in _WORDS else name
 
 
 def _short(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    alike = isinstance(value, (list, tuple)) and len(value) > 1 and all(item == value[0] for item in value)
-    text = f"{value[0]} (all layers)" if alike else str(value)
+    is_constant = isinstance(value, (list, tuple)) and len(value) > 1 and all(item == value[0] for item in value)
+    text = f"{value[0]} (all layers)" if is_constant else str(value)
     return text if len(text) < 80 else text[:77] + "..."

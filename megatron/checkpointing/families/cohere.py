@@ -1,5 +1,7 @@
-"""The family of Cohere's Command R7B and Command A: attention beside the MLP behind one norm, rotary
-positions in the layers with windows alone."""
+"""The family of Cohere's Command R7B and Command A.
+
+Attention and MLP are parallel, after one norm. Only layers with windows have rotary positions.
+"""
 
 from typing import Any
 
@@ -16,14 +18,14 @@ from megatron.checkpointing.families.config_fields import (
     window_of,
 )
 from megatron.checkpointing.families.family import Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
     "hidden_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 64, "intermediate_size": 22528,
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-ROWS = rows_with(
+ROWS = replaced_rows(
     TensorMapping("input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
     TensorMapping("norm.weight", ("model.norm.weight",)),
 )
@@ -31,13 +33,13 @@ ROWS = rows_with(
 
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config, "mlp_bias": False}
-    every = get(config, "sliding_window_pattern", 4)
+    period = get(config, "sliding_window_pattern", 4)
     kinds = get(
-        config, "layer_types", [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+        config, "layer_types", [SLIDING if (i + 1) % period else FULL for i in range(config["num_hidden_layers"])]
     )
     window = config.get("sliding_window", 4096)
     if window is None and SLIDING in kinds:
-        raise CheckpointError("config.json: sliding_window is null, and layer_types has sliding_attention")
+        raise CheckpointError("config.json: layer_types has sliding_attention, so sliding_window must not be null")
     if get(config, "use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm: true is not supported")
     keys = common_keys(config, _DEFAULTS)

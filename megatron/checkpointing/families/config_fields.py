@@ -1,5 +1,4 @@
-"""Translations of the fields of config.json that families share: sizes, rotary positions, windows,
-activations.
+"""Translates fields of config.json that families share: sizes, rotary positions, windows, activations.
 
 `..._keys` go from config.json to our keys, `..._config` back.
 """
@@ -18,39 +17,38 @@ GATES = {
     "relu": "reglu", "linear": "bilinear", "sigmoid": "glu",
 }  # fmt: skip
 # HuggingFace's hidden_act -> activation, bias_gelu_fusion (the tanh approximation) of an MLP without gate.
-PLAIN = {
+UNGATED = {
     "gelu": ("gelu", False), "gelu_pytorch_tanh": ("gelu", True), "gelu_new": ("gelu", True),
     "gelu_fast": ("gelu", True), "relu": ("relu", False), "relu2": ("relu2", False), "silu": ("silu", False),
     "swish": ("silu", False), "mish": ("mish", False),
 }  # fmt: skip
-# Fields of rope_parameters that are no method of stretching.
+# Fields of rope_parameters that are not part of a scaling method.
 _NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "type", "max_position_embeddings")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def refuse_unless(config: Config, name: str, *taken: Any) -> None:
-    """Raise CheckpointError where config.json has another value than `taken` for a field that we have no key
-    for."""
-    if config.get(name) not in (None, *taken):
-        raise CheckpointError(f"config.json: {name}: {config[name]} is not supported, only {taken[0]}")
+def refuse_unless(config: Config, name: str, *supported: Any) -> None:
+    """Raise CheckpointError unless the field `name` of config.json is absent, null or one of `supported`."""
+    if config.get(name) not in (None, *supported):
+        raise CheckpointError(f"config.json: {name}: {config[name]} is not supported, only {supported[0]}")
 
 
 def get(config: Config, name: str, default: Any) -> Any:
-    """The value of a field of config.json; the default where it is absent or null."""
+    """Returns the field `name` of config.json; `default` if the field is absent or null."""
     value = config.get(name)
     return default if value is None else value
 
 
 def number(value: float) -> int | float:
-    """A float that is a whole number as int, as our configurations write it."""
+    """Converts a float without a fraction (8.0) to int; any other number is returned unchanged."""
     return int(value) if float(value).is_integer() else value
 
 
 def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """The sizes of the model under our keys.
+    """Returns the model's sizes from config.json as our configuration keys.
 
-    defaults: those of the family's configuration class, for fields that config.json leaves out. Raises
-    CheckpointError for a size that neither has.
+    defaults: of the family's configuration class, for fields that config.json leaves out. Raises
+    CheckpointError for a size that is in neither.
     """
 
     def size(name: str) -> Any:
@@ -74,13 +72,13 @@ def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 
 def size_config(args: NeoXArgs) -> dict[str, Any]:
-    """The sizes of the model as fields of config.json, the inverse of `size_keys`.
+    """Returns the model's sizes as fields of config.json, the inverse of `size_keys`.
 
-    Raises CheckpointError where layers differ in a size.
+    Raises CheckpointError if layers differ in a size.
     """
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
-            raise CheckpointError(f"layers differ in {name} here, which a config.json of this family cannot say")
+            raise CheckpointError(f"layers differ in {name}, but config.json of this family has only one value")
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -92,7 +90,7 @@ def size_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def trained_length(args: NeoXArgs) -> int:
-    """The field max_position_embeddings: with dynamic NTK scaling the length before it is stretched."""
+    """Returns config.json's max_position_embeddings; with dynamic NTK scaling, the length before scaling."""
     scaling = args.rope_scaling
     if scaling is not None and scaling["rope_type"] == "dynamic":
         return scaling["original_max_position_embeddings"]
@@ -100,30 +98,37 @@ def trained_length(args: NeoXArgs) -> int:
 
 
 def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
-    """The rotary parameters of config.json, with `rope_type` and `rope_theta`, from either of two forms.
+    """Returns the rotary parameters of config.json, always with `rope_type` and `rope_theta`.
 
-    transformers 5 writes `rope_parameters`, by kind of layer where there are several (kind: which of them);
-    before that it was `rope_scaling` beside the base, whose field is called `spelt`. theta: the family's
-    default base.
+    transformers 5 writes them as `rope_parameters`, per layer type if there are several. Older versions
+    write `rope_scaling` and a separate field for the rotary base.
+
+    kind: the layer type to read ("sliding_attention"), if there are several; None: "full_attention".
+    theta: the rotary base if config.json gives none.
+    spelt: the field in which older versions write the rotary base.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = config.get("rope_parameters") is not None and any(name in given for name in (SLIDING, FULL))
-    rope = dict(given.get(kind or FULL) or {}) if nested else dict(given)
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = config.get("rope_parameters") is not None and any(name in fields for name in (SLIDING, FULL))
+    rope = dict(fields.get(kind or FULL) or {}) if nested else dict(fields)
     rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
     rope["rope_theta"] = get(rope, "rope_theta", get(config, spelt, theta))
     return rope
 
 
 def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scale: bool = False) -> dict[str, Any]:
-    """The base, scaling and share of rotary positions under our keys. rope: the result of `rope_of`. partial:
-    the family may rotate a part of each head. query_scale: its queries grow with their position
-    (llama_4_scaling_beta). Raises CheckpointError where those of a family that does not would."""
+    """Returns our keys for the base, scaling and rotated fraction of rotary positions.
+
+    rope: the result of `rope_of`.
+    partial: the family may rotate only a part of each head.
+    query_scale: the family may scale queries by position (llama_4_scaling_beta).
+    Raises CheckpointError if the family does not support a field.
+    """
     scaling = {name: value for name, value in rope.items() if value is not None and name not in _NOT_OF_SCALING}
     share = get(rope, "partial_rotary_factor", get(config, "partial_rotary_factor", 1.0) if partial else 1.0)
     if share != 1.0 and not partial:
-        raise CheckpointError(f"config.json: partial_rotary_factor: {share} is not supported")
+        raise CheckpointError(f"config.json: partial_rotary_factor: {share} is not supported for this family, only 1")
     if "llama_4_scaling_beta" in scaling and not (query_scale and scaling["rope_type"] == "yarn"):
-        raise CheckpointError("config.json: llama_4_scaling_beta is not supported but with yarn, in ministral3")
+        raise CheckpointError("config.json: llama_4_scaling_beta is only supported in ministral3 with rope_type yarn")
     keys: dict[str, Any] = {"rotary_emb_base": number(rope["rope_theta"])}
     if share != 1.0:
         keys["rotary_pct"] = share
@@ -134,7 +139,7 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
     if scaling.get("truncate", True):
         scaling.pop("truncate", None)  # as it is without
     elif scaling["rope_type"] != "yarn":
-        raise CheckpointError("config.json: rope_scaling.truncate: false is not supported but with yarn")
+        raise CheckpointError("config.json: rope_scaling.truncate: false is only supported with rope_type yarn")
     if scaling["rope_type"] == "dynamic":
         scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
     elif scaling["rope_type"] in ("llama3", "yarn"):
@@ -145,8 +150,9 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
 
 
 def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
-    """`rope_scaling` of LongRoPE, with the factor of its tables, which else would follow from the longest
-    text that a run allows."""
+    """Returns our key `rope_scaling` for LongRoPE, with `attention_factor` set.
+
+    If it were not set, a run with another max_position_embeddings would use another attention factor."""
     name = "original_max_position_embeddings"
     original = get(config, name, get(scaling, name, config["max_position_embeddings"]))
     factor = get(scaling, "factor", config["max_position_embeddings"] / original)
@@ -155,13 +161,14 @@ def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"config.json: rope_scaling.{missing[0]} is missing, which longrope needs")
     lists = {name: [number(value) for value in scaling[name]] for name in ("short_factor", "long_factor")}
-    given = {"rope_type": "longrope", name: original, "attention_factor": get(scaling, "attention_factor", grown)}
-    return {**given, **lists}
+    longrope = {"rope_type": "longrope", name: original, "attention_factor": get(scaling, "attention_factor", grown)}
+    return {**longrope, **lists}
 
 
 def rope_config(args: NeoXArgs, *, partial: bool = False) -> dict[str, Any]:
-    """The fields `rope_theta` and `rope_scaling`, which every version of transformers reads; partial: and
-    `partial_rotary_factor`."""
+    """Returns config.json's `rope_theta` and `rope_scaling`, which every version of transformers reads.
+
+    partial: add `partial_rotary_factor`."""
     config: dict[str, Any] = {"rope_theta": float(args.rotary_emb_base), "rope_scaling": None}
     if partial:
         config["partial_rotary_factor"] = args.rotary_pct
@@ -180,8 +187,9 @@ def rope_config(args: NeoXArgs, *, partial: bool = False) -> dict[str, Any]:
 
 
 def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
-    """The fields of `rope_config`, and those for the base of sliding-window layers in each version of
-    transformers."""
+    """Returns rotary fields of config.json for a model whose sliding-window layers have another base.
+
+    Both bases are given in every form that some version of transformers reads."""
     config = rope_config(args)
     local = float(args.rope_local_base_freq or args.rotary_emb_base)
     full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
@@ -190,53 +198,54 @@ def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """The sliding window under our keys. types: the `layer_types` of all layers.
+    """Returns our keys for a sliding window; {} if there is none.
 
-    HuggingFace's window counts the token itself, ours only the tokens before it.
+    window: HuggingFace's width, which counts the token itself; our width counts only the tokens before it.
+    types: `layer_types` of config.json.
     """
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
-        raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)} is not supported")
+        raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)} is not {SLIDING} or {FULL}")
     if window is None or SLIDING not in types:
         return {}
     return {"sliding_window_width": window - 1, "layer_types": list(types)}
 
 
 def layer_types(args: NeoXArgs) -> list[str]:
-    """The field `layer_types`: the kind of attention of every layer."""
+    """Returns config.json's `layer_types`: sliding or full attention for every layer."""
     slides = SLIDING if args.sliding_window_width is not None else FULL
     return list(args.layer_types or (slides,) * args.num_layers)
 
 
 def window_of(args: NeoXArgs) -> int | None:
-    """The field `sliding_window`, which counts the token itself; None without a window."""
+    """Returns config.json's `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
 
 
 def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, Any]:
-    """The activation of an MLP without gate under our keys; name: the field of config.json that holds it."""
+    """Returns our keys for the activation of an ungated MLP. name: its field in config.json."""
     activation = get(config, name, default)
-    if activation not in PLAIN:
-        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(PLAIN)}")
-    ours, tanh = PLAIN[activation]
-    return {"activation": ours, "bias_gelu_fusion": tanh}
+    if activation not in UNGATED:
+        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(UNGATED)}")
+    neox_activation, tanh = UNGATED[activation]
+    return {"activation": neox_activation, "bias_gelu_fusion": tanh}
 
 
 def plain_activation(args: NeoXArgs, default: str) -> str:
-    """The inverse of `plain_activation_keys`: a name of `PLAIN`, of several the family's `default`."""
+    """Returns HuggingFace's name of an ungated MLP's activation; if several fit, `default` is preferred."""
     tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
-    ours = ("silu" if args.activation == "swish" else args.activation, tanh)
-    return next((name for name in (default, *PLAIN) if PLAIN[name] == ours), default)
+    neox_activation = ("silu" if args.activation == "swish" else args.activation, tanh)
+    return next((name for name in (default, *UNGATED) if UNGATED[name] == neox_activation), default)
 
 
 def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:
-    """The activation of a gated MLP under our keys; name: the field of config.json that holds it."""
+    """Returns our key for the activation of a gated MLP. name: its field in config.json."""
     activation = get(config, name, default)
     if activation not in GATES:
         raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(GATES)}")
     return {"activation": GATES[activation]}
 
 
-def first_name(table: Mapping[str, str], ours: str) -> str | None:
-    """The first key of `table` whose value is `ours`; None when there is none."""
-    return next((key for key, value in table.items() if value == ours), None)
+def first_name(table: Mapping[str, str], wanted_value: str) -> str | None:
+    """The first key of `table` whose value is `wanted_value`; None when there is none."""
+    return next((key for key, value in table.items() if value == wanted_value), None)

@@ -1,5 +1,4 @@
-"""What the families with mixtures of experts share: the tensors of the experts and of the router, and their
-fields of config.json."""
+"""Tensor names and config.json fields of experts and routers, shared by families with mixtures of experts."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,19 +6,21 @@ from typing import Any, NamedTuple
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import UP_GATE, Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import rows_with
+from megatron.checkpointing.families.llama import replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
 _FUSED = _BLOCK + "mlp.experts."  # in memory of transformers 5, one tensor of all experts
 
 
-def _expert(ours: str, theirs: str, *, transposed: bool = False) -> TensorMapping:
-    return TensorMapping(f"mlp.experts.mlp.{ours}", (theirs,), transposed=transposed)
+def _expert(neox_name: str, hf_name: str, *, transposed: bool = False) -> TensorMapping:
+    return TensorMapping(f"mlp.experts.mlp.{neox_name}", (hf_name,), transposed=transposed)
 
 
 def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
-    """The router and the experts of a block; gate, up, down: what the matrices of an expert are called."""
+    """Returns the tensor mappings of a block's router and experts.
+
+    block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
     matrix = f"{block}experts.{{expert}}."
     return (
         TensorMapping("mlp.router.layer.weight", (f"{block}gate.weight",)),
@@ -30,7 +31,9 @@ def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...
 
 
 def _in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """`Family.in_memory` for the same names."""
+    """Returns `Family.in_memory`: names of stacked experts in memory, with each expert's names in files.
+
+    block, gate, up, down: as of `_rows`."""
     matrix = f"{block}experts.{{expert}}."
     return {
         f"{_FUSED}gate_up_proj": (f"{matrix}{gate}.weight", f"{matrix}{up}.weight"),
@@ -41,13 +44,13 @@ def _in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str
 _MIXTRAL = (_BLOCK + "block_sparse_moe.", "w1", "w3", "w2")
 _QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
 _SHARED = _BLOCK + "mlp.shared_expert."
-MIXTRAL_ROWS = rows_with(*_rows(*_MIXTRAL))
+MIXTRAL_ROWS = replaced_rows(*_rows(*_MIXTRAL))
 MIXTRAL_IN_MEMORY = {
     _BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",),
     **_in_memory(*_MIXTRAL),
 }
 # Those of Qwen and OLMo, beside dense blocks.
-EXPERT_ROWS = rows_with(
+EXPERT_ROWS = replaced_rows(
     *_rows(*_QWEN),
     TensorMapping(
         "mlp.shared_expert.linear1.weight", (f"{_SHARED}up_proj.weight", f"{_SHARED}gate_proj.weight"), UP_GATE
@@ -59,7 +62,7 @@ EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
 
 
 class ExpertRows(NamedTuple):
-    """A matrix of one expert as rows of the tensor of all experts. stored: the name of that tensor."""
+    """The place of one expert's matrix: `rows` of number `expert` in the stacked tensor named `stored`."""
 
     stored: str
     expert: int
@@ -67,28 +70,30 @@ class ExpertRows(NamedTuple):
 
 
 def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ExpertRows]:
-    """The matrices of experts in a folder that has tensors of all experts of a block, as transformers 5 has
-    them in memory and writes with `save_original_format=False`, by the names that they have alone. shapes: of
-    the folder's tensors."""
+    """Returns where each expert's matrix is in a folder with stacked experts, by the matrix's usual name.
+
+    transformers 5 stacks all experts of a block in memory, and in files written with
+    `save_original_format=False`. shapes: of the folder's tensors, by name."""
     matrices = {}
     for name, shape in shapes.items():
         if len(shape) == 3 and family.stacks_experts(name):
             for expert, names in enumerate(family.stored_names(name, shape[0])):
                 high = shape[1] // max(1, len(names))
-                for i, own in enumerate(names):
-                    matrices[own] = ExpertRows(name, expert, slice(i * high, (i + 1) * high))
+                for i, matrix_name in enumerate(names):
+                    matrices[matrix_name] = ExpertRows(name, expert, slice(i * high, (i + 1) * high))
     return matrices
 
 
 def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Our keys for the experts that a token goes to and how they are balanced.
+    """Returns our keys for experts, routing and the load-balancing loss.
 
-    The load-balancing loss is transformers', which has it where output_router_logits is true and there alone;
-    it is over a micro-batch and all layers together. Raises CheckpointError for a model without experts.
+    As in transformers, the loss is computed only if output_router_logits is true, over a micro-batch and all
+    layers together. defaults: of the family's configuration class. Raises CheckpointError for a model without
+    experts.
     """
     experts = get(config, "num_experts", get(config, "num_local_experts", defaults["num_experts"]))
     if experts < 2:
-        raise CheckpointError(f"config.json: num_experts: {experts}: a mixture has two experts at least")
+        raise CheckpointError(f"config.json: num_experts: {experts}: a mixture needs at least two experts")
     keys = {
         "moe_num_experts": experts,
         "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),
@@ -102,8 +107,9 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 
 def expert_config(args: NeoXArgs, number: str = "num_experts") -> dict[str, Any]:
-    """The inverse of `expert_keys`; number: the field of how many experts there are. A loss that transformers
-    does not have is left out."""
+    """Returns config.json's fields for experts, the inverse of `expert_keys`.
+
+    A loss that transformers cannot compute is left out. number: name of the field for their number."""
     balanced = args.moe_aux_loss_scope == "transformers" and args.moe_aux_loss_coeff > 0.0
     return {
         number: args.moe_num_experts,

@@ -1,5 +1,4 @@
-"""The types of the fields of config.json and adapter_config.json that are read here, checked by name before
-anything is computed from them, whatever the family."""
+"""Checks the types of the fields of config.json and adapter_config.json before they are used."""
 
 import json
 import math
@@ -11,26 +10,30 @@ from megatron.checkpointing.errors import CheckpointError
 Test = Callable[[Any], bool]
 
 
-def _is_whole(value: Any) -> bool:
-    """A float without a fraction too: `plain_values` makes an int of it."""
-    return not isinstance(value, bool) and (isinstance(value, int) or isinstance(value, float) and value.is_integer())
+def _is_int32(value: Any) -> bool:
+    """Whether a value is an int, or a float without a fraction, which `plain_values` converts to int.
+
+    The absolute value must be below 2^31, because larger shapes would overflow.
+    """
+    is_integer = isinstance(value, int) or isinstance(value, float) and value.is_integer()
+    return not isinstance(value, bool) and is_integer and abs(value) < 1 << 31
 
 
 def _is_size(value: Any) -> bool:
-    return _is_whole(value) and value > 0
+    return _is_int32(value) and value > 0
 
 
 def _is_index(value: Any) -> bool:
-    return _is_whole(value) and value >= 0
+    return _is_int32(value) and value >= 0
 
 
 def _is_number(value: Any) -> bool:
-    """Infinity too, which transformers writes for a limit that there is not."""
+    """Whether a value is a number; infinity, which transformers writes for "no limit", is one; NaN is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _is_limit(value: Any) -> bool:
-    """Two numbers, of which transformers 5 writes an infinite one as an object."""
+    """Whether a value is a list of two numbers; infinity may be {"__float__": "Infinity"}."""
     infinite = {"__float__": "Infinity"}
     return isinstance(value, list | tuple) and len(value) == 2 and all(n == infinite or _is_number(n) for n in value)
 
@@ -51,10 +54,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# What a field must be, in words and as a test, and the fields; null mostly is as if they were not there.
+# The type of a field in words, its test, and the fields. Most fields may also be null, which means absent.
 _TYPES: tuple[tuple[str, Test, str], ...] = (
     (
-        "a whole number above 0",
+        "a whole number above 0 and below 2^31",
         _is_size,
         "chunk_size conv_kernel experts_per_token expand hidden_size head_dim "
         "initial_context_length intermediate_size mamba_head_dim mamba_num_heads max_position_embeddings "
@@ -64,8 +67,8 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
         "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels",
     ),
     (
-        "a whole number",
-        _is_whole,
+        "a whole number below 2^31",
+        _is_int32,
         "decoder_sparse_step max_window_layers moe_intermediate_size moe_shared_expert_intermediate_size "
         "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
         "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace",
@@ -103,7 +106,11 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
         lambda value: isinstance(value, Mapping),
         "full_attention id2label rope_parameters rope_scaling sliding_attention text_config",
     ),
-    ("a whole number above 0, or auto", lambda value: _is_size(value) or value == "auto", "time_step_rank"),
+    (
+        "a whole number above 0 and below 2^31, or auto",
+        lambda value: _is_size(value) or value == "auto",
+        "time_step_rank",
+    ),
     ("a token's number", _is_token, "bos_token_id pad_token_id"),
     (
         "a token's number, or a list of them",
@@ -116,9 +123,13 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
 _NEVER_NULL = ("hidden_size", "num_attention_heads", "num_hidden_layers", "rope_type", "type")
 
 
+def _is_pattern(test: Test) -> Test:
+    return lambda value: isinstance(value, Mapping) and all(map(test, value.values()))
+
+
 # Of peft's adapter_config.json.
 _ADAPTER_TYPES: tuple[tuple[str, Test, str], ...] = (
-    ("a whole number above 0", _is_size, "r"),
+    ("a whole number above 0 and below 2^31", _is_size, "r"),
     ("a number", _is_number, "lora_alpha lora_dropout"),
     (
         "true or false",
@@ -127,44 +138,60 @@ _ADAPTER_TYPES: tuple[tuple[str, Test, str], ...] = (
     ),
     ("a text", _is_text, "base_model_name_or_path bias peft_type revision task_type"),
     ("true, false or a text", lambda value: isinstance(value, bool | str), "init_lora_weights"),
-    ("a text, or a list of texts", lambda value: _is_text(value) or _list_of(_is_text)(value), "target_modules"),
+    (
+        "a text, or a list of texts",
+        lambda value: _is_text(value) or _list_of(_is_text)(value),
+        "exclude_modules layers_pattern target_modules",
+    ),
     ("a list of texts", _list_of(_is_text), "modules_to_save"),
+    (
+        "a number of a layer, or a list of them",
+        lambda value: _is_index(value) or _list_of(_is_index)(value),
+        "layers_to_transform",
+    ),
+    ("numbers above 0 by module", _is_pattern(_is_size), "rank_pattern"),
+    ("numbers by module", _is_pattern(_is_number), "alpha_pattern"),
 )
 
 
-def check_fields(config: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError, naming the field, for one of config.json that has another type than models of
-    any family have there; so, too, of `text_config` and of the tables of rotary positions. where: the
-    file."""
-    never_null = _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]  # its old name beside it
-    _check(config, where, _TYPES, never_null)
+def check_fields(config: Mapping[str, Any], file: str) -> None:
+    """Raise CheckpointError that names a field of config.json with a wrong type.
+
+    Also checks `text_config` and the rotary parameters in it. file: name of the file, for errors."""
+    never_null = (
+        _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]
+    )  # rope_type is there, so its old name may be null
+    _check(config, file, _TYPES, never_null)
     for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):
         if config.get(name) is not None:
-            check_fields(config[name], f"{where}: {name}")
+            check_fields(config[name], f"{file}: {name}")
 
 
 def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json that `check_fields` takes, with an int for each whole number that it writes as a float
-    (4096.0), and true or false for 1 or 0."""
+    """Returns a config.json with whole floats (4096.0) as int, and flags 1 and 0 as true and false.
+
+    config: a config.json that passed `check_fields`."""
     kinds = {name: test for _, test, names in _TYPES for name in names.split()}
 
-    def plain(name: str, value: Any) -> Any:
+    def plain_value(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return plain_values(value)
-        if kinds.get(name) in (_is_size, _is_whole) and isinstance(value, float):
+        if kinds.get(name) in (_is_size, _is_int32) and isinstance(value, float):
             return int(value)
         return bool(value) if kinds.get(name) is _is_flag and value is not None else value
 
-    return {name: plain(name, value) for name, value in config.items()}
+    return {name: plain_value(name, value) for name, value in config.items()}
 
 
-def check_adapter_fields(config: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for a field of adapter_config.json of another type than peft's."""
-    _check(config, where, _ADAPTER_TYPES, ())
+def check_adapter_fields(config: Mapping[str, Any], file: str) -> None:
+    """Raise CheckpointError if a field of adapter_config.json has a type that peft does not write.
+
+    file: name of the file, for errors."""
+    _check(config, file, _ADAPTER_TYPES, ())
 
 
 def _check(
-    config: Mapping[str, Any], where: str, types: tuple[tuple[str, Test, str], ...], never_null: tuple[str, ...]
+    config: Mapping[str, Any], file: str, types: tuple[tuple[str, Test, str], ...], never_null: tuple[str, ...]
 ) -> None:
     tests = {name: (words, test) for words, test, names in types for name in names.split()}
     for name, value in config.items():
@@ -172,4 +199,4 @@ def _check(
             continue
         words, test = tests[name]
         if not test(value):
-            raise CheckpointError(f"{where}: {name}: expected {words}, got {json.dumps(value, default=str)}")
+            raise CheckpointError(f"{file}: {name}: expected {words}, got {json.dumps(value, default=str)}")

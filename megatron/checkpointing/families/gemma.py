@@ -1,5 +1,7 @@
-"""The families of Gemma 2, and of Gemma 3 for text: norms around attention and MLP that multiply by 1 + w,
-scaled embeddings; capped logits, two rotary bases."""
+"""The families of Gemma 2 and of Gemma 3 for text.
+
+Norms around attention and MLP multiply by 1 + w; embeddings are scaled; logits are capped, or there are two
+rotary bases."""
 
 from typing import Any
 
@@ -32,7 +34,7 @@ _GEMMA3 = {
 
 
 def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Our keys for both, without positions and windows."""
+    """Returns our keys for Gemma 2 and Gemma 3, without positions and windows."""
     refuse_unless(config, "use_bidirectional_attention", False)
     return {
         **common_keys({**config, "mlp_bias": False}, defaults, "hidden_activation"),
@@ -46,7 +48,7 @@ def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 
 def _common_config(args: NeoXArgs) -> dict[str, Any]:
-    """The inverse of `_common_keys`, with the windows of layers."""
+    """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
     config = common_config(args)
     del config["hidden_act"]
     return {
@@ -81,14 +83,14 @@ def _gemma2_config(args: NeoXArgs) -> dict[str, Any]:
 
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", ROWS, _gemma2_keys, _gemma2_config, title="Gemma 2",
-    notes="capped attention logits: attention_backend flex (GPUs), flash_attn or math",
+    notes="capped attention logits need attention_backend flex (GPUs), flash_attn or math",
 )  # fmt: skip
 
 
 def _gemma3_keys(config: Config) -> dict[str, Any]:
     config = {**_GEMMA3, **config}
-    every = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
-    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+    period = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
+    kinds = [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
     windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
     local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")
     return {

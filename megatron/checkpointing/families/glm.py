@@ -1,11 +1,14 @@
-"""The family of GLM 4 (0414): norms on both sides of attention and MLP, neighbours that rotate together in
-half of each head."""
+"""The family of GLM 4 (0414).
+
+It has norms before and after attention and MLP. In half of each head, neighbouring dimensions are rotated
+together.
+"""
 
 from typing import Any
 
 from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
 from megatron.checkpointing.families.family import GATE_UP, Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -13,7 +16,7 @@ _DEFAULTS = {
     "intermediate_size": 13696, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
-ROWS = rows_with(
+ROWS = replaced_rows(
     # GLM's names of norms say behind which part they stand, ours what they are given.
     TensorMapping("post_attention_layernorm.scale", (_BLOCK + "post_self_attn_layernorm.weight",)),
     TensorMapping("pre_feedforward_layernorm.scale", (_BLOCK + "post_attention_layernorm.weight",)),
@@ -24,9 +27,9 @@ ROWS = rows_with(
 
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, "partial_rotary_factor": 0.5, **config}
-    plain = {**config, "attention_bias": False, "mlp_bias": False}
+    without_bias = {**config, "attention_bias": False, "mlp_bias": False}
     return {
-        **common_keys(plain, _DEFAULTS),
+        **common_keys(without_bias, _DEFAULTS),
         **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
         "rotary_interleaved": True,
         "add_qkv_bias": get(config, "attention_bias", True),

@@ -45,9 +45,9 @@ def _keys(config: Config) -> dict[str, Any]:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if get(config, name, False):
             raise CheckpointError(f"config.json: {name}: true is not supported")
-    config = {**_DEFAULTS, **{name: config[theirs] for name, theirs in _SIZES.items() if theirs in config}, **config}
+    config = {**_DEFAULTS, **{name: config[hf_name] for name, hf_name in _SIZES.items() if hf_name in config}, **config}
     config["n_inner"] = get(config, "n_inner", 4 * config["n_embd"])
-    sizes = {theirs: config[name] for name, theirs in _SIZES.items()}
+    sizes = {hf_name: config[name] for name, hf_name in _SIZES.items()}
     return {
         **size_keys({**config, **sizes}, {"tie_word_embeddings": True}),
         **plain_activation_keys(config, "activation_function", "gelu_new"),
@@ -60,7 +60,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     sizes = size_config(args)
-    config = {name: sizes.pop(theirs) for name, theirs in _SIZES.items()}
+    config = {name: sizes.pop(hf_name) for name, hf_name in _SIZES.items()}
     if config["n_inner"] == 4 * args.hidden_size:
         config["n_inner"] = None
     return {

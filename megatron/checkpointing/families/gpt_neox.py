@@ -64,6 +64,6 @@ def to_config(args: NeoXArgs) -> dict[str, Any]:
 
 GPT_NEOX = Family(
     "gpt_neox", "GPTNeoXForCausalLM", ROWS, to_keys, to_config,
-    title="GPT-NeoX, Pythia", notes="attention behind which the MLP stands, no biases by config.json",
+    title="GPT-NeoX, Pythia", notes="config.json sets: sequential attention and MLP, no biases",
     base_prefix="gpt_neox.", ignored=r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*rotary_emb\.inv_freq",
 )  # fmt: skip

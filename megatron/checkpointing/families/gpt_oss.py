@@ -18,19 +18,19 @@ from megatron.checkpointing.families.config_fields import (
 )
 from megatron.checkpointing.families.experts import expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
 _EXPERTS = _BLOCK + "mlp.experts."
 # Columns (outputs) of gate_up_proj are those of gate and up in turn; down_proj lies as our w2.
-_ROWS = rows_with(
+_ROWS = replaced_rows(
     TensorMapping("attention.sinks", (_BLOCK + "self_attn.sinks",)),
     *weight_and_bias("mlp.router.layer", _BLOCK + "mlp.router"),
     *(
-        TensorMapping(f"mlp.experts.mlp.{ours}", (_EXPERTS + theirs,), transposed=turned, stacked=True, part=part)
+        TensorMapping(f"mlp.experts.mlp.{neox_name}", (_EXPERTS + hf_name,), transposed=turned, stacked=True, part=part)
         for name, part in (("w1", (0, 2)), ("w3", (1, 2)))
-        for ours, theirs, turned in ((name, "gate_up_proj", True), (f"{name}_bias", "gate_up_proj_bias", False))
+        for neox_name, hf_name, turned in ((name, "gate_up_proj", True), (f"{name}_bias", "gate_up_proj_bias", False))
     ),
     TensorMapping("mlp.experts.mlp.w2", (_EXPERTS + "down_proj",), stacked=True),
     TensorMapping("mlp.experts.mlp.w2_bias", (_EXPERTS + "down_proj_bias",)),
@@ -101,5 +101,5 @@ GPT_OSS = Family(
     _keys,
     _config,
     title="gpt-oss",
-    notes="clamped gates, biases of experts and of the router; MXFP4 is read, not written",
+    notes="clamped gates, expert and router biases; MXFP4 is read, not written",
 )

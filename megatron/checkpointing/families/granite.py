@@ -1,5 +1,7 @@
-"""The family of Granite 3: LLaMA's blocks, with factors of embeddings, attention logits, what blocks add, and
-logits."""
+"""The family of Granite 3: LLaMA's blocks with four factors.
+
+They scale embeddings, attention logits, what blocks add to the residual stream, and logits.
+"""
 
 from typing import Any
 
@@ -42,5 +44,5 @@ GRANITE = Family(
     _config,
     title="Granite 3",
     has_scorer=False,
-    notes="factors of embeddings, attention logits, what blocks add, and logits; biases by config.json",
+    notes="factors for embeddings, attention logits, block outputs and logits; config.json sets: biases",
 )

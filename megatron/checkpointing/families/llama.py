@@ -1,4 +1,4 @@
-"""The families of LLaMA 2 and 3 and SmolLM 3, and what all that are built like LLaMA have in common."""
+"""The families of LLaMA 2 and 3 and SmolLM 3, and functions for all families built like LLaMA."""
 
 from typing import Any
 
@@ -52,19 +52,19 @@ ROWS = (
 )
 
 
-def rows_with(*others: TensorMapping) -> tuple[TensorMapping, ...]:
-    """`ROWS` with some in the place of those for the same parameters."""
-    return tuple({row.ours: row for row in (*ROWS, *others)}.values())
+def replaced_rows(*replacements: TensorMapping) -> tuple[TensorMapping, ...]:
+    """Returns LLaMA's tensor mappings `ROWS`; a replacement takes the place of the row of its parameter."""
+    return tuple({row.neox_name: row for row in (*ROWS, *replacements)}.values())
 
 
 PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_per_head": True}
 
 
 def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
-    """Our keys for every model built like LLaMA, without positions and windows.
+    """Returns our keys for a model built like LLaMA, without positions and windows.
 
-    config: with the family's defaults where it lacks a field (a field that is null stays so: as many heads of
-    keys as of queries, heads as wide as hidden_size has room for). act: the field of its activation.
+    config: config.json with the family's defaults for absent fields. num_key_value_heads: null means one per
+    query head; head_dim: null means hidden_size / heads. act: the field of the activation.
     """
     refuse_unless(config, "rope_interleaved", False)
     heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
@@ -83,8 +83,9 @@ def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> di
 
 
 def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
-    """The inverse of `common_keys`. head_dim: false for a family whose class has no such field, but takes
-    one; it is left out where it says nothing."""
+    """Returns config.json's fields for a model built like LLaMA, the inverse of `common_keys`.
+
+    head_dim: always write the field `head_dim`; false: only if it differs from hidden_size / heads."""
     usual = args.head_dim * args.num_attention_heads == args.hidden_size
     return {
         **size_config(args),
@@ -118,7 +119,7 @@ LLAMA = Family(
     _llama_keys,
     _llama_config,
     title="Llama 1 to 3",
-    notes="grouped queries, biases, linear, dynamic, yarn and llama3 scaling by config.json",
+    notes="config.json sets: grouped queries, biases, linear, dynamic, yarn and llama3 scaling",
 )
 
 _SMOLLM3 = {
@@ -129,8 +130,8 @@ _SMOLLM3 = {
 
 def _smollm3_keys(config: Config) -> dict[str, Any]:
     config = {**_SMOLLM3, **config}
-    layers, every = config["num_hidden_layers"], get(config, "no_rope_layer_interval", 4)
-    rotated = list(get(config, "no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)]))[:layers]
+    layers, interval = config["num_hidden_layers"], get(config, "no_rope_layer_interval", 4)
+    rotated = list(get(config, "no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)]))[:layers]
     slides = get(config, "use_sliding_window", False)
     kinds = [FULL if on else SLIDING for on in rotated]
     return {
@@ -159,5 +160,5 @@ SMOLLM3 = Family(
     _smollm3_keys,
     _smollm3_config,
     title="SmolLM 3",
-    notes="windows by config.json",
+    notes="config.json sets: sliding windows",
 )

@@ -1,4 +1,4 @@
-"""The families of Mamba, Falcon-Mamba and Mamba 2: blocks with a state in the place of attention and MLP."""
+"""The families of Mamba, Falcon-Mamba and Mamba 2: blocks with a state instead of attention and MLP."""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +46,9 @@ _MAMBA2 = {
 
 
 def _common_keys(config: Config, kind: str) -> dict[str, Any]:
-    """Our keys for a model of blocks of one kind; config: with the family's defaults."""
+    """Returns our keys for a model whose blocks are all of one kind: "mamba" or "mamba2".
+
+    config: config.json, completed with the family's defaults."""
     refuse_unless(config, "hidden_act", "silu", "swish")
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     return {
@@ -68,7 +70,7 @@ def _common_keys(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _common_config(args: NeoXArgs) -> dict[str, Any]:
-    """The inverse of `_common_keys`, for the kind of the first block."""
+    """Returns the fields of config.json that Mamba and Mamba 2 share, the inverse of `_common_keys`."""
     usual = 16 if args.attention_config[0] == "mamba" else 128
     return {
         "hidden_size": args.hidden_size,
@@ -92,11 +94,11 @@ def _mamba_keys(config: Config, **defaults: Any) -> dict[str, Any]:
     hidden, rank = config["hidden_size"], get(config, "time_step_rank", "auto")
     inner = get(config, "intermediate_size", config["expand"] * hidden)
     if inner % hidden:
-        raise CheckpointError(f"config.json: intermediate_size: {inner} is no multiple of hidden_size {hidden}")
+        raise CheckpointError(f"config.json: intermediate_size: {inner} is not a multiple of hidden_size {hidden}")
     if config["use_bias"]:
         raise CheckpointError(
-            "config.json: use_bias: true is not supported: in_proj and out_proj have biases there and x_proj has none, "
-            "here all have (mamba_use_bias_in_linears)"
+            "config.json: use_bias: true is not supported: transformers gives biases to in_proj and out_proj only, "
+            "this program (mamba_use_bias_in_linears) to x_proj too"
         )
     return {
         **_common_keys(config, "mamba"),
@@ -123,8 +125,8 @@ MAMBA = Family(
     has_scorer=False,
     base_prefix="backbone.",
     title="Mamba",
-    notes="config.json has no length, which is 2048 here and may be any; where residual_in_fp32 is true, transformers "
-    "has the stream between blocks in fp32 beside 16-bit weights, here it has their type",
+    notes="config.json has no length: 2048 here, may be any. With residual_in_fp32 transformers keeps the residual "
+    "stream in fp32 beside 16-bit weights; here it has their type",
 )
 
 
@@ -145,14 +147,15 @@ FALCON_MAMBA = Family(
     has_scorer=False,
     base_prefix="backbone.",
     title="Falcon-Mamba",
-    notes="length and residual_in_fp32 as of Mamba",
+    notes="length and residual_in_fp32 as for Mamba",
 )
 
 
 def time_step_keys(limit: Sequence[Any]) -> dict[str, Any]:
-    """`mamba_time_step_limit` for (low, high); nothing for (0, inf), which limits nothing. limit: where a
-    number is infinite, as transformers 5 writes that too, `{"__float__": "Infinity"}`."""
-    low, high = (float(each["__float__"] if isinstance(each, dict) else each) for each in limit)
+    """Returns our key `mamba_time_step_limit`; {} for the limits (0, inf), which have no effect.
+
+    limit: (low, high); infinity may also be `{"__float__": "Infinity"}`, as transformers 5 writes it."""
+    low, high = (float(bound["__float__"] if isinstance(bound, dict) else bound) for bound in limit)
     bounds = [low] if math.isinf(high) else [low, high]
     return {} if bounds == [0.0] else {"mamba_time_step_limit": bounds}
 
@@ -162,7 +165,7 @@ def _mamba2_keys(config: Config) -> dict[str, Any]:
     inner, hidden, expand = config["num_heads"] * config["head_dim"], config["hidden_size"], config["expand"]
     if inner != hidden * expand:
         raise CheckpointError(
-            f"config.json: expand: {expand} times hidden_size {hidden} is not num_heads times head_dim, {inner}"
+            f"config.json: expand: {expand} times hidden_size {hidden} must equal num_heads times head_dim, {inner}"
         )
     return {
         **_common_keys(config, "mamba2"),
@@ -196,5 +199,5 @@ MAMBA2 = Family(
     has_scorer=False,
     base_prefix="backbone.",
     title="Mamba 2",
-    notes="biases by config.json; length and residual_in_fp32 as of Mamba",
+    notes="config.json sets: biases; length and residual_in_fp32 as for Mamba",
 )

@@ -1,5 +1,7 @@
-"""The families of Mistral, of Mixtral, its mixture of experts, and of Ministral 3, whose queries grow with
-their position."""
+"""The families of Mistral, Mixtral (a mixture of experts) and Ministral 3.
+
+Ministral 3 scales queries by their position.
+"""
 
 from typing import Any
 
@@ -33,7 +35,7 @@ def _mistral_keys(config: Config) -> dict[str, Any]:
 
 
 def same_windows(config: Config, defaults: Config, window: int | None) -> dict[str, Any]:
-    """Our keys for a model whose layers all have the same window."""
+    """Returns our keys for a model like LLaMA whose layers all have the same sliding window, or none."""
     windows = window_keys(window, [SLIDING])
     windows.pop("layer_types", None)
     return {**common_keys({**config, "attention_bias": False, "mlp_bias": False}, defaults), **windows}
@@ -88,7 +90,7 @@ def _ministral3_keys(config: Config) -> dict[str, Any]:
         config["rope_parameters"] = _YARN
     rope = rope_of(config, theta=10000.0)
     if rope.get("llama_4_scaling_beta") is None:
-        raise CheckpointError("config.json: rope_parameters.llama_4_scaling_beta is missing, which ministral3 reads")
+        raise CheckpointError("config.json: rope_parameters.llama_4_scaling_beta is missing, but ministral3 needs it")
     windows = same_windows(config, _MINISTRAL3, config.get("sliding_window"))
     return {**windows, **rope_keys(config, rope, query_scale=True)}
 

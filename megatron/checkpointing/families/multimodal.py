@@ -1,7 +1,6 @@
-"""Models of images and text whose language model is one of the families: its config.json and tensors out of
-theirs, and back.
+"""Multimodal models: converts config.json and tensor names to those of their language model, and back.
 
-What else such a folder holds (the tower that sees, the projector between) is carried along as it is.
+The folder's other tensors (the vision tower and the projector) are copied unchanged.
 """
 
 import re
@@ -12,30 +11,28 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.family import Config, gives_score
 from megatron.checkpointing.families.registry import FAMILIES
 
-# model_type of the whole -> those of its language model, the first where config.json leaves it out, and the
-# vocabulary of each where it leaves that out.
+# Multimodal model_type -> model_type of its language model (the first by default) -> default vocab_size.
 TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
 }  # fmt: skip
-# How the names of the language model's tensors begin in a folder, and in one of the language model alone: as
-# files are published and transformers writes them, and as it names them in memory. peft has the names in
-# memory: before transformers 4.52 those were the published ones.
+# Prefixes of the language model's tensors in a multimodal folder, and in a folder of the language model
+# alone: in published files, which transformers writes too, and in memory. peft uses the names in memory;
+# before transformers 4.52 those were the published ones.
 _PUBLISHED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
 _IN_MEMORY = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("score.", "score."))
-# Fields that may stand outside of text_config and are the language model's.
+# Fields of the language model that may be outside text_config.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
 
 
 def is_multimodal(config: Config) -> bool:
-    """Whether a config.json is that of a model of images and text whose language model is one of the
-    families."""
+    """Whether a config.json is that of a supported multimodal model (images and text)."""
     return str(config.get("model_type")) in TEXT_TOWERS
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """The config.json of the language model of a multimodal one; of any other model its own.
+    """Returns the config.json of a multimodal model's language model; for any other model, `config` itself.
 
-    Raises CheckpointError for a language model that is not of the family that such a model has.
+    Raises CheckpointError if the language model's family is not supported in this multimodal model.
     """
     model_type = str(config.get("model_type"))
     if not is_multimodal(config):
@@ -50,82 +47,87 @@ def text_config(config: Config) -> dict[str, Any]:
     if gives_score(config):
         raise CheckpointError(f"config.json: a reward model with images ({model_type}) is not supported")
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
-    # As in transformers, what the whole says comes before what its part says.
+    # As in transformers, fields outside text_config take precedence.
     fields = {"vocab_size": towers[family], **text, **shared}
     return {**fields, "model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """The tensors of the language model in a multimodal folder: their names in a folder of its own, and those
-    that they are stored under."""
-    return {own: name for name in stored if (own := text_name(name)) is not None}
+    """Maps the language model's own tensor names to the names stored in a multimodal folder.
+
+    stored: all tensor names of the folder; those outside the language model are left out."""
+    return {text_tensor: name for name in stored if (text_tensor := text_name(name)) is not None}
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor or module of a multimodal model has in its language model alone, from either way
-    of naming; None for one that is not the language model's."""
-    for begins, instead in (*_PUBLISHED, *_IN_MEMORY):
+    """Converts a tensor or module name of a multimodal model to the language model's own name.
+
+    name: as in files or in memory. Returns None for a part outside the language model."""
+    for begins, text_prefix in (*_PUBLISHED, *_IN_MEMORY):
         if name.startswith(begins):
-            return instead + name.removeprefix(begins)
+            return text_prefix + name.removeprefix(begins)
     return None
 
 
 def names_a_wrapper(name: str) -> bool:
-    """Whether a tensor or module is named as within a multimodal model, and not as in a language model."""
+    """Whether a tensor or module name has the prefix that a multimodal model gives its language model."""
     inner_name = text_name(name)
     return inner_name is not None and inner_name != name
 
 
 def memory_name(name: str) -> str:
-    """The name that a tensor or module of a language model has in memory within a multimodal model."""
+    """Converts a language model's tensor or module name to its name in a multimodal model in memory."""
     return _wrapped(name, _IN_MEMORY)
 
 
 def text_modules(names: Iterable[str]) -> str:
-    """A regular expression of the modules of the language model that end in these names, in both ways of
-    naming: those of the tower that sees have the same ends."""
+    """Returns a regular expression for the language model's modules whose names end in one of `names`.
+
+    It matches names as in files and in memory, but not modules of the vision tower with the same ending."""
     return rf"(.*\.)?language_model\..*\.({'|'.join(map(re.escape, names))})"
 
 
 def stored_name(name: str, carried: Iterable[str]) -> str:
-    """The inverse of `text_names` for one tensor. carried: the folder's other tensors, which tell how its
-    names begin."""
-    style = _IN_MEMORY if any(other.startswith("model.") for other in carried) else _PUBLISHED
+    """Converts a language-model tensor name to its name in a multimodal folder.
+
+    carried: names of the folder's other tensors, which show the prefixes that the folder uses."""
+    style = _IN_MEMORY if any(carried_name.startswith("model.") for carried_name in carried) else _PUBLISHED
     return _wrapped(name, style)
 
 
 def _wrapped(name: str, style: Iterable[tuple[str, str]]) -> str:
-    return next(begins + name.removeprefix(instead) for begins, instead in style if name.startswith(instead))
+    return next(
+        begins + name.removeprefix(text_prefix) for begins, text_prefix in style if name.startswith(text_prefix)
+    )
 
 
 def with_vocab_size(config: Config, rows: int) -> dict[str, Any]:
-    """A config.json, of a multimodal model or of another, of a vocabulary that has `rows` rows at least."""
+    """Returns `config`, multimodal or not, with its vocab_size raised to at least `rows`."""
     size = max(rows, text_config(config).get("vocab_size") or 0)
     if not is_multimodal(config):
         return {**config, "vocab_size": size}
     return {**config, "text_config": {**(config.get("text_config") or {}), "vocab_size": size}}
 
 
-def whole_config(text: Config, before: Config, same_model: bool) -> dict[str, Any]:
-    """The config.json of a multimodal model again.
+def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[str, Any]:
+    """Returns the config.json of a multimodal model with its trained language model.
 
-    text: that of its language model now, the result of `with_fields`. before: that of the whole which was
-    imported. same_model: the language model has the configuration that it had, so that its fields stay as
-    they were written.
+    text: the trained language model's config.json. imported: config.json of the imported multimodal model.
+    same_model: the language model's configuration has not changed, so its fields stay as imported.
     """
-    whole, inner = dict(before), dict(before.get("text_config") or {})
-    own = text if not same_model else {"vocab_size": text["vocab_size"]}
-    if "vocab_size" not in inner and text["vocab_size"] == text_config(before)["vocab_size"]:
-        own = {name: value for name, value in own.items() if name != "vocab_size"}
-    inner |= {name: value for name, value in own.items() if name not in (*_SHARED, "architectures")}
+    config, inner = dict(imported), dict(imported.get("text_config") or {})
+    new_fields = text if not same_model else {"vocab_size": text["vocab_size"]}
+    if "vocab_size" not in inner and text["vocab_size"] == text_config(imported)["vocab_size"]:
+        new_fields = {name: value for name, value in new_fields.items() if name != "vocab_size"}
+    inner |= {name: value for name, value in new_fields.items() if name not in (*_SHARED, "architectures")}
     for name in _SHARED:
         if name in text:
-            place = inner if name in inner and whole.get(name) is None else whole
+            place = inner if name in inner and config.get(name) is None else config
             if name in place or text[name] is not None and name not in ("torch_dtype", "dtype"):
                 place[name] = text[name]
-    named = "dtype" if "dtype" in before else "torch_dtype"
-    whole[named] = text.get("torch_dtype", text.get("dtype"))
-    whole.pop("quantization_config", None)
-    if not same_model and "tie_word_embeddings" in whole:  # which transformers reads before the inner one
-        whole["tie_word_embeddings"] = text["tie_word_embeddings"]
-    return {**whole, "text_config": inner}
+    dtype_field = "dtype" if "dtype" in imported else "torch_dtype"
+    config[dtype_field] = text.get("torch_dtype", text.get("dtype"))
+    config.pop("quantization_config", None)
+    if not same_model and "tie_word_embeddings" in config:  # which transformers reads before the inner one
+        config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    return {**config, "text_config": inner}

@@ -1,5 +1,6 @@
-"""The family of Nemotron-H and Nemotron 3: hybrids whose blocks are Mamba 2, attention, an MLP or experts,
-each alone behind one norm."""
+"""The family of Nemotron-H and Nemotron 3.
+
+Each block has one norm, followed by Mamba 2, attention, an MLP or experts."""
 
 import math
 from typing import Any
@@ -37,13 +38,17 @@ _ROWS = (
 
 
 def _in_memory() -> dict[str, tuple[str, ...]]:
-    """transformers 5 has `model.` in the place of `backbone.`, and experts in one tensor each."""
+    """Returns `Family.in_memory`: names in transformers 5's memory, mapped to names in files.
+
+    In memory, `model.` replaces `backbone.`, and one tensor holds all experts."""
     names: dict[str, tuple[str, ...]] = {}
     for row in _ROWS:
-        for name in row.theirs:
-            own = name.replace("backbone.", "model.", 1)
-            names[own.replace(".{expert}", "").removesuffix(".weight") if row.of_experts else own] = (name,)
-    return {own: stored for own, stored in names.items() if (own,) != stored}
+        for name in row.hf_names:
+            memory_name = name.replace("backbone.", "model.", 1)
+            names[
+                memory_name.replace(".{expert}", "").removesuffix(".weight") if row.is_per_expert else memory_name
+            ] = (name,)
+    return {memory_name: stored for memory_name, stored in names.items() if (memory_name,) != stored}
 
 
 # Our kind of a block: its letter in hybrid_override_pattern, its names in layers_block_type.
@@ -69,28 +74,30 @@ _DEFAULTS = {
 
 
 def _blocks(config: Config) -> list[str]:
-    """The kinds of the blocks under our names. Raises CheckpointError for a kind that is not known."""
-    field, named = "layers_block_type", get(config, "layers_block_type", config.get("layer_types"))
-    if named is None and "hybrid_override_pattern" in config:
-        field, named = "hybrid_override_pattern", config["hybrid_override_pattern"]
-    named = ("M", "E", "*", "-") if named is None else named
-    ours = {name: kind for kind, names in _KINDS.items() for name in names}
-    unknown = sorted(set(named) - ours.keys())
+    """Returns our name for the kind of each block (mamba2, attention, mlp, moe).
+
+    Raises CheckpointError for a kind we lack."""
+    field, letters = "layers_block_type", get(config, "layers_block_type", config.get("layer_types"))
+    if letters is None and "hybrid_override_pattern" in config:
+        field, letters = "hybrid_override_pattern", config["hybrid_override_pattern"]
+    letters = ("M", "E", "*", "-") if letters is None else letters
+    kinds = {name: kind for kind, names in _KINDS.items() for name in names}
+    unknown = sorted(set(letters) - kinds.keys())
     if unknown:
         raise CheckpointError(f"config.json: {field}: {', '.join(unknown)} is not supported")
-    return [ours[name] for name in named]
+    return [kinds[name] for name in letters]
 
 
 def _keys(config: Config) -> dict[str, Any]:
-    given = {**config, **{name: config[old] for old, name in _OLDER.items() if config.get(old) is not None}}
-    if "head_dim" not in given and given.get("attention_head_dim"):
-        given["head_dim"] = given["attention_head_dim"]
-    if "n_routed_experts" not in given and given.get("num_local_experts"):
-        given["n_routed_experts"] = given["num_local_experts"]
-    heads = get(given, "num_attention_heads", _DEFAULTS["num_attention_heads"])
-    kv_heads = heads if "num_key_value_heads" in given else _DEFAULTS["num_key_value_heads"]
-    kv_heads = get(given, "num_key_value_heads", kv_heads)
-    config = {**given, **{name: get(given, name, value) for name, value in _DEFAULTS.items()}}
+    fields = {**config, **{name: config[old] for old, name in _OLDER.items() if config.get(old) is not None}}
+    if "head_dim" not in fields and fields.get("attention_head_dim"):
+        fields["head_dim"] = fields["attention_head_dim"]
+    if "n_routed_experts" not in fields and fields.get("num_local_experts"):
+        fields["n_routed_experts"] = fields["num_local_experts"]
+    heads = get(fields, "num_attention_heads", _DEFAULTS["num_attention_heads"])
+    kv_heads = heads if "num_key_value_heads" in fields else _DEFAULTS["num_key_value_heads"]
+    kv_heads = get(fields, "num_key_value_heads", kv_heads)
+    config = {**fields, **{name: get(fields, name, value) for name, value in _DEFAULTS.items()}}
     for name in ("attention_bias", "mamba_proj_bias", "tie_word_embeddings"):  # transformers' class reads none of them
         refuse_unless(config, name, False)
     refuse_unless(config, "mamba_hidden_act", "silu", "swish")
@@ -135,9 +142,9 @@ def _mamba_keys(config: Config) -> dict[str, Any]:
 
 
 def _expert_keys(config: Config) -> dict[str, Any]:
-    experts, groups, taken = (config[name] for name in ("n_routed_experts", "n_group", "topk_group"))
+    experts, groups, top_groups = (config[name] for name in ("n_routed_experts", "n_group", "topk_group"))
     if experts < 2:
-        raise CheckpointError(f"config.json: n_routed_experts: {experts}: a mixture has two experts at least")
+        raise CheckpointError(f"config.json: n_routed_experts: {experts}: a mixture needs at least two experts")
     if config["mlp_bias"]:
         raise CheckpointError("config.json: mlp_bias: true is not supported in a model with moe blocks, only false")
     refuse_unless(config, "n_shared_experts", 1)
@@ -152,14 +159,14 @@ def _expert_keys(config: Config) -> dict[str, Any]:
         "moe_intermediate_size": config["moe_intermediate_size"],
         "moe_latent_size": config.get("moe_latent_size"),
         "moe_shared_expert_intermediate_size": config["moe_shared_expert_intermediate_size"],
-        **({"moe_router_num_groups": groups, "moe_router_group_topk": taken} if taken < groups else {}),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": top_groups} if top_groups < groups else {}),
     }
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    other = sorted(set(args.attention_config) - _KINDS.keys())
-    if other:
-        raise CheckpointError(f"kinds of blocks (attention_config): no {', '.join(other)} there")
+    unsupported = sorted(set(args.attention_config) - _KINDS.keys())
+    if unsupported:
+        raise CheckpointError(f"this family has no blocks of kind {', '.join(unsupported)} (attention_config)")
     limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
     config = {
         **size_config(args),
@@ -211,6 +218,6 @@ NEMOTRON_H = Family(
     base_prefix="backbone.",
     in_memory=_in_memory(),
     title="Nemotron-H, Nemotron 3",
-    notes="kinds of blocks, groups, factor and latent of experts by config.json; time steps are at least "
-    "time_step_min, as in transformers' class; layers that predict further tokens (mtp) are carried along, not trained",
+    notes="config.json sets: block kinds, expert groups, scaling factor and latent size; time steps are at least "
+    "time_step_min, as in transformers; multi-token prediction layers (mtp) are kept, not trained",
 )

@@ -1,5 +1,7 @@
-"""The families of OLMo 1, whose norms have no weights, of OLMo 2 and 3: norms after attention and MLP, and
-over the whole width of queries and keys, and of OLMoE, a mixture of experts."""
+"""The families of OLMo 1 to 3 and OLMoE.
+
+OLMo 1's norms have no weights. OLMo 2 and 3 have norms after attention and MLP, and over the full width of
+queries and keys. OLMoE is a mixture of experts."""
 
 from typing import Any
 
@@ -45,10 +47,12 @@ def _olmo2_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def local_rope_keys(rope: Config) -> dict[str, Any]:
-    """Our key for the rotary base of layers with a window, which no family scales. Raises CheckpointError if
-    scaled."""
+    """Returns our key `rope_local_base_freq`, the rotary base of layers with a sliding window.
+
+    rope: the rotary parameters of these layers. Raises CheckpointError if they have rotary scaling.
+    """
     if rope["rope_type"] != "default":
-        raise CheckpointError(f"config.json: rope_parameters.{SLIDING}: {rope['rope_type']} is not supported")
+        raise CheckpointError(f"config.json: rope_parameters.{SLIDING}.rope_type: {rope['rope_type']} is not default")
     return {"rope_local_base_freq": float(number(rope["rope_theta"]))}
 
 

@@ -1,11 +1,10 @@
-"""The family of Phi 3 and 4: LLaMA's blocks with fused projections, LongRoPE, and heads that rotate in
-part."""
+"""The family of Phi 3 and 4: LLaMA's blocks with fused projections, LongRoPE, and partly rotated heads."""
 
 from typing import Any
 
 from megatron.checkpointing.families.config_fields import rope_config, rope_keys, rope_of, window_of
 from megatron.checkpointing.families.family import FUSED_QKV, GATE_UP, Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, rows_with
+from megatron.checkpointing.families.llama import common_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
 from megatron.model.positions import longrope_factor
 from megatron.neox_arguments import NeoXArgs
@@ -14,7 +13,7 @@ _DEFAULTS = {
     "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-ROWS = rows_with(
+ROWS = replaced_rows(
     TensorMapping("attention.query_key_value.weight", ("model.layers.{}.self_attn.qkv_proj.weight",), FUSED_QKV),
     TensorMapping("mlp.linear1.weight", ("model.layers.{}.mlp.gate_up_proj.weight",), GATE_UP),
 )
@@ -52,6 +51,6 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
 
 PHI3 = Family(
     "phi3", "Phi3ForCausalLM", ROWS, _keys, _config, title="Phi 3, 3.5, 4",
-    notes="fused projections; windows, a part of each head, tied head by config.json. LongRoPE: transformers takes the "
-    "long factors for all texts of a batch where the longest one is long; here each text has its own",
+    notes="fused projections; config.json sets: sliding windows, partial rotary, tied head. LongRoPE: transformers "
+    "takes the long factors for a whole batch if its longest text is long; here each text has its own",
 )  # fmt: skip

@@ -69,7 +69,7 @@ QWEN2 = Family(
     _qwen2_keys,
     _qwen2_config,
     title="Qwen 2, 2.5",
-    notes="windows in upper layers, YaRN, tied head by config.json",
+    notes="config.json sets: sliding windows in upper layers, YaRN, tied head",
 )
 
 
@@ -93,8 +93,10 @@ _QWEN3_MOE = {
 
 
 def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Our keys but for those of windows and biases. Every `decoder_sparse_step`th block has experts, unless
-    it is one of `mlp_only_layers`."""
+    """Returns our keys for a Qwen model with experts, except those for windows and biases.
+
+    Every `decoder_sparse_step`th block has experts, except blocks listed in `mlp_only_layers`.
+    """
     experts = expert_keys(config, defaults)
     config = {**defaults, **config}
     step, dense = get(config, "decoder_sparse_step", 1), get(config, "mlp_only_layers", ())
@@ -123,8 +125,8 @@ def _moe_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
-    layers, below = get(config, "num_hidden_layers", 24), get(config, "max_window_layers", 28)
-    kinds = [SLIDING if i % 2 == 0 and i < below else FULL for i in range(layers)]
+    layers, num_window_layers = get(config, "num_hidden_layers", 24), get(config, "max_window_layers", 28)
+    kinds = [SLIDING if i % 2 == 0 and i < num_window_layers else FULL for i in range(layers)]
     window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
     shared = "shared_expert_intermediate_size"
     return {
@@ -156,7 +158,7 @@ QWEN2_MOE = Family(
     _qwen2_moe_config,
     in_memory=EXPERTS_IN_MEMORY,
     title="Qwen 1.5 and 2 MoE",
-    notes="dense blocks, windows in some layers by config.json",
+    notes="config.json sets: dense blocks, sliding windows in some layers",
 )
 
 
@@ -175,5 +177,5 @@ QWEN3_MOE = Family(
     _moe_config,
     in_memory=EXPERTS_IN_MEMORY,
     title="Qwen 3 MoE",
-    notes="dense blocks, windows by config.json",
+    notes="config.json sets: dense blocks, sliding windows",
 )

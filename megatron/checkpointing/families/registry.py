@@ -1,4 +1,4 @@
-"""The families that there are, and which of them a config.json is of, or nearest to."""
+"""The supported families, and which of them a config.json belongs to or is nearest to."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from megatron.checkpointing.families.seed_oss import SEED_OSS
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
-# In the order in which they are tried for a model of ours: the simpler first.
+# In the order in which an export tries them: simple families first.
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -35,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }  # fmt: skip
 
-# Fields of a config.json that say nothing of what a model computes, once it is trained.
+# Fields of config.json that do not change what a trained model computes.
 _NEUTRAL = {
     "model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "vocab_size", "initializer_range", "pretraining_tp",
@@ -44,12 +44,11 @@ _NEUTRAL = {
     "_attn_implementation", "tie_word_embeddings", "is_decoder", "finetuning_task", "chunk_size_feed_forward",
 }  # fmt: skip
 _NEUTRAL_PARTS = ("token_id", "dropout", "pdrop", "_init_", "initializer")
-# Read by all families whose positions rotate, under other names than they write.
+# All families with rotary positions read these, and write them under other names.
 _ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
 _ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}  # have several names each
-# Models that people ask for, whose config.json does not say what they compute: the nearest family, and what
-# differs from it.
-_OTHERS = {
+# Unsupported models whose config.json does not show the difference: the nearest family, and the difference.
+_UNSUPPORTED = {
     "gptj": ("gpt_neox", "one norm for attention and MLP, neighbours that rotate together, no biases in attention"),
     "gpt_neo": ("gpt2", "windows in every second layer, attention logits without a factor"),
     "gpt_bigcode": ("gpt2", "one head of keys and values for all queries (multi_query)"),
@@ -91,57 +90,60 @@ _OTHERS = {
     "falcon_h1": ("nemotron_h", "attention beside Mamba 2 in every block, gated MLPs, factors in many places"),
     "zamba2": ("nemotron_h", "blocks of attention that share their weights, adapters in them"),
 }  # fmt: skip
-_SHOWN, _LONGEST = 6, 40
+_MAX_NAMED, _LONGEST = 6, 40
 
 
 def family_of(config: Config) -> str:
-    """The family of a config.json, by `model_type`. Raises CheckpointError for one that is not here, in a
-    line with the nearest and what differs from it."""
+    """Returns the `model_type` of a config.json, a key of FAMILIES.
+
+    Raises CheckpointError for an unsupported model, with the nearest family and the differences."""
     model_type, inner = config.get("model_type"), config.get("text_config")
     if model_type in FAMILIES:
         return str(model_type)
-    where = "config.json: text_config" if isinstance(inner, Mapping) else "config.json"
+    source = "config.json: text_config" if isinstance(inner, Mapping) else "config.json"
     fields = inner if isinstance(inner, Mapping) else config
     if not any(fields.get(name) for name in ("hidden_size", "n_embd", "d_model")):
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"config.json: model_type: {model_type} is not supported; one of {known}")
+        supported = ", ".join(FAMILIES)
+        raise CheckpointError(f"config.json: model_type: {model_type} is not supported; one of {supported}")
     nearest, differences = nearest_family(fields)
-    shown = ", ".join(differences[:_SHOWN])
-    more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    difference = f"it differs in {shown}{more}"
+    listed_fields = ", ".join(differences[:_MAX_NAMED])
+    remainder = f" and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
+    difference = f"it differs in {listed_fields}{remainder}"
     if not differences and isinstance(inner, Mapping):
-        difference = f"its language model may be one, what is around it has names that are not known: {_around(config)}"
+        difference = (
+            f"its language model may be supported, but not the names of its other parts: {_other_parts(config)}"
+        )
     elif not differences:
         difference = (
             "no field differs, so the code of the models does: compare the names of its tensors and its modelling_*.py "
             f"with {nearest.model_type}'s; where both are the same, write model_type: {nearest.model_type}"
         )
     raise CheckpointError(
-        f"config.json: model_type: {model_type} is not supported; nearest to {where} is {nearest.model_type} "
+        f"config.json: model_type: {model_type} is not supported; nearest to {source} is {nearest.model_type} "
         f"({nearest.title}): {difference}"
     )
 
 
-def _around(config: Config) -> str:
-    """What stands beside the language model in a config.json of several models, in words."""
+def _other_parts(config: Config) -> str:
+    """Returns the part of an error that names a multimodal config.json's parts beside the language model."""
     parts = sorted(name for name in config if name.endswith("_config") and name != "text_config")
     return f"{', '.join(parts) or 'no other part'}; give a folder of the language model alone"
 
 
 def nearest_family(config: Config) -> tuple[Family, list[str]]:
-    """The family that is nearest to a config.json of another, and in words what differs: of models that are
-    known, what they compute; else the fields that the family does not know, or does not take with these
-    values."""
+    """Returns (the family nearest to an unsupported config.json, the differences in words).
+
+    The differences are fields or values that the family does not support, or the text in `_UNSUPPORTED`."""
     model_type = str(config.get("model_type"))
-    if model_type in _OTHERS:
-        nearest, differs = _OTHERS[model_type]
+    if model_type in _UNSUPPORTED:
+        nearest, differs = _UNSUPPORTED[model_type]
         return FAMILIES[nearest], [differs]
-    candidates = [(family, _not_said(family, config)) for family in FAMILIES.values()]
-    return min(candidates, key=lambda pair: len(pair[1]) - _alike(pair[0].model_type, model_type))
+    candidates = [(family, _unsupported_fields(family, config)) for family in FAMILIES.values()]
+    return min(candidates, key=lambda pair: len(pair[1]) - _similarity(pair[0].model_type, model_type))
 
 
-def _alike(family: str, model_type: str) -> float:
-    """How many fields a likeness of names counts for."""
+def _similarity(family: str, model_type: str) -> float:
+    """Returns how similar two model types are, 0 to 2.5: the number of differing fields it makes up for."""
     begins = model_type.startswith(family.removesuffix("_text"))
     return 1.5 * (_stem(family) == _stem(model_type)) + begins
 
@@ -150,25 +152,25 @@ def _stem(model_type: str) -> str:
     return re.sub(r"[\d_].*", "", model_type)
 
 
-def _not_said(family: Family, config: Config) -> list[str]:
+def _unsupported_fields(family: Family, config: Config) -> list[str]:
     fields = {name: value for name, value in config.items() if not _is_neutral(name) and not _is_off(value)}
     if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
         fields.pop("num_key_value_heads", None)
-    known, problems = dict(family.to_config(small_model(family))), dict[str, str]()
+    supported, problems = dict(family.to_config(small_model(family))), dict[str, str]()
     try:
         args = NeoXArgs.from_dict({**family.to_keys(config), "padded_vocab_size": 128}, "config.json")
         written = family.to_config(args)
-        known |= written
+        supported |= written
         for name, value in fields.items():
             if name in written and name not in _ROTARY | _ACTIVATIONS and written[name] != value:
                 problems[name] = _field(name, value)
     except (CheckpointError, ConfigError) as problem:
         text = str(problem).splitlines()[0].removeprefix("config.json: ")
         problems[text.partition(":")[0]] = text
-    names = {*known, *_ROTARY, "layer_types"}
+    names = {*supported, *_ROTARY, "layer_types"}
     unknown = [_field(name, value) for name, value in fields.items() if name not in names | problems.keys()]
-    wanted = {"hidden_size", "n_embd", "num_hidden_layers", "n_layer"} & known.keys()
-    lacking = [f"no {name}" for name in sorted(wanted) if name not in config]
+    required = {"hidden_size", "n_embd", "num_hidden_layers", "n_layer"} & supported.keys()
+    lacking = [f"no {name}" for name in sorted(required) if name not in config]
     return [*problems.values(), *unknown, *lacking]
 
 
@@ -178,7 +180,7 @@ def _field(name: str, value: Any) -> str:
 
 
 def small_model(family: Family) -> NeoXArgs:
-    """A model of the family with its default configuration, for what that is and writes."""
+    """Returns the configuration of a model with the family's defaults and a vocabulary of 128."""
     return NeoXArgs.from_dict({**family.to_keys({"vocab_size": 128}), "padded_vocab_size": 128})
 
 

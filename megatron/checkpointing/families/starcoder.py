@@ -13,7 +13,7 @@ from megatron.checkpointing.families.config_fields import (
     window_of,
 )
 from megatron.checkpointing.families.family import Config, Family, weight_and_bias
-from megatron.checkpointing.families.llama import common_config, rows_with
+from megatron.checkpointing.families.llama import common_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
 from megatron.neox_arguments import NeoXArgs
 
@@ -22,7 +22,7 @@ _DEFAULTS = {
     "intermediate_size": 12288, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
-ROWS = rows_with(
+ROWS = replaced_rows(
     *weight_and_bias("input_layernorm", _BLOCK + "input_layernorm"),
     *weight_and_bias("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
     *weight_and_bias("mlp.linear1", _BLOCK + "mlp.c_fc"),

@@ -1,8 +1,8 @@
-"""Tensors of an imported model that no layer of ours has: they stay as they are, in a file of each of its
-checkpoints, until an export puts them back.
+"""Carried tensors: tensors of an imported model that our model lacks.
 
-They are those of a multimodal model beside its language model (`families.multimodal`), and those of layers
-that predict further tokens (`Family.carried`).
+Each checkpoint keeps them unchanged in a file, and an export writes them again. They are the parts of a
+multimodal model other than its language model (`families.multimodal`), and the layers for multi-token
+prediction (`Family.carried`).
 """
 
 import os
@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.checkpointing.huggingface.folder import HFFolder, SafetensorsFile, write_weights
+from megatron.checkpointing.huggingface.folder import HFFolder, SafetensorsFile
+from megatron.checkpointing.huggingface.weight_writer import write_weights
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.data.files import sha256, sync
 
@@ -22,15 +23,18 @@ CarriedWriter = Callable[[Path, str], FileRecord]
 
 
 def carried_tensors(folder: Path) -> SafetensorsFile | None:
-    """The carried tensors in `huggingface/` of a checkpoint; None without any."""
+    """Opens the file of carried tensors: those that a HuggingFace model has beside ours, copied unchanged.
+
+    folder: `huggingface/` of a checkpoint. Returns None if there is no such file."""
     path = folder / CARRIED
     return SafetensorsFile(path) if path.is_file() else None
 
 
 def carried_writer(source: Path, is_hf: bool) -> CarriedWriter | None:
-    """What writes the carried tensors of a run's source into its checkpoints; None where it has none.
+    """Returns a function that writes carried tensors, which imports and exports copy, to a checkpoint.
 
-    source: `huggingface/` of a checkpoint, or with is_hf a HuggingFace folder.
+    source: `huggingface/` of a checkpoint, or with is_hf a HuggingFace folder. Returns None if it has no
+    carried tensors.
     """
     folder = HFFolder(source) if is_hf else None
     if not (folder.carried if folder is not None else (source / CARRIED).is_file()):
@@ -39,36 +43,41 @@ def carried_writer(source: Path, is_hf: bool) -> CarriedWriter | None:
 
 
 class _Carried:
-    """Writes a file into each checkpoint: the first from a HuggingFace folder, where that is the source, all
-    others as hard links to it. It is kept open, since the checkpoint that it is from may be deleted while the
-    run goes on."""
+    """Writes the file of carried tensors into each checkpoint of a run.
+
+    The first file is written from the HuggingFace folder, if the run started from a folder. All others are
+    hard links to an earlier file, or copies if links fail. The earlier file stays open, because its
+    checkpoint may be deleted during the run.
+    """
 
     def __init__(self, folder: HFFolder | None, held: BinaryIO | None) -> None:
         self.folder, self.held = folder, held
-        self.known: FileRecord | None = None
+        self.record: FileRecord | None = None
 
     def write(self, path: Path, name: str) -> FileRecord:
         if self.held is None:
             assert self.folder is not None
-            self.known = write_carried(self.folder, path, name)
+            self.record = write_carried(self.folder, path, name)
             self.held = path.open("rb")
-            return self.known
+            return self.record
         try:
-            # With a folder (any: the path is absolute) Python follows the link in /proc to the file itself.
+            # With src_dir_fd (any: the path is absolute) Python follows the link in /proc to the file.
             os.link(f"/proc/self/fd/{self.held.fileno()}", path, src_dir_fd=self.held.fileno())
-        except OSError:  # its last link is gone, or it is on another disk
+        except OSError:  # the file's last link is gone, or it is on another disk
             self.held.seek(0)
             with path.open("wb") as file:
                 shutil.copyfileobj(self.held, file, 16 << 20)
                 os.fsync(file.fileno())
-        if self.known is None:
-            self.known = FileRecord(name, path.stat().st_size, sha256(path))
-        return replace(self.known, name=name)
+        if self.record is None:
+            self.record = FileRecord(name, path.stat().st_size, sha256(path))
+        return replace(self.record, name=name)
 
 
 def write_carried(folder: HFFolder, path: Path, name: str) -> FileRecord:
-    """Write the carried tensors of a folder to `path`, one after another."""
+    """Write the carried tensors of a folder to the file `path`, one at a time.
+
+    name: the file's path inside the checkpoint, for the returned record."""
     tensors = ((carried, folder.get_carried(carried)) for carried in folder.carried)
-    write_weights(path.parent, folder.carried, folder.carried_dtypes, tensors, limit=1 << 62, whole=path.name)
+    write_weights(path.parent, folder.carried, folder.carried_dtypes, tensors, limit=1 << 62, single_name=path.name)
     sync(path.parent)
     return FileRecord(name, path.stat().st_size, sha256(path))

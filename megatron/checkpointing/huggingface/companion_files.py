@@ -25,14 +25,14 @@ from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_
 HF_SUBFOLDER = "huggingface"
 GENERATION, CARD = "generation_config.json", "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"
-# As transformers and Mistral name them; further templates have a folder of their own.
+# Names of transformers and Mistral; additional chat templates are in a folder.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
     "tokenizer.*.json", "tokenizer.model.v*", "tekken.json", "tiktoken.model", "*.tiktoken", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-# Of what becomes tokens beside text, and Mistral's words to the model.
+# Processors of images and sound, and Mistral's system prompt.
 _PROCESSORS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", "*SYSTEM_PROMPT.txt",
@@ -43,13 +43,14 @@ _ROLES = ("bos", "eos", "pad")
 
 @dataclass(frozen=True)
 class CompanionFiles:
-    """Everything but weights that an export writes.
+    """The files of an export other than weights, and facts for its config.json and README.md.
 
-    files: content of each file to be written, by name. ids: `bos_token_id` and so on for config.json.
-    vocab_size: rows of the embedding before it was padded; None where that is not known. tokens: number of
-    tokens of the tokenizer; None without one. config, card: config.json and README.md of the model that was
-    imported, empty without one. whole: as config; of a multimodal model all of it, config is that of its
-    language model.
+    files: content of each file, by name.
+    ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for config.json.
+    vocab_size: rows of the embedding before padding; None if unknown.
+    tokens: number of tokens of the tokenizer; None without one.
+    config, card: config.json and README.md of the imported model; empty without one. If it is multimodal,
+        config is the language model's, and full_config is the multimodal model's.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -58,19 +59,20 @@ class CompanionFiles:
     tokens: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     card: str = ""
-    whole: Mapping[str, Any] = field(default_factory=dict)
+    full_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """The companion files that a checkpoint keeps of a HuggingFace folder, by name.
+    """Returns content of a HuggingFace folder's files that a checkpoint keeps (config, tokenizer), by name.
 
-    tokenizer: the files of the tokenizer that a run uses; where it is not the folder's, the folder's
-    tokenizer files are left out. Raises CheckpointError for a file of another kind than its name says.
+    tokenizer: content of the run's tokenizer files, by name; if its tokenizer.json differs from the folder's,
+    the folder's tokenizer files are left out. Raises CheckpointError if a JSON file is not an object, or if
+    config.json or generation_config.json has a field of the wrong type.
     """
     path = Path(folder)
     patterns = (CONFIG, GENERATION, CARD, *_TOKENIZER, *_PROCESSORS, *LEGAL)
-    found = dict.fromkeys(file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file())
-    files = {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
+    paths = dict.fromkeys(file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file())
+    files = {file.relative_to(path).as_posix(): file.read_bytes() for file in paths}
     for name in _OBJECTS:
         if name in files:
             content = read_config(path) if name == CONFIG else read_json(path / name)
@@ -82,15 +84,15 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a companion file of this name belongs to the tokenizer; so do chat templates."""
+    """Whether a file of this name belongs to the tokenizer; chat templates do."""
     return any(fnmatchcase(name, pattern) for pattern in _TOKENIZER)
 
 
 def write_companion_files(files: Mapping[str, bytes], folder: Path, prefix: str = "") -> list[FileRecord]:
-    """Write files into `folder`, which is made if it is not there, each and their folders synced to disk.
+    """Write files into `folder`, which is created if it is missing, and sync files and folders to disk.
 
-    files: content by name; a name may have a folder. prefix: of the names in the records that are returned.
-    Raises CheckpointError where they cannot be written.
+    files: content by name; a name may contain a folder. prefix: put before the names in the returned records.
+    Raises CheckpointError if they cannot be written.
     """
     records = []
     for name, content in files.items():
@@ -101,32 +103,32 @@ def write_companion_files(files: Mapping[str, bytes], folder: Path, prefix: str 
     return records
 
 
-def check_tokens(files: Mapping[str, bytes], rows: int, where: str) -> None:
-    """Raise CheckpointError where a tokenizer has tokens without a row of the embedding.
+def check_tokens(files: Mapping[str, bytes], rows: int, source: str) -> None:
+    """Raise CheckpointError if a tokenizer has token ids beyond the rows of the embedding.
 
-    files: companion files by name, of which tokenizer.json, else vocab.json and added_tokens.json, say the
-    tokens. rows: of the embedding. where: the model, for the error.
+    files: content by name; tokens come from tokenizer.json, else from vocab.json and added_tokens.json.
+    rows: number of rows of the embedding. source: name of the model, for the error.
     """
     for name in ("tokenizer.json", "vocab.json"):
         if name not in files:
             continue
         try:
             ids = _ids(json.loads(files[name]), json.loads(files.get("added_tokens.json", b"{}")))
-            beyond = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
+            without_row = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
         except (ValueError, TypeError, KeyError, AttributeError) as problem:
-            raise CheckpointError(f"{where}: {name} cannot be read ({type(problem).__name__}: {problem})") from problem
-        if beyond:
+            raise CheckpointError(f"{source}: {name} cannot be read ({type(problem).__name__}: {problem})") from problem
+        if without_row:
             raise CheckpointError(
-                f"{where}: {name} has {beyond[-1][0] + 1} tokens, the embedding {rows} rows (vocab_size): none for "
-                f"{beyond[0][1]!r} (id {beyond[0][0]}); remove such tokens from a copy of the folder, or begin a run "
-                "with it as `load`, which gives them rows of their own"
+                f"{source}: {name} has {without_row[-1][0] + 1} token ids, but the embedding has {rows} rows "
+                f"(vocab_size): {without_row[0][1]!r} (id {without_row[0][0]}) has none; remove such tokens in a copy "
+                "of the folder, or `load` the folder in a run, which adds rows"
             )
         return
 
 
 def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]:
-    """Ids by token. content: of tokenizer.json, or of vocab.json; added: of added_tokens.json."""
-    if "model" not in content or isinstance(content["model"], int):  # vocab.json may have the word, too
+    """Returns {token: id}. content: parsed tokenizer.json or vocab.json. added: parsed added_tokens.json."""
+    if "model" not in content or isinstance(content["model"], int):  # vocab.json may have a token "model"
         return {**content, **added}
     vocab = content["model"].get("vocab") or {}
     if not isinstance(vocab, dict):  # of a unigram model: [token, score] in the order of their ids
@@ -135,17 +137,19 @@ def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]
 
 
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
-    """The number of rows of vocabulary that an export of a checkpoint keeps; None: all.
+    """Returns how many vocabulary rows to export: vocab_size of the imported config.json; None: all rows.
 
-    carried: the companion files of the checkpoint. tokens: number of tokens of its tokenizer.
+    The result is at least `tokens`. carried: content of the checkpoint's HuggingFace files, by name. tokens:
+    number of tokens of its tokenizer.
     """
     rows = text_config(json.loads(carried.get(CONFIG, b"{}"))).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
 
 def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The ids that end a text by a model's own files: `eos_token_id` of generation_config.json, else of
-    config.json, as transformers reads them."""
+    """Returns the token ids that end a text: `eos_token_id` of generation_config.json, else of config.json.
+
+    carried: content of a model's HuggingFace files, by name."""
     file = GENERATION if GENERATION in carried else CONFIG
     eos = text_config(json.loads(carried.get(file, b"{}"))).get("eos_token_id")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
@@ -160,21 +164,21 @@ def companion_files_of(
     pad_token_id: int | None = None,
     scores: bool = False,
 ) -> CompanionFiles:
-    """The companion files for an export of checkpoint `source`: those of the model that was imported, else
-    made from the run's own tokenizer or `vocab_file`.
+    """Returns the companion files for an export of checkpoint `source`.
 
-    tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub. scores:
-    the model is a reward model, whose score transformers reads at the last token that is no padding, so that
-    the pad token is one that ends no text: another special token where the tokenizer's ends some.
-    Raises CheckpointError for a tokenizer that cannot be had.
+    The files come from the imported model, else from the run's tokenizer or `vocab_file`. tokenizer: false
+    leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub. pad_token_id: replaces
+    the tokenizer's. scores: the model is a reward model. transformers reads its score at the last token that
+    is not padding, so its pad token must not end texts; if it does, another special token is chosen.
+    Raises CheckpointError for a tokenizer that cannot be read.
     """
-    kept = read_companion_files(source / HF_SUBFOLDER)
-    whole, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
-    config = text_config(whole)
-    files, ids, tokens = dict(kept), {}, None
+    saved_files = read_companion_files(source / HF_SUBFOLDER)
+    full_config, card = json.loads(saved_files.pop(CONFIG, b"{}")), saved_files.pop(CARD, b"").decode(errors="replace")
+    config = text_config(full_config)
+    files, ids, tokens = dict(saved_files), {}, None
     carried, built_tokenizer = any(map(is_of_tokenizer, files)), None
     if not carried and tokenizer:
-        files |= _own_tokenizer(source, args, vocab_is_hf)
+        files |= _run_tokenizer_files(source, args, vocab_is_hf)
     if "tokenizer.json" in files and tokenizer:
         built_tokenizer = _built(files, args)
         tokens = built_tokenizer.vocab_size
@@ -194,61 +198,68 @@ def companion_files_of(
         files.pop(GENERATION, None)
     elif GENERATION not in files:
         files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
-    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card, whole)
+    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card, full_config)
 
 
-def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | None, given: int | None) -> int:
-    """The id that pads the texts of a reward model, and ends none. ids: those of config.json; given: by the
-    user. Raises CheckpointError where there is none."""
+def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | None, requested: int | None) -> int:
+    """Returns a reward model's pad token id, which must not be the id of a token that ends texts.
+
+    ids: token ids for config.json. requested: the user's choice; None: choose one. Raises CheckpointError
+    if no id is suitable."""
     eos = ids.get("eos_token_id")
     ends, choices = {*(eos if isinstance(eos, list) else [eos])}, [ids.get("pad_token_id")]
     if tokenizer is not None:
         ends |= {tokenizer.eod, tokenizer.eos}
         choices += [i for i in tokenizer.special_tokens if i != tokenizer.bos] + [tokenizer.bos]
-    pads = [i for i in (choices if given is None else [given]) if i is not None and i not in ends]
+    pads = [i for i in (choices if requested is None else [requested]) if i is not None and i not in ends]
     if not pads:
-        what = "no token is known to pad with" if given is None else f"--pad-token-id {given} ends texts"
+        reason = "it has no token to pad with" if requested is None else f"--pad-token-id {requested} ends texts"
         raise CheckpointError(
-            f"{source}: {what}, and transformers reads the score of a reward model at the last token that is no "
-            "padding; give the id of one that ends no text with --pad-token-id"
+            f"{source}: {reason}, but transformers reads a reward model's score at the last token before padding; "
+            "give the id of a token that does not end texts with --pad-token-id"
         )
     return pads[0]
 
 
-def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
-    """Files of the run's tokenizer, as its checkpoint keeps them or from `vocab_file`, with what stands
-    beside it."""
+def _run_tokenizer_files(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
+    """Returns content of the run's tokenizer files by name, from checkpoint `source` or `vocab_file`.
+
+    vocab_is_hf: `vocab_file` is a name that transformers can load."""
     place = Path(args.vocab_file) if args.vocab_file else None
-    beside = {}
+    folder_files = {}
     if place is not None:
-        beside = read_companion_files(place if place.is_dir() else place.parent)
-        beside = {name: content for name, content in beside.items() if is_of_tokenizer(name) or name == GENERATION}
-    kept = read_companion_files(source / "tokenizer")
-    if kept:
-        same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
-        return {**kept, **(beside if same else {})}
+        folder_files = read_companion_files(place if place.is_dir() else place.parent)
+        folder_files = {
+            name: content for name, content in folder_files.items() if is_of_tokenizer(name) or name == GENERATION
+        }
+    saved_files = read_companion_files(source / "tokenizer")
+    if saved_files:
+        is_same = folder_files.get("tokenizer.json") == saved_files.get("tokenizer.json")
+        return {**saved_files, **(folder_files if is_same else {})}
     if vocab_is_hf:
         return _from_transformers(str(args.vocab_file), "vocab_file: ")
     if place is None:
-        return {}  # imported without one, or of a kind that transformers cannot read from a file
-    if place.is_dir() and beside:
-        return beside
+        return {}  # imported without a tokenizer, or of a kind that transformers cannot read from a file
+    if place.is_dir() and folder_files:
+        return folder_files
     try:
-        made = build_tokenizer(args).files()
+        built_files = build_tokenizer(args).files()
     except TokenizerError as problem:
-        text = f"the tokenizer cannot be had: {problem}; or leave it out with --no_save_tokenizer"
+        text = f"the tokenizer cannot be fetched: {problem}; or leave it out with --no_save_tokenizer"
         raise CheckpointError(text) from problem
-    known = {name: content for name, content in made.items() if is_of_tokenizer(name)}
-    if "tokenizer.json" in known and place.name == "tokenizer.json":
-        known = {**known, **beside}
-    if "vocab.json" in known:
-        known["tokenizer_config.json"] = _json({"tokenizer_class": "GPT2Tokenizer"})
-    return known
+    tokenizer_files = {name: content for name, content in built_files.items() if is_of_tokenizer(name)}
+    if "tokenizer.json" in tokenizer_files and place.name == "tokenizer.json":
+        tokenizer_files = {**tokenizer_files, **folder_files}
+    if "vocab.json" in tokenizer_files:
+        tokenizer_files["tokenizer_config.json"] = _json({"tokenizer_class": "GPT2Tokenizer"})
+    return tokenizer_files
 
 
 def add_tokenizer(folder: Path, tokenizer: str) -> None:
-    """Give a HuggingFace folder that has none a tokenizer: of another folder, of a tokenizer.json by whatever
-    name, or of a name on the Hub. Raises CheckpointError, also where the model has no row for a token."""
+    """Add a tokenizer to a HuggingFace folder without one.
+
+    tokenizer: a folder, a file like tokenizer.json, or a name on the Hub. Raises CheckpointError, also if a
+    token id is beyond the rows of the embedding."""
     place = Path(tokenizer)
     if place.is_dir():
         files = read_companion_files(place)
@@ -258,16 +269,18 @@ def add_tokenizer(folder: Path, tokenizer: str) -> None:
         files = _from_transformers(tokenizer)
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
     if not files:
-        raise CheckpointError(f"{tokenizer}: holds no tokenizer")
+        raise CheckpointError(f"{tokenizer}: holds no tokenizer (tokenizer.json, tokenizer.model)")
     check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
     write_companion_files(files, folder)
 
 
 def _tokenizer_file(file: Path) -> dict[str, bytes]:
-    """A tokenizer.json by whatever name; what stands beside it belongs to it only under that name."""
+    """Returns the content of tokenizer files by name, for a file with the content of a tokenizer.json.
+
+    If the file is named tokenizer.json, the other tokenizer files of its folder are included."""
     content = read_json(file)
     if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
-        raise CheckpointError(f"{file}: is no tokenizer.json; name one, or the folder of the tokenizer")
+        raise CheckpointError(f"{file}: is not a tokenizer.json; give a tokenizer.json, or the folder of a tokenizer")
     if file.name == "tokenizer.json":
         return read_companion_files(file.parent)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -305,8 +318,9 @@ def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
 
 
 def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
-    """The files with the token of id `pad` as pad_token of the tokenizer. Raises CheckpointError for an
-    unknown id."""
+    """Returns `files` with the token of id `pad` as pad_token of tokenizer_config.json.
+
+    Raises CheckpointError for an unknown id."""
     if "tokenizer.json" not in files:
         return files
     tokenizer_json = json.loads(files["tokenizer.json"])
@@ -314,7 +328,7 @@ def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
     vocab = tokenizer_json.get("model", {}).get("vocab", {})
     names = {**({i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {}), **names}
     if pad not in names:
-        raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no such token")
+        raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no token with this id")
     config = {**json.loads(files["tokenizer_config.json"]), "pad_token": names[pad]}
     return {**files, "tokenizer_config.json": _json(config)}
 

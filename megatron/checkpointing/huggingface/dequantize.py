@@ -1,8 +1,7 @@
-"""Quantised weights of HuggingFace folders as numbers: FP8 with scales, and MXFP4.
+"""Dequantises weights of HuggingFace folders: FP8 with scales, and MXFP4.
 
-A scheme (`scheme_of`) says which stored tensors one weight is made of (`Packed`), and makes the weight of
-them in blocks of rows, so that beside the result only a few megabytes are in memory. Everything is computed
-in fp32 and then cast.
+A scheme (`scheme_of`) knows which stored tensors make a weight (`Packed`), and computes it in blocks of rows,
+so only a few megabytes are in memory in addition to the result. Values are computed in fp32 and then cast.
 """
 
 import math
@@ -22,13 +21,13 @@ _GROUP = 32  # numbers that share a scale in MXFP4
 # E2M1: a sign, two bits of exponent and one of mantissa, by the four bits as a number.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-# Of activations, where they are static: a run of ours computes with activations as they are.
-_OF_ACTIVATIONS = re.compile(r"(.+)[._](activation_scale|input_scale)")
+# Static scales of activations, which are ignored because activations are not quantised here.
+_ACTIVATION_SCALES = re.compile(r"(.+)[._](activation_scale|input_scale)")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the header of a file says of a tensor: its dtype (None: one that is not known here) and shape."""
+    """The dtype and shape of a tensor, from the header of its file. dtype: None for one we cannot read."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -36,8 +35,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight that is stored quantised. values, scales: the names of the tensors that it is made of; shape:
-    of the weight."""
+    """A weight that is stored quantised.
+
+    values, scales: the names of the two tensors that store it. shape: of the dequantised weight.
+    """
 
     values: str
     scales: str
@@ -45,59 +46,66 @@ class Packed:
 
 
 class Scheme(Protocol):
-    """A way in which weights are quantised. `str` of it is its name, as the user is told."""
+    """A quantisation scheme of weights, such as FP8 with scales. `str` gives its name for the user."""
 
     def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
-        """The weights that are quantised, by name. stored: all tensors of a folder, by name.
+        """Finds the quantised weights among the tensors of a folder; returns them by the weight's name.
 
-        Raises CheckpointError for a weight whose scales are missing or have another shape than its values ask
-        for.
+        stored: all tensors of the folder, by name.
+
+        Raises CheckpointError for a weight whose scales are missing or do not match the shape of its values.
         """
 
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
-        """Those of `names`, of all tensors of a folder, that only serve the weights `packed`."""
+        """Returns the names of tensors that are no weights but belong to quantised weights, such as scales.
+
+        names: of all tensors of the folder. packed: the quantised weights.
+        """
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """A view of a weight `[..., rows, columns]` with the rows and columns of its stored tensors."""
+        """Returns a view of a weight `[..., rows, columns]`, transposed if it is stored transposed."""
 
     def rows(self, values: Tensor, scales: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """The weight in fp32 in pieces: the number of a matrix, that of its first row, and the rows
-        `[n, columns]`. values, scales: the stored tensors."""
+        """Yields the dequantised weight in fp32 in pieces: (matrix, first row, rows `[n, columns]`).
+
+        values, scales: the stored tensors.
+        """
 
 
-def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """The scheme of a config.json by its `quantization_config`; None where weights are not quantised.
+def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
+    """Returns the scheme in `quantization_config` of a config.json; None if weights are not quantised.
 
-    where: what errors call the folder. Raises CheckpointError for a scheme that is not here.
+    folder_name: for errors. Raises CheckpointError for an unsupported scheme.
     """
-    given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not given:
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not quantization:
         return None
-    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if method == "fp8":
-        block = given.get("weight_block_size", (128, 128))
+        block = quantization.get("weight_block_size", (128, 128))
         if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-            raise CheckpointError(f"{where}: config.json: weight_block_size {block} is no pair of sizes")
-        return Fp8(where, None if block is None else (block[0], block[1]))
+            raise CheckpointError(f"{folder_name}: config.json: weight_block_size {block} is not a pair of sizes")
+        return Fp8(folder_name, None if block is None else (block[0], block[1]))
     if method == "mxfp4":
-        return Mxfp4(where)
+        return Mxfp4(folder_name)
     raise CheckpointError(
-        f"{where}: is quantised by {method or 'an unnamed method'} (quantization_config of config.json), which is not "
-        "read (fp8 and mxfp4 are); take the model it was made from"
+        f"{folder_name}: is quantised by {method or 'an unnamed method'} (quantization_config of config.json); only "
+        "fp8 and mxfp4 are supported; use the unquantised model"
     )
 
 
 def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which a quantised model computes, by its config.json: `dtype`, else `torch_dtype`, else
-    bfloat16."""
+    """The dtype to dequantise to: `dtype` of config.json, else its `torch_dtype`, else bfloat16."""
     places = (config, config.get("text_config") or {})
     name = next((str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)), "")
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return known.get(name, torch.bfloat16)
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return dtypes.get(name, torch.bfloat16)
 
 
 def dequantize(scheme: Scheme, values: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A weight of `shape` in `dtype`, of its two stored tensors. Memory beside the result: some megabytes."""
+    """Returns a dequantised weight; needs some megabytes of memory besides the result.
+
+    values, scales: the stored tensors. shape, dtype: of the result."""
     weight = torch.empty(shape, dtype=dtype)
     matrices = scheme.as_stored(weight)
     matrices = matrices.flatten(0, -3) if matrices.dim() > 2 else matrices[None]
@@ -108,45 +116,45 @@ def dequantize(scheme: Scheme, values: Tensor, scales: Tensor, shape: tuple[int,
 
 @dataclass(frozen=True)
 class Fp8:
-    """E4M3 with scales: `X` is stored as X in FP8 and `X_scale_inv`, which it is multiplied with.
+    """FP8 (E4M3) with scales: weight `X` is the stored `X` times `X_scale_inv`.
 
-    where: what errors call the folder. block: rows and columns of a matrix that share a scale, the last block
-    of either being what is left; None: the whole matrix. Weights of more dimensions (experts) have scales for
-    each matrix.
+    folder_name: for errors. block: size (rows, columns) of a block of a matrix with one scale; the last
+    blocks may be smaller; None: one scale for the matrix. Stacked experts have scales for each matrix.
     """
 
-    where: str
+    folder_name: str
     block: tuple[int, int] | None
 
     def __str__(self) -> str:
         return "fp8, one scale a matrix" if self.block is None else "fp8 in blocks of {} x {}".format(*self.block)
 
     def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
-        found = {}
+        weights = {}
         for name, tensor in stored.items():
             if tensor.dtype != torch.float8_e4m3fn:
                 continue
             scales = stored.get(name + _SCALE)
             if scales is None or scales.dtype is None or len(tensor.shape) < 2:
-                raise CheckpointError(f"{self.where}: {name} is in FP8, without {name + _SCALE} in numbers known here")
+                raise CheckpointError(f"{self.folder_name}: {name} is in FP8, without {name + _SCALE} of a known dtype")
             grid = self._grid(tensor.shape)
-            one = self.block is None and math.prod(scales.shape) in (1, math.prod(grid))
-            if scales.shape != grid and not one:
+            is_single = self.block is None and math.prod(scales.shape) in (1, math.prod(grid))
+            if scales.shape != grid and not is_single:
                 raise CheckpointError(
-                    f"{self.where}: {name + _SCALE}: shape {scales.shape}, {grid} by weight_block_size of config.json"
+                    f"{self.folder_name}: {name + _SCALE}: shape {scales.shape}, {grid} by weight_block_size of "
+                    "config.json"
                 )
-            found[name] = Packed(name, name + _SCALE, tensor.shape)
-        return found
+            weights[name] = Packed(name, name + _SCALE, tensor.shape)
+        return weights
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a weight."""
+        """Returns the shape of the scales for a weight of `shape`."""
         *lead, rows, columns = shape
         high, wide = self.block or (rows, columns)
         return (*lead, -(-rows // high), -(-columns // wide))
 
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
         scales = {tensor.scales for tensor in packed.values()}
-        matches = ((name, _OF_ACTIVATIONS.fullmatch(name)) for name in names)
+        matches = ((name, _ACTIVATION_SCALES.fullmatch(name)) for name in names)
         return scales | {name for name, m in matches if m and (m[1] in packed or f"{m[1]}.weight" in packed)}
 
     def as_stored(self, weight: Tensor) -> Tensor:
@@ -167,36 +175,36 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Four bits a number, 32 of a row sharing a scale: `X` is stored as `X_blocks` and `X_scales`.
+    """MXFP4: four bits a number, a scale for 32 numbers. `X` is stored as `X_blocks` and `X_scales`.
 
-    X_blocks: uint8 `[..., rows, groups, 16]`, two E2M1 numbers a byte, the first in its low half. X_scales:
-    uint8 `[..., rows, groups]`, s for 2^(s - 127). A matrix becomes `[rows, groups * 32]`; experts become
-    `[experts, groups * 32, rows]`, as transformers has them. where: what errors call the folder.
+    X_blocks: uint8 `[..., rows, groups, 16]`, two E2M1 numbers a byte, the first in the low four bits.
+    X_scales: uint8 `[..., rows, groups]`; s means the factor 2^(s - 127). A matrix becomes `[rows, groups *
+    32]`; experts become `[experts, groups * 32, rows]`, as transformers has them. folder_name: for errors.
     """
 
-    where: str
+    folder_name: str
 
     def __str__(self) -> str:
         return "mxfp4"
 
     def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
-        found = {}
+        weights = {}
         for name, tensor in stored.items():
             weight = name.removesuffix(_BLOCKS)
             if weight == name or tensor.dtype != torch.uint8:
                 continue
             scales = stored.get(weight + _SCALES)
             if scales is None or scales.dtype != torch.uint8:
-                raise CheckpointError(f"{self.where}: {name} is in MXFP4, without {weight + _SCALES} in bytes")
+                raise CheckpointError(f"{self.folder_name}: {name} is in MXFP4, without {weight + _SCALES} in uint8")
             if len(tensor.shape) not in (3, 4) or tensor.shape != (*scales.shape, _GROUP // 2):
                 raise CheckpointError(
-                    f"{self.where}: {name}: shape {tensor.shape}, that of its scales {scales.shape}; "
-                    f"wanted rows, groups and {_GROUP // 2} bytes, and a scale for each group"
+                    f"{self.folder_name}: {name} has shape {tensor.shape}, but its scales {scales.shape} need "
+                    f"{(*scales.shape, _GROUP // 2)}; download the folder again"
                 )
             *experts, rows, groups = scales.shape
             matrix = (groups * _GROUP, rows) if experts else (rows, groups * _GROUP)
-            found[weight] = Packed(name, weight + _SCALES, (*experts, *matrix))
-        return found
+            weights[weight] = Packed(name, weight + _SCALES, (*experts, *matrix))
+        return weights
 
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
         return {name for tensor in packed.values() for name in (tensor.values, tensor.scales)}

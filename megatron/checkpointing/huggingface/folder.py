@@ -1,20 +1,16 @@
-"""Folders in HuggingFace's format: found, read one tensor at a time, and written one tensor at a time.
+"""Finds folders in HuggingFace's format, and reads them one tensor at a time.
 
 Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's
-length, a JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as
-safetensors.
+length, a JSON header, the tensors) or from pytorch_model.bin, of which nothing is run.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,41 +30,39 @@ from megatron.checkpointing.families import (
 from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
-from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
-from megatron.data.files import sync
+from megatron.checkpointing.tensor_files import load_tensors
 from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
 _PREFIX = "hf://"
-# Dtypes of weights: what else a file may hold (masks, counters) is never asked for.
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# Dtypes of weights. Other tensors of a file (masks, counters) are never read.
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {
-    **{name: dtype for dtype, name in _NAMES.items()},
+    **{name: dtype for dtype, name in DTYPE_NAMES.items()},
     "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,  # what quantised weights are made of
 }  # fmt: skip
 _LARGEST_HEADER = 100 << 20  # as the safetensors library
 TEMPLATES = "additional_chat_templates"  # a folder
 LEGAL = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "*USE_POLICY*")  # terms that go where the weights go
-SHARD_BYTES = 5 * 10**9
 
 
 def is_hf(name: str | Path) -> bool:
-    """Whether `load` means a HuggingFace model: hf://ORG/NAME, or a folder with its config.json."""
+    """Whether a value of `load` is a HuggingFace model: hf://ORG/NAME, or a folder with a config.json."""
     path = Path(name)
     return str(name).startswith(_PREFIX) or (path / CONFIG).is_file() and not (path / "latest").exists()
 
 
 def has_hf_score(path: str | Path) -> bool:
-    """Whether the model of a folder is a reward model: its config.json names a class for sequence
-    classification."""
+    """Whether a folder's config.json is of a reward model: a class for sequence classification."""
     return gives_score(read_config(Path(path)))
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not),
-    downloaded unless it is in the Hub's local cache. Raises CheckpointError with what to do without a
-    network, and for a revision of a folder."""
+    """Returns the local folder of a model, downloaded from the Hub unless it is in the local cache.
+
+    name: a folder, or ORG/NAME[@revision] on the Hub, with or without hf://. Raises CheckpointError that says
+    what to do without a network, and for a revision of a folder."""
     text = str(name)
     if Path(text).is_dir():
         if revision is not None:
@@ -78,12 +72,12 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
             )
         return Path(text)
     if Path(text).is_file():
-        raise CheckpointError(f"{text}: a file, not the folder of a HuggingFace model{other_kind(Path(text))}")
+        raise CheckpointError(f"{text}: is a file; give the folder of a HuggingFace model{other_kind(Path(text))}")
     hub = text.removeprefix(_PREFIX)
     hub, _, named_revision = hub.partition("@")
     revision = revision or named_revision or None
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
-        raise CheckpointError(f"{text}: no such folder, and not ORG/NAME of a model on the Hub")
+        raise CheckpointError(f"{text}: no such folder, and not a name on the Hub (ORG/NAME)")
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
@@ -96,21 +90,22 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
         if (disk := disk_problem(problem)) is not None:
             raise CheckpointError(
-                f"{hub}: the cache of HuggingFace cannot be written ({disk}); set HF_HOME"
+                f"{hub}: HuggingFace's cache cannot be written ({disk}); set HF_HOME to another folder"
             ) from problem
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        at = f" at revision {revision}" if revision else ""
+        revision_text = f" at revision {revision}" if revision else ""
         raise CheckpointError(
-            f"{hub}{at}: cannot be had from the Hub and is not in its local cache ({reason}); without a network, run "
-            f"`hf download {hub}` where there is one and copy the cache (HF_HOME), or give a local folder"
+            f"{hub}{revision_text}: cannot be fetched from the Hub and is not in its local cache ({reason}); without a "
+            f"network, copy the cache (HF_HOME) of a machine that ran `hf download {hub}`, or give a local folder"
         ) from problem
     return snapshot
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor is stored. begin, end: its bytes in a safetensors file; 0, 0 in a file of another
-    kind."""
+    """The place of a tensor in a file. begin, end: byte offsets in a safetensors file; 0 in other files.
+
+    dtype: None for a dtype that is not supported."""
 
     file: Path
     dtype: torch.dtype | None
@@ -122,19 +117,21 @@ class _Entry:
 class HFFolder:
     """A folder in HuggingFace's format, whose tensors are read one at a time.
 
-    config: the content of config.json; of a multimodal model, that of its language model, whose tensors then
-    are the folder's, under the names that they have alone. shapes: of all tensors, by name. carried: shapes
-    of a multimodal model's other tensors, or of those that `Family.carried` names, by the names in the files.
-    origin: what errors call the folder, where that is not its path. dtype: weights are cast to it when they
-    are read; None: each keeps its own. of_transformers: transformers loads its files. untied: where
-    config.json says that the head is the embedding, but the files hold another, which is read as its own:
-    this in words.
-    Weights that are quantised (`quantised` says how, in words; None: they are not) are read as numbers, by
-    default in the dtype that config.json names, and their scales are no tensors of the folder.
-    Raises CheckpointError for what is missing or damaged, or quantised in a way that is not known here.
+    config: the content of config.json; of a multimodal model, the part for its language model.
+    shapes: of all weights, by name; of a multimodal model, of its language model's weights, by the names
+        without the multimodal prefix.
+    carried: shapes of tensors that our model lacks and that are copied unchanged, by names in the files.
+    origin: the folder's name in errors; None: its path.
+    dtype: weights are cast to this dtype when read; None: each keeps its own.
+    is_transformers_format: transformers can load the files.
+    untied: a message for the user if config.json ties the head to the embedding but the files hold a
+        different head, which is then read as untied; else None.
+    quantised: a message about quantised weights; None if there are none. `get` dequantises them, by default
+        to the dtype in config.json; their scales are not in `shapes`.
+    Raises CheckpointError for missing or damaged files, and for unsupported quantisation.
     """
 
-    of_transformers = True
+    is_transformers_format = True
     untied: str | None = None
     quantised: str | None = None
     carried: Mapping[str, tuple[int, ...]] = MappingProxyType({})
@@ -149,9 +146,9 @@ class HFFolder:
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
             entries = _header(file) if file.suffix == ".safetensors" else _pickled(file)
-            both = sorted(entries.keys() & self._entries.keys())
-            if both:
-                raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
+            duplicates = sorted(entries.keys() & self._entries.keys())
+            if duplicates:
+                raise CheckpointError(f"{file}: {duplicates[0]} is also in {self._entries[duplicates[0]].file.name}")
             self._entries |= entries
         self._packed: Mapping[str, Packed] = {}
         hidden: set[str] = set()
@@ -161,15 +158,17 @@ class HFFolder:
             name = str(self.dtype or weight_dtype(self.config)).removeprefix("torch.")
             self.quantised = f"{len(self._packed)} weights are quantised ({self._scheme}) and read as {name}"
         stored = {name: entry.shape for name, entry in self._entries.items() if name not in hidden}
-        self.shapes: Mapping[str, tuple[int, ...]] = stored | {name: of.shape for name, of in self._packed.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = stored | {
+            name: packed.shape for name, packed in self._packed.items()
+        }
         self._names: Mapping[str, str] = {}
         self._experts: Mapping[str, ExpertRows] = {}
         if is_multimodal(file_config):
             self._names = text_names(self.shapes)
-            own = set(self._names.values())
-            self.carried = {name: shape for name, shape in self.shapes.items() if name not in own}
+            text_tensors = set(self._names.values())
+            self.carried = {name: shape for name, shape in self.shapes.items() if name not in text_tensors}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
-            # transformers reads that of the whole.
+            # transformers reads the field outside text_config.
             tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
             self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
         elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
@@ -179,20 +178,25 @@ class HFFolder:
         self._read_tie()
 
     def _read_tie(self) -> None:
-        """Let `config` say what the files hold: a head that differs from the embedding is its own, as in
-        transformers 5, whatever config.json says."""
+        """Set `tie_word_embeddings` in `config` to false if the files hold a head unlike the embedding.
+
+        transformers 5 does the same, whatever config.json says."""
         family = FAMILIES.get(str(self.config.get("model_type")))
         if family is None or gives_score(self.config):
             return
-        embedding = next(row.theirs[0] for row in family.rows if row.ours == "word_embeddings.weight")
+        embedding = next(row.hf_names[0] for row in family.rows if row.neox_name == "word_embeddings.weight")
         if not {embedding, family.head} <= self.shapes.keys():
             return
-        one, other = (self._uncast(name) for name in (embedding, family.head))
-        if one.shape == other.shape and torch.equal(one[:1], other[:1]) and torch.equal(one, other):
+        embedding_value, head_value = (self._uncast(name) for name in (embedding, family.head))
+        if (
+            embedding_value.shape == head_value.shape
+            and torch.equal(embedding_value[:1], head_value[:1])
+            and torch.equal(embedding_value, head_value)
+        ):
             return
         try:
             says_tied = not family.to_keys(self.config)["no_weight_tying"]
-        except CheckpointError:  # said by who reads the rest of it
+        except CheckpointError:  # raised again by the caller that reads the other fields
             return
         if says_tied:
             self.config["tie_word_embeddings"] = False
@@ -202,21 +206,20 @@ class HFFolder:
             )
 
     def _name_as_files(self, family: Family) -> None:
-        """Give tensors the names that they have in files of the family's class with a head."""
+        """Rename tensors in `shapes` to the names that the family's class with a head writes to files."""
         if lacks_prefix(self.config, self.shapes):
             self._names = {name if name == family.head else family.base_prefix + name: name for name in self.shapes}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
         else:
-            self._take_apart(family)
+            self._unstack_experts(family)
 
-    def _take_apart(self, family: Family) -> None:
-        """Give tensors that the folder names as transformers does in memory the names that files have, and
-        those of all experts the shape of each expert's."""
-        plain = {name: shape for name, shape in self.shapes.items() if name not in self._packed}
-        self._experts = rows_of_experts(family, plain)
-        renamed = {name: family.stored_names(name, 1)[0] for name in plain}
-        whole = {part.stored for part in self._experts.values()}
-        self._names = {to[0]: name for name, to in renamed.items() if to and name not in whole}
+    def _unstack_experts(self, family: Family) -> None:
+        """Rename tensors in `shapes` from names in memory to names in files, and split stacked experts."""
+        unquantised = {name: shape for name, shape in self.shapes.items() if name not in self._packed}
+        self._experts = rows_of_experts(family, unquantised)
+        renamed = {name: family.stored_names(name, 1)[0] for name in unquantised}
+        stacked = {part.stored for part in self._experts.values()}
+        self._names = {to[0]: name for name, to in renamed.items() if to and name not in stacked}
         if not self._names and not self._experts:
             return
         self._names |= {name: part.stored for name, part in self._experts.items()}
@@ -227,37 +230,38 @@ class HFFolder:
         self.shapes = shapes
 
     def _weight_files(self) -> list[Path]:
-        for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
+        for weights_file, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
             if (self.path / index).is_file():
                 weight_map = read_json(self.path / index).get("weight_map") or {}
                 if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
-                    raise CheckpointError(f"{self.path / index}: weight_map: expected a file's name for each tensor")
+                    raise CheckpointError(f"{self.path / index}: weight_map: must give a file name for each tensor")
                 names = sorted(set(weight_map.values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
                     raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
                 return [self.path / name for name in names]
-            if (self.path / whole).is_file():
-                return [self.path / whole]
-        none = f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
-        raise CheckpointError(none + other_kind(self.path))
+            if (self.path / weights_file).is_file():
+                return [self.path / weights_file]
+        message = f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
+        raise CheckpointError(message + other_kind(self.path))
 
     @property
     def stored_dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype of each tensor before it is cast; None for dtypes that are not those of weights."""
-        own = {name: entry.dtype if entry.dtype in _NAMES else None for name, entry in self._entries.items()}
-        own |= dict.fromkeys(self._packed, weight_dtype(self.config))
-        return {name: own[self._names.get(name, name)] for name in self.shapes}
+        """The dtype of each tensor before casts, by name; None if it is not floating-point."""
+        dtypes = {name: entry.dtype if entry.dtype in DTYPE_NAMES else None for name, entry in self._entries.items()}
+        dtypes |= dict.fromkeys(self._packed, weight_dtype(self.config))
+        return {name: dtypes[self._names.get(name, name)] for name in self.shapes}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
+        """The dtype of each tensor that `get` returns, by name; None if it is not floating-point."""
         return {name: dtype and (self.dtype or dtype) for name, dtype in self.stored_dtypes.items()}
 
     @property
     def has_edge_blocks(self) -> bool:
-        """Whether the last block of a quantised weight is smaller than the others. transformers 5 makes other
-        numbers of such a weight: it spreads the scales over its rows evenly."""
+        """Whether the last FP8 block of some weight is smaller than the others.
+
+        transformers 5 dequantises such a weight differently: all its blocks get about the same size."""
         block = getattr(self._scheme, "block", None) or (1, 1)
         shapes = [packed.shape[-2:] for packed in self._packed.values()]
         return any(n > size and n % size for shape in shapes for n, size in zip(shape, block, strict=True))
@@ -270,32 +274,34 @@ class HFFolder:
         return size
 
     def get(self, name: str) -> Tensor:
-        """One tensor, which stays in the file until it is used (memory map), cast, or dequantised.
+        """Returns one tensor by its name in `shapes`: cast to `dtype` if set, dequantised if quantised.
 
-        Raises CheckpointError where fp16 cannot hold its values.
+        Raises CheckpointError if fp16 cannot hold its values.
         """
         part = self._experts.get(name)
         name = self._names.get(name, name)
         if name in self._packed:
             return self._dequantised(name)
-        if self._entries[name].dtype not in _NAMES:
-            raise CheckpointError(f"{self._entries[name].file}: {name} is no floating-point tensor")
+        if self._entries[name].dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{self._entries[name].file}: {name} is not a floating-point tensor")
         tensor = self._stored(name) if part is None else self._stored(name)[part.expert, part.rows]
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
 
     @property
     def carried_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each of the tensors `carried`. Raises CheckpointError for one that is no weight."""
-        found = {}
+        """The dtype of each tensor in `carried`, by name. Raises CheckpointError for integer tensors."""
+        dtypes = {}
         for name in self.carried:
             dtype = weight_dtype(self.config) if name in self._packed else self._entries[name].dtype
-            if dtype not in _NAMES:
-                raise CheckpointError(f"{self.origin}: {name} is no floating-point tensor, and is not carried along")
-            found[name] = dtype
-        return found
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"{self.origin}: {name} is not a floating-point tensor, and only such tensors are copied unchanged"
+                )
+            dtypes[name] = dtype
+        return dtypes
 
     def get_carried(self, name: str) -> Tensor:
-        """One of the tensors `carried`, as it is stored unless that is quantised."""
+        """Returns one tensor of `carried`, by its name in the files: as stored, or dequantised."""
         return self._dequantised(name) if name in self._packed else self._stored(name)
 
     def _uncast(self, name: str) -> Tensor:
@@ -321,17 +327,18 @@ class HFFolder:
 
 
 class SafetensorsFile:
-    """One safetensors file, whose tensors are read one at a time. shapes: of all tensors of floating-point
-    numbers, by name. Raises CheckpointError for a file that is missing or damaged."""
+    """One safetensors file, whose tensors are read one at a time.
+
+    shapes: of all floating-point tensors, by name. Raises CheckpointError for a missing or damaged file."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
-        self._entries = {name: entry for name, entry in _header(path).items() if entry.dtype in _NAMES}
+        self._entries = {name: entry for name, entry in _header(path).items() if entry.dtype in DTYPE_NAMES}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
 
     def get(self, name: str) -> Tensor:
-        """A tensor in its own dtype."""
+        """Returns the tensor `name` in its stored dtype, memory-mapped."""
         return _mapped(self._entries[name])
 
 
@@ -344,11 +351,23 @@ def _mapped(entry: _Entry) -> Tensor:
     return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
+class PickledFile:
+    """A dict of tensors that `torch.save` wrote, with the methods of `SafetensorsFile`."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = {name: value for name, value in load_named(path).items() if value.dtype in DTYPE_NAMES}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(value.shape) for name, value in self._tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        """Returns the tensor `name` in its stored dtype."""
+        return self._tensors[name]
+
+
 def load_named(file: Path) -> dict[str, Tensor]:
-    """What `torch.save` wrote, tensors by name. Raises CheckpointError for anything else."""
+    """Reads a file in which `torch.save` wrote {name: tensor}. Raises CheckpointError for other content."""
     state = load_tensors(file)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{file}: not a file of tensors by name")
+        raise CheckpointError(f"{file}: its content is not a dict of tensors by name")
     return state
 
 
@@ -357,7 +376,9 @@ def _pickled(path: Path) -> dict[str, _Entry]:
 
 
 def _header(path: Path) -> dict[str, _Entry]:
-    """What a safetensors file says of itself, held to its size."""
+    """Returns the place of each tensor of a safetensors file, by name, from the file's header.
+
+    Raises CheckpointError if header and file size do not fit together."""
     size = path.stat().st_size
     if (pointer := lfs_pointer_error(path)) is not None:
         raise CheckpointError(pointer)
@@ -365,7 +386,7 @@ def _header(path: Path) -> dict[str, _Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise ValueError(f"header of {length} bytes")
+                raise ValueError(f"its header cannot have {length} bytes")
             raw = json.loads(file.read(length))
         raw.pop("__metadata__", None)
         entries = {}
@@ -382,119 +403,11 @@ def _header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-
-
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
-"""One dtype for all tensors, or that of each by its name."""
-
-
-def _of(dtypes: Dtypes, name: str) -> torch.dtype:
-    return dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
-
-
-@dataclass(frozen=True)
-class _PlannedFile:
-    """A file of weights before it is written: name; header: its first bytes; begins: where each tensor
-    begins in it; size: of all of it."""
-
-    name: str
-    header: bytes
-    begins: Mapping[str, int]
-    size: int
-
-
-def _plan(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Dtypes, limit: int, whole: str = WEIGHTS
-) -> list[_PlannedFile]:
-    """The files of `write_weights`, tensors in the order given."""
-    files: list[dict[str, tuple[int, int]]] = [{}]
-    at = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * _of(dtypes, name).itemsize
-        if files[-1] and at + size > limit:
-            files.append({})
-            at = 0
-        files[-1][name] = (at, at + size)
-        at += size
-    planned = []
-    for i, tensors in enumerate(files):
-        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, offsets in tensors.items():
-            dtype = _NAMES[_of(dtypes, name)]
-            fields[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": list(offsets)}
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        file = whole if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        begins = {name: len(header) + begin for name, (begin, _) in tensors.items()}
-        size = len(header) + max((end for _, end in tensors.values()), default=0)
-        planned.append(_PlannedFile(file, header, begins, size))
-    return planned
-
-
-def _index(plan: Sequence[_PlannedFile]) -> bytes:
-    """The content of the index of several files."""
-    index = {
-        "metadata": {"total_size": sum(file.size - len(file.header) for file in plan)},
-        "weight_map": {name: file.name for file in plan for name in file.begins},
-    }
-    return (json.dumps(index, indent=2) + "\n").encode()
-
-
-def planned_sizes(shapes: Mapping[str, tuple[int, ...]], dtypes: Dtypes, limit: int = SHARD_BYTES) -> dict[str, int]:
-    """The files that `write_weights` would write, the index too, and their sizes in bytes."""
-    plan = _plan(shapes, dtypes, limit)
-    index = {INDEX: len(_index(plan))} if len(plan) > 1 else {}
-    return {file.name: file.size for file in plan} | index
-
-
-def write_weights(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Dtypes,
-    tensors: Iterable[tuple[str, Tensor]],
-    limit: int = SHARD_BYTES,
-    whole: str = WEIGHTS,
-    to_disk: Callable[[Path], None] = sync,
-) -> None:
-    """model.safetensors, or several of at most `limit` bytes (and one tensor at least) with their index.
-
-    tensors: those of `shapes` in any order, each once; one is written while the next is made. whole: the name
-    where it is one file. to_disk: syncs a file that is whole, or sees to it (`SyncBeside`). Raises
-    CheckpointError.
-    """
-    plan = _plan(shapes, dtypes, limit, whole)
-    file_of = {name: file for file in plan for name in file.begins}
-
-    def write(file: _PlannedFile, name: str, data: memoryview) -> None:
-        opened[file.name].seek(file.begins[name])
-        opened[file.name].write(data)
-        missing[file.name].remove(name)
-        if not missing[file.name]:
-            opened[file.name].close()
-            to_disk(path / file.name)
-
-    with ExitStack() as stack:
-        opened = {file.name: stack.enter_context((path / file.name).open("wb")) for file in plan}
-        for planned in plan:
-            opened[planned.name].write(planned.header)
-        missing = {file.name: set(file.begins) for file in plan}
-        with OneBehind() as behind:
-            for name, tensor in tensors:
-                assert tuple(tensor.shape) == tuple(shapes[name]), name
-                data = cast_to(tensor, _of(dtypes, name), name).contiguous().view(-1).view(torch.uint8).numpy().data
-                behind(partial(write, file_of[name], name, data))
-                del tensor, data
-        assert not any(missing.values()), f"not given: {missing}"
-    if len(plan) > 1:
-        write_bytes(_index(plan), path / INDEX)
-
-
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """In another precision. Raises CheckpointError where a number becomes infinite (bf16 to fp16)."""
+    """Returns `tensor` as `dtype`. Raises CheckpointError if fp16 cannot hold a number.
+
+    name: of the tensor, for the error."""
     cast = tensor.to(dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not cast.isfinite().all() and tensor.isfinite().all():
-        raise CheckpointError(f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32")
+        raise CheckpointError(f"{name}: fp16 cannot hold its value {tensor.abs().max():.3g}; choose bf16 or fp32")
     return cast

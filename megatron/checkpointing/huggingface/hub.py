@@ -1,5 +1,4 @@
-"""Whether the Hub can be reached: asked once, so that nothing waits for retries on a machine without a
-network."""
+"""Checks once whether the Hub can be reached, so that nothing waits for retries without a network."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +9,10 @@ _SECONDS, _TRIES = 5.0, 2
 
 @contextmanager
 def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
-    """What is loaded within may come from the Hub; where that does not answer, or HF_HUB_OFFLINE is set, from
-    its local cache alone, and what is not there fails at once. log: told that it does not answer.
+    """Within the context, HuggingFace's libraries use only the local cache if the Hub does not answer.
 
-    Any answer counts, also one of a proxy or a mirror (HF_ENDPOINT).
+    A file missing in the cache then fails at once, as with HF_HUB_OFFLINE. Any answer counts, also that of a
+    proxy or a mirror (HF_ENDPOINT). log: called with a line of text if the Hub does not answer.
     """
     from huggingface_hub import constants
 
@@ -21,7 +20,7 @@ def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
     if problem is None:
         yield
         return
-    log(f"{constants.ENDPOINT} does not answer ({problem}): what is in its local cache is all there is")
+    log(f"{constants.ENDPOINT} does not answer ({problem}): only files in its local cache can be used")
     constants.HF_HUB_OFFLINE = True
     try:
         yield
@@ -30,8 +29,7 @@ def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why the Hub does not answer; None if it does. Goes the way that its own requests go, through proxies
-    too."""
+    """Returns why the Hub at `endpoint` does not answer; None if it does. Uses the Hub library's proxies."""
     from huggingface_hub.utils import get_session
 
     problem = None

@@ -1,8 +1,7 @@
-"""The check that a HuggingFace folder and a model of ours hold the same weights, and compute the same logits
-of a fixed batch.
+"""Checks that a HuggingFace folder and a model of ours have the same weights and logits for a fixed batch.
 
-transformers loads the folder by `from_pretrained` (`by_transformers.py`). Both models compute in fp32, and
-each of their modules gets its weights in fp32 just for its forward pass.
+transformers loads the folder by `from_pretrained` (`transformers_model.py`). Both models compute in fp32.
+Each module gets its weights in fp32 only during its forward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import family_of, to_hf
-from megatron.checkpointing.huggingface.by_transformers import lend, same_values, transformers_logits
 from megatron.checkpointing.huggingface.folder import HFFolder
+from megatron.checkpointing.huggingface.transformers_model import lend, same_values, transformers_logits
 from megatron.data import Batch
 from megatron.model import build_stage
 from megatron.model.specs import HeadSpec
@@ -23,17 +22,20 @@ from megatron.model.weight_map import layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
-# The largest difference of fp32 logits of order 1, in proportion above; measured for the families: 2e-7 to
-# 2e-6.
+# The largest difference of fp32 logits of order 1, relative above; measured for the families: 2e-7 to 2e-6.
 BOUND = 2e-5
 _ROWS, _LENGTH = 2, 48
 
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The result of the check. difference: the largest absolute difference of a logit; largest: the largest
-    absolute logit; length: number of tokens of each row. not_loaded: why transformers did not load the folder
-    by `from_pretrained`; None where it did."""
+    """How far our logits are from those of transformers for the same model.
+
+    difference: the largest absolute difference of a logit.
+    largest: the largest absolute logit.
+    length: number of tokens in each compared sequence.
+    not_loaded: why `from_pretrained` was not used; None if it loaded the folder.
+    """
 
     difference: float
     largest: float
@@ -45,43 +47,43 @@ class LogitComparison:
         return BOUND * max(1.0, self.largest)
 
     def __str__(self) -> str:
-        how = "" if self.not_loaded is None else f"; its modules were given the weights one by one: {self.not_loaded}"
+        note = "" if self.not_loaded is None else f"; its modules were given the weights one by one: {self.not_loaded}"
         return (
             f"largest logit difference to transformers {self.difference:.2e} (bound {self.bound:.1e}, largest logit "
-            f"{self.largest:.2f}, {_ROWS} x {self.length} tokens, fp32){how}"
+            f"{self.largest:.2f}, {_ROWS} x {self.length} tokens, fp32){note}"
         )
 
 
 def compare_logits(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
 ) -> LogitComparison:
-    """Compare the logits that transformers computes from `folder` with those of our model, and every weight:
-    what transformers loaded with the files, and these with ours.
+    """Compare a HuggingFace folder with our model: logits on random tokens, and all weights.
 
-    Raises CheckpointError when the difference is above the bound or a weight is another, and where the
-    folder's logits are NaN or Inf.
+    The weights in transformers, in the files and in our model must be equal. Raises CheckpointError if
+    logits differ by more than the bound, if a weight differs, or if transformers' logits are NaN or Inf.
 
-    weights: whole tensors of a NeoX layer of ours, as stored. vocab_size: logits that both have.
+    args: our configuration. weights: takes a NeoX layer index and returns our full tensors of this layer.
+    vocab_size: number of vocabulary rows to compare.
     """
     length = min(_LENGTH, args.max_position_embeddings)
     tokens = torch.randint(0, vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         reference_logits, not_loaded = transformers_logits(folder, tokens)
         reference_logits = reference_logits[..., :vocab_size]
-        ours = our_logits(args, weights, tokens)[..., :vocab_size]
+        logits = neox_logits(args, weights, tokens)[..., :vocab_size]
         if args.score_head:
-            ours = ours[:, -1]
+            logits = logits[:, -1]
     if not reference_logits.isfinite().all():
         broken = [name for name in folder.shapes if not folder.get(name).isfinite().all()]
-        named = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
+        broken_names = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
         raise CheckpointError(
-            f"{folder.origin}: NaN or Inf in {named or 'the logits of finite weights'}: a broken model, whoever "
-            "computes it; take an earlier checkpoint"
+            f"{folder.origin}: NaN or Inf in {broken_names or 'the logits, though weights are finite'}: the model "
+            "is broken; take an earlier checkpoint"
         )
-    difference = (ours - reference_logits).abs().max().item()
+    difference = (logits - reference_logits).abs().max().item()
     comparison = LogitComparison(difference, reference_logits.abs().max().item(), length, not_loaded)
     if not difference <= comparison.bound:  # NaN too
-        raise CheckpointError(f"{folder.origin}: is not the same model: {comparison}")
+        raise CheckpointError(f"{folder.origin}: is not the same model as ours: {comparison}")
     _compare_weights(folder, args, weights, vocab_size)
     return comparison
 
@@ -89,18 +91,20 @@ def compare_logits(
 def _compare_weights(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
 ) -> None:
-    """Raise CheckpointError where a tensor of the folder is not what ours are: logits show only the rows of
-    the vocabulary that the batch has. Arguments as of `compare_logits`."""
+    """Raise CheckpointError if a tensor of the folder differs from ours.
+
+    Equal logits do not show this for vocabulary rows whose tokens are not in the batch. Arguments: those of
+    `compare_logits`."""
     args, family = plain_args(args), family_of(folder.config)
     layers = ((layer, weights(layer)) for layer, specs in layer_params(args).items() if specs)
     for name, value in to_hf(args, layers, family=family, vocab_size=vocab_size, copy=False):
         stored = folder.get(name)
         if not same_values(value.to(stored.dtype), stored):
-            raise CheckpointError(f"{folder.origin}: is not the same model: {name} is another in the checkpoint")
+            raise CheckpointError(f"{folder.origin}: is not the same model: {name} differs from the checkpoint's")
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:
-    """The configuration of the same model in one process, in fp32, on the CPU; experts take all tokens."""
+    """Returns `args` for one process: in fp32, on the CPU, without expert capacity; the model is the same."""
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
         compile=False, attention_backend="math", checkpoint_activations=False, expert_parallel_size=1,
@@ -109,8 +113,10 @@ def plain_args(args: NeoXArgs) -> NeoXArgs:
     )  # fmt: skip
 
 
-def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
-    """The logits of our model, `[batch, seq, padded vocabulary]` fp32. weights: as of `compare_logits`."""
+def neox_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
+    """Returns our model's logits, `[batch, seq, padded vocabulary]` fp32, for token ids `[batch, seq]`.
+
+    weights: takes a NeoX layer index and returns the full tensors of this layer, by our names."""
     args = plain_args(args)
     stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
 

@@ -1,6 +1,6 @@
-"""A model of Mamba or Mamba 2 in the format of the package mamba_ssm: config.json and pytorch_model.bin, as
-its `MambaLMHeadModel.from_pretrained` reads them.
+"""Exports Mamba and Mamba 2 models to the format of the package mamba_ssm.
 
+Its `MambaLMHeadModel.from_pretrained` reads config.json and pytorch_model.bin.
 Fields are those of its `MambaConfig`, those of `ssm_cfg` the arguments of its modules `Mamba` and `Mamba2`
 (https://github.com/state-spaces/mamba, mamba_ssm/models and mamba_ssm/modules).
 """
@@ -25,9 +25,9 @@ from megatron.checkpointing.huggingface.exporting import (
     put_in_place,
     read_layers,
 )
-from megatron.checkpointing.huggingface.folder import weight_bytes
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.huggingface.model_files import CONFIG
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.tensor_files import save_tensors
 from megatron.data.files import sync
@@ -46,11 +46,14 @@ _TOP = {
 
 
 def mamba_ssm_config(args: NeoXArgs, vocab_size: int) -> dict[str, Any]:
-    """The config.json of a model of ours. vocab_size: rows of the embedding that are kept. Raises
-    CheckpointError with all that the package cannot say."""
+    """Returns the config.json that the package mamba_ssm reads, for a model of ours.
+
+    vocab_size: number of embedding rows to keep.
+
+    Raises CheckpointError that names all settings the package cannot express."""
     mixers = [block.mixer for block in block_specs(args)]
     kinds = sorted(set(args.attention_config))
-    first = mixers[0]
+    mixer = mixers[0]
     norm = norm_spec(args)
     wrong = [
         text
@@ -66,18 +69,18 @@ def mamba_ssm_config(args: NeoXArgs, vocab_size: int) -> dict[str, Any]:
             (f"residual_multiplier {args.residual_multiplier}", args.residual_multiplier != 1.0),
             (f"logit_scale {args.logit_scale}", args.logit_scale != 1.0),
             (f"final_logit_softcapping {args.final_logit_softcapping}", args.final_logit_softcapping is not None),
-            *_wrong_in(first),
+            *_wrong_in(mixer),
         )
         if applies
     ]
     if wrong:
-        raise CheckpointError(f"this model has what the package mamba_ssm does not: {', '.join(wrong)}")
+        raise CheckpointError(f"the package mamba_ssm cannot express parts of this model: {', '.join(wrong)}")
     multiple = args.make_vocab_size_divisible_by
     return {
         "d_model": args.hidden_size,
         "n_layer": args.num_layers,
         "vocab_size": vocab_size,
-        "ssm_cfg": _ssm_config(first),
+        "ssm_cfg": _ssm_config(mixer),
         "rms_norm": norm.kind == "rmsnorm",
         "residual_in_fp32": False,
         "fused_add_norm": True,
@@ -96,7 +99,7 @@ def _wrong_in(mixer: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _ssm_config(mixer: Any) -> dict[str, Any]:
-    """The arguments of the package's module for one of our mixers."""
+    """Returns the field `ssm_cfg` of mamba_ssm's config.json. mixer: spec of our Mamba or Mamba 2 mixer."""
     common = {"d_state": mixer.state, "d_conv": mixer.conv_kernel, "expand": mixer.inner // mixer.hidden}
     common |= {"conv_bias": mixer.conv_bias, "bias": mixer.bias}
     if isinstance(mixer, MambaSpec):  # the first versions of the package know no field `layer`
@@ -107,7 +110,7 @@ def _ssm_config(mixer: Any) -> dict[str, Any]:
 
 
 def mamba_ssm_name(layer: int, name: str, layers: int) -> str:
-    """The package's name of a parameter of ours. layer: its NeoX layer index; layers: number of blocks."""
+    """Returns the package's name of our parameter `name`. layer: NeoX index. layers: number of blocks."""
     if not 2 <= layer < layers + 2:
         return _TOP[name]
     return f"backbone.layers.{layer - 2}.{'norm.weight' if name == 'norm.scale' else name}"
@@ -120,19 +123,18 @@ def export_mamba_ssm(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: bool = True,
-    each: LayerProgress = no_progress,
+    progress: LayerProgress = no_progress,
 ) -> Path:
-    """Write checkpoint `source` (of `args`, see `load_checkpoint_args`) as the folder `output`, and return
-    that.
+    """Write checkpoint `source` as a folder for the package mamba_ssm; returns the folder `output`.
 
-    dtype: of all weights; None: those of the checkpoint. tokenizer: its files go along. each: wraps the
-    layers, for a progress bar. All weights are in memory at once. A folder of an earlier conversion is
-    replaced. Raises CheckpointError.
+    args: the checkpoint's configuration, from `load_checkpoint_args`. dtype: of all weights; None: those of
+    the checkpoint. tokenizer: write its files too. progress: wraps the layers, for a progress bar. All
+    weights are in memory at once. A folder of an earlier conversion is replaced. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
     if args.lora is not None:
         raise CheckpointError(
-            f"{source}: holds adapters beside its weights; merge them first (tools/ckpts/adapter.py merge)"
+            f"{source}: has LoRA adapters beside its base weights; merge them first (tools/ckpts/adapter.py merge)"
         )
     opened, args = open_checkpoint(source), plain_args(args)
     dtype, wide = dtypes_to_write(source, dtype)
@@ -143,16 +145,18 @@ def export_mamba_ssm(
     assert rows is not None
     vocab = max(extras.vocab_size or rows, extras.tokens or 0)
     if vocab > rows:
-        raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, its embedding {rows} rows")
+        raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding {rows} rows")
     config, specs = mamba_ssm_config(args, vocab), named_params(args)
     temporary = begin_folder(output, weight_bytes({str(place): spec.shape for place, spec in specs.items()}, dtype))
     try:
         state: dict[str, Tensor] = {}
         order = sorted({layer for layer, _ in specs})
-        for layer, tensors in read_layers(opened, args, each(order, len(order)), dtype, wide):
+        for layer, tensors in read_layers(opened, args, progress(order, len(order)), dtype, wide):
             for name, value in tensors.items():
-                kept = value[:vocab] if name in ("word_embeddings.weight", "final_linear.weight") else value
-                state[mamba_ssm_name(layer, name, args.num_layers)] = kept.clone(memory_format=torch.contiguous_format)
+                trimmed = value[:vocab] if name in ("word_embeddings.weight", "final_linear.weight") else value
+                state[mamba_ssm_name(layer, name, args.num_layers)] = trimmed.clone(
+                    memory_format=torch.contiguous_format
+                )
         if not args.no_weight_tying:
             state["lm_head.weight"] = state["backbone.embedding.weight"]  # the package wants both, files hold it once
         save_tensors(state, temporary / WEIGHTS)

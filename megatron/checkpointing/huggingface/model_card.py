@@ -11,8 +11,8 @@ import yaml
 from megatron.checkpointing.manifest import read_manifest
 from megatron.neox_arguments import NeoXArgs
 
-_OURS: Mapping[str, Any] = {"library_name": "transformers", "tags": ["gpt-neox"]}
-# Of language models and of reward models: how the Hub calls what they do, and transformers' class.
+_DEFAULT_FIELDS: Mapping[str, Any] = {"library_name": "transformers", "tags": ["gpt-neox"]}
+# The Hub's task and transformers' class, of language models and of reward models.
 _TASKS = ("text-generation", "AutoModelForCausalLM"), ("text-classification", "AutoModelForSequenceClassification")
 
 
@@ -22,14 +22,14 @@ def model_card(
     config: Mapping[str, Any],
     parameters: int,
     dtype: torch.dtype,
-    before: str = "",
+    imported_card: str = "",
 ) -> bytes:
-    """The content of README.md: what the model is and how it was trained.
+    """Returns the content of README.md: what the model is and how it was trained.
 
-    source: the checkpoint. config: the exported config.json. parameters: their number.
+    source: the checkpoint. config: the exported config.json. parameters: number of parameters.
     dtype: of the exported weights.
-    before: the card of the model that was imported, whose front matter (license, languages, terms) stays, but
-    for its scores (`model-index`) once the model has been trained on.
+    imported_card: README.md of the imported model. Its YAML front matter (license, languages, terms) stays,
+    except its scores (`model-index`) once the model has been trained further.
     """
     manifest = read_manifest(source)
     facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
@@ -46,7 +46,7 @@ def model_card(
     kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
     parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
     task, loader = _TASKS[bool(args.score_head)]
-    front = _front_matter(before, task, trained=manifest is not None and manifest.consumed_samples > 0)
+    front = _front_matter(imported_card, task, trained=manifest is not None and manifest.consumed_samples > 0)
     return (
         f"---\n{front}---\n\n"
         f"# {config['architectures'][0]}, {parameters / 1e6:,.0f}M parameters\n\n"
@@ -58,24 +58,25 @@ def model_card(
     ).encode()
 
 
-def _front_matter(before: str, task: str, trained: bool) -> str:
-    """The YAML front matter: that of the card `before`, and our fields where it has none; task: the one that
-    it names."""
-    parts = before.lstrip("\ufeff").split("---\n", 2)
+def _front_matter(imported_card: str, task: str, trained: bool) -> str:
+    """Returns the YAML front matter of the imported card, with our default fields added.
+
+    task: value of `pipeline_tag`. trained: drop the imported model's scores."""
+    parts = imported_card.lstrip("\ufeff").split("---\n", 2)
     try:
         existing = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
     except yaml.YAMLError:
         existing = {}
     existing = existing if isinstance(existing, dict) else {}
-    if task != _TASKS[0][0]:  # the card may be that of the language model before
+    if task != _TASKS[0][0]:  # the card may be of the language model it was trained from
         existing.pop("pipeline_tag", None)
     tags = existing.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)
     front = {
-        **_OURS,
+        **_DEFAULT_FIELDS,
         "pipeline_tag": task,
         **existing,
-        "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)],
+        "tags": [*tags, *(tag for tag in _DEFAULT_FIELDS["tags"] if tag not in tags)],
     }
     if trained:
         front.pop("model-index", None)

@@ -1,8 +1,7 @@
-"""Meta's own format of LLaMA and Mistral, `params.json` and `consolidated.NN.pth`, read and written as
-HuggingFace's.
+"""Converts LLaMA and Mistral between HuggingFace's format and Meta's (params.json and consolidated.NN.pth).
 
-Names and cuts are those of Meta's model.py; rows of q and k stand there in pairs (2i, 2i + 1), in
-HuggingFace's files in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
+Names and sharded dimensions are those of Meta's model.py. Meta orders rows of q and k in pairs (2i, 2i + 1),
+HuggingFace in halves (i, i + head_dim / 2), as in transformers' convert_llama_weights_to_hf.py.
 """
 
 import json
@@ -21,14 +20,14 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.families.config_fields import rope_of
 from megatron.checkpointing.huggingface.exporting import check_space
-from megatron.checkpointing.huggingface.folder import HFFolder, load_named, weight_bytes
+from megatron.checkpointing.huggingface.folder import HFFolder, load_named
 from megatron.checkpointing.huggingface.model_files import CONFIG, read_json
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.tensor_files import save_tensors, write_bytes
 from megatron.data.files import sync
 
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"
-# Meta's name -> HuggingFace's name, and the dimension that is cut over the files (None: every file has it
-# whole).
+# Meta's name -> HuggingFace's name, and the dimension sharded over the files (None: full in every file).
 _TOP: dict[str, tuple[str, int | None]] = {
     "tok_embeddings.weight": ("model.embed_tokens.weight", 1),  # 0 from LLaMA 3 on
     "norm.weight": ("model.norm.weight", None),
@@ -56,56 +55,58 @@ _LLAMA3_ROWS, _LLAMA3_IDS = 128256, {"bos_token_id": 128000, "eos_token_id": 128
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in Meta's files. meta: its name there; cut: the dimension that is split over the files (None:
-    each file has the whole); heads: number of heads of q and k, whose rows are reordered, else 0."""
+    """A tensor in Meta's files.
+
+    meta: its name in these files. shard_dim: the dimension sharded over the files; None: full in every file.
+    heads: number of heads, for q and k, whose rows Meta orders differently; 0 for other tensors."""
 
     meta: str
-    cut: int | None
+    shard_dim: int | None
     heads: int = 0
 
 
 def _table(layers: int, heads: int, kv_heads: int) -> dict[str, _Tensor]:
-    """The tensors of a model by HuggingFace's names."""
-    table = {hf_name: _Tensor(meta, cut) for meta, (hf_name, cut) in _TOP.items()}
+    """Returns all tensors of a LLaMA in Meta's files, by HuggingFace's names. layers: number of blocks."""
+    table = {hf_name: _Tensor(meta, shard_dim) for meta, (hf_name, shard_dim) in _TOP.items()}
     turned = {"attention.wq": heads, "attention.wk": kv_heads}
     for layer in range(layers):
-        for meta, (hf_name, cut) in _BLOCK.items():
+        for meta, (hf_name, shard_dim) in _BLOCK.items():
             name = f"layers.{layer}.{meta}.weight"
-            table[f"model.layers.{layer}.{hf_name}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
+            table[f"model.layers.{layer}.{hf_name}.weight"] = _Tensor(name, shard_dim, turned.get(meta, 0))
     return table
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """The weight of q or k, `[heads * head_dim, hidden]`, with the rows of every head in HuggingFace's order
-    instead of Meta's."""
+    """Reorders rows of q or k, `[heads * head_dim, hidden]`, from Meta's order to HuggingFace's."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_halves`: rows in Meta's order."""
+    """Reorders rows of q or k, `[heads * head_dim, hidden]`, from HuggingFace's order to Meta's."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 class RawLlama(HFFolder):
-    """A folder in Meta's format that is read as if it were HuggingFace's.
+    """A folder in Meta's format, which is read like a HuggingFace folder: same names, row order and config.
 
-    Tensors are joined and reordered as they are asked for.
+    Shards are joined and rows reordered when a tensor is read.
 
-    beside: an empty folder that gets config.json and the tokenizer, for whoever looks for them. positions:
-    `max_position_embeddings`, which Meta's files do not say. Raises CheckpointError for what is missing or
-    damaged.
+    raw: Meta's folder. side_folder: an empty folder; config.json and the tokenizer are written there, for
+    code that reads these files. model_type: llama or mistral. positions: the value of
+    `max_position_embeddings`, which Meta's files lack. Raises CheckpointError for missing or
+    damaged files.
     """
 
-    of_transformers = False
+    is_transformers_format = False
 
-    def __init__(self, raw: Path, beside: Path, model_type: str, positions: int) -> None:
-        self.path, self.raw, self.origin = beside, raw, str(raw)
+    def __init__(self, raw: Path, side_folder: Path, model_type: str, positions: int) -> None:
+        self.path, self.raw, self.origin = side_folder, raw, str(raw)
         params = read_json(raw / PARAMS)
         files = sorted(raw.glob("consolidated.*.pth"))
-        wanted = [f"consolidated.{i:02d}.pth" for i in range(max(len(files), 1))]
-        if [file.name for file in files] != wanted:
+        expected = [f"consolidated.{i:02d}.pth" for i in range(max(len(files), 1))]
+        if [file.name for file in files] != expected:
             raise CheckpointError(f"{raw}: holds {', '.join(f.name for f in files) or 'no consolidated.NN.pth'}; "
-                                  f"wanted {', '.join(wanted)}")  # fmt: skip
+                                  f"wanted {', '.join(expected)}")  # fmt: skip
         self._parts: list[Mapping[str, Tensor]] = [load_named(file) for file in files]
         try:
             layers, heads, dim = (int(params[key]) for key in ("n_layers", "n_heads", "dim"))
@@ -117,16 +118,16 @@ class RawLlama(HFFolder):
         except (KeyError, TypeError, ValueError) as problem:
             if isinstance(problem, CheckpointError):
                 raise
-            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's") from problem
-        if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # of one file: either way the same
+            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; is it Meta's?") from problem
+        if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # with one file both are the same
             name = "model.embed_tokens.weight"
             self._table[name] = _Tensor("tok_embeddings.weight", 0)
         self.shapes = {name: self._shape(name) for name in self._table}
         self._check_sizes(dim, heads, kv_heads)
-        (beside / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+        (side_folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         for place in (raw, raw.parent):
             if (place / TOKENIZER).is_file():
-                shutil.copyfile(place / TOKENIZER, beside / TOKENIZER)
+                shutil.copyfile(place / TOKENIZER, side_folder / TOKENIZER)
                 break
 
     def _check_names(self, params: Mapping[str, Any]) -> None:
@@ -134,33 +135,33 @@ class RawLlama(HFFolder):
         for i, part in enumerate(self._parts):
             stored_names = {name for name in part if not _UNUSED.fullmatch(name)}
             if stored_names != names:
-                lacks, more = sorted(names - stored_names), sorted(stored_names - names)
+                lacks, extra = sorted(names - stored_names), sorted(stored_names - names)
                 problems = [f"lacks {lacks[0]}"] if lacks else []
-                problems += [f"holds {more[0]}, which this build does not know"] if more else []
+                problems += [f"holds unknown {extra[0]}"] if extra else []
                 raise CheckpointError(f"{self.raw / f'consolidated.{i:02d}.pth'}: {' and '.join(problems)}")
 
     def _check_sizes(self, dim: int, heads: int, kv_heads: int) -> None:
-        """What params.json says, against what the files together hold: a missing file shows here."""
+        """Raise CheckpointError if joined shapes do not fit params.json, as when a file is missing."""
         head = self.config.get("head_dim") or dim // heads
         rows, inner = self.config["vocab_size"], self.config["intermediate_size"]
-        wanted = {
+        expected = {
             "embed_tokens": (rows, dim), "lm_head": (rows, dim), "q_proj": (heads * head, dim),
             "k_proj": (kv_heads * head, dim), "v_proj": (kv_heads * head, dim), "o_proj": (dim, heads * head),
             "gate_proj": (inner, dim), "up_proj": (inner, dim), "down_proj": (dim, inner),
         }  # fmt: skip
         for name, shape in self.shapes.items():
-            right = wanted.get(name.split(".")[-2], (dim,))
+            right = expected.get(name.split(".")[-2], (dim,))
             if shape != right:
                 raise CheckpointError(
-                    f"{self.raw}: {self._table[name].meta} of {len(self._parts)} files is {shape} together, {right} by "
-                    f"{PARAMS}; is a consolidated.NN.pth missing?"
+                    f"{self.raw}: {self._table[name].meta} has shape {shape} in {len(self._parts)} files together, but "
+                    f"{right} by {PARAMS}; is a consolidated.NN.pth missing?"
                 )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         tensor = self._table[name]
         shape = list(self._parts[0][tensor.meta].shape)
-        if tensor.cut is not None:
-            shape[tensor.cut] = sum(part[tensor.meta].shape[tensor.cut] for part in self._parts)
+        if tensor.shard_dim is not None:
+            shape[tensor.shard_dim] = sum(part[tensor.meta].shape[tensor.shard_dim] for part in self._parts)
         return tuple(shape)
 
     @property
@@ -170,14 +171,18 @@ class RawLlama(HFFolder):
     def get(self, name: str) -> Tensor:
         tensor = self._table[name]
         parts = [part[tensor.meta] for part in self._parts]
-        whole = parts[0] if tensor.cut is None or len(parts) == 1 else torch.cat(parts, dim=tensor.cut)
-        return to_halves(whole, tensor.heads) if tensor.heads else whole
+        weight = parts[0] if tensor.shard_dim is None or len(parts) == 1 else torch.cat(parts, dim=tensor.shard_dim)
+        return to_halves(weight, tensor.heads) if tensor.heads else weight
 
 
 def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int) -> dict[str, Any]:
-    """config.json. inner, rows: of the MLP and the vocabulary, for which params.json has formulas or -1."""
+    """Converts the content of params.json to the content of config.json.
+
+    inner, rows: width of the MLP and size of the vocabulary, which params.json does not always give."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
-        raise CheckpointError(f"{PARAMS}: a mixture of experts or a model of images, which is not supported")
+        raise CheckpointError(
+            f"{PARAMS}: mixtures of experts and image models are not supported here; convert the HuggingFace version"
+        )
     scaled = {"rope_type": "llama3", "factor": float(params.get("rope_scaling_factor") or 8.0), **_SCALED}
     config = {
         "architectures": [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}[model_type]],
@@ -197,7 +202,9 @@ def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: i
 
 
 def _params(folder: HFFolder) -> dict[str, Any]:
-    """params.json of a HuggingFace model. Raises CheckpointError for what Meta's models cannot say."""
+    """Converts a HuggingFace model's config.json to the content of Meta's params.json.
+
+    Raises CheckpointError that names the settings that Meta's format cannot express."""
     config = folder.config
     rope = rope_of(config, theta=10000.0)
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None}
@@ -218,7 +225,7 @@ def _params(folder: HFFolder) -> dict[str, Any]:
         if applies
     ]
     if wrong:
-        raise CheckpointError(f"{folder.origin}: has what Meta's format does not: {', '.join(wrong)}")
+        raise CheckpointError(f"{folder.origin}: Meta's format cannot express parts of this model: {', '.join(wrong)}")
     params = {
         "dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
         "n_kv_heads": config.get("num_key_value_heads") or heads, "vocab_size": folder.vocab_size,
@@ -233,28 +240,32 @@ def _params(folder: HFFolder) -> dict[str, Any]:
 
 
 def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
-    """A HuggingFace LLaMA or Mistral as Meta's `output`/params.json and consolidated.NN.pth, NN below
-    `shards`.
+    """Write a HuggingFace LLaMA or Mistral in Meta's format: `output`/params.json and consolidated.NN.pth.
 
-    One file's tensors are in memory at a time; the folder appears when it is whole. Raises CheckpointError.
+    shards: number of consolidated.NN.pth files, as tensor-parallel ranks read them. One file's tensors are in
+    memory at a time; the folder appears when it is complete. Raises CheckpointError.
     """
     output, params = Path(output).resolve(), _params(folder)
     table = _table(params["n_layers"], params["n_heads"], params["n_kv_heads"])
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
         verb = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(f"{folder.origin}: {verb} {strange[0]}, unlike Meta's models")
+        raise CheckpointError(f"{folder.origin}: {verb} {strange[0]}, which Meta's format does not allow")
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:
-        raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds; save it in one")
-    sizes = {name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None}
+        raise CheckpointError(f"{folder.origin}: its weights have several or unknown dtypes; convert all to one first")
+    sizes = {
+        name: folder.shapes[name][tensor.shard_dim] for name, tensor in table.items() if tensor.shard_dim is not None
+    }
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number")
+        raise CheckpointError(
+            f"{folder.origin}: {uneven[0]} cannot be split evenly over {shards} files; choose another number of files"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: is there already; remove it, or give another folder")
+        raise CheckpointError(f"{output}: already exists; remove it, or give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +273,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
         temporary.mkdir()
         for rank in range(shards):
-            state = {tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
+            state = {tensor.meta: _shard(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
             save_tensors(state, temporary / f"consolidated.{rank:02d}.pth")
         write_bytes((json.dumps(params, indent=2) + "\n").encode(), temporary / PARAMS)
         if (folder.path / TOKENIZER).is_file():
@@ -277,7 +288,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     return output
 
 
-def _cut(whole: Tensor, tensor: _Tensor, rank: int, shards: int) -> Tensor:
-    turned = to_pairs(whole, tensor.heads) if tensor.heads else whole
-    part = turned if tensor.cut is None else turned.chunk(shards, dim=tensor.cut)[rank]
-    return part.clone(memory_format=torch.contiguous_format)  # torch.save writes all that a view is of
+def _shard(weight: Tensor, tensor: _Tensor, rank: int, shards: int) -> Tensor:
+    turned = to_pairs(weight, tensor.heads) if tensor.heads else weight
+    part = turned if tensor.shard_dim is None else turned.chunk(shards, dim=tensor.shard_dim)[rank]
+    return part.clone(memory_format=torch.contiguous_format)  # torch.save would write the full storage of a view

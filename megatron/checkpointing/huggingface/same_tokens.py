@@ -1,4 +1,4 @@
-"""Whether two models read the same tokens."""
+"""Compares the vocabularies of two models' tokenizers."""
 
 import json
 from pathlib import Path
@@ -9,21 +9,25 @@ from megatron.tokenizer import Tokenizer
 
 
 def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer of a HuggingFace folder has the same ids for the same tokens as this one: by its
-    file, or its vocabulary and added tokens. Raises CheckpointError where nothing can be compared."""
+    """Whether a HuggingFace folder's tokenizer has the same ids for the same tokens as `tokenizer`.
+
+    Compares the files byte by byte, else vocabularies and added tokens. Raises CheckpointError if the folder
+    has no tokenizer."""
     files = tokenizer.files()
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file() and name in files:
-            theirs = (folder / name).read_bytes()
-            return theirs == files[name] or (name == "tokenizer.json" and _ids(theirs) == _ids(files[name]))
+            folder_content = (folder / name).read_bytes()
+            return folder_content == files[name] or (
+                name == "tokenizer.json" and _ids(folder_content) == _ids(files[name])
+            )
     raise CheckpointError(
-        f"{folder}: has no tokenizer (tokenizer.json, tokenizer.model) to compare with this run's "
-        f"{type(tokenizer).__name__}, so it is not known whether both read the same tokens"
+        f"{folder}: has no tokenizer.json or tokenizer.model, so its tokenizer cannot be compared with this run's "
+        f"{type(tokenizer).__name__}; add the file"
     )
 
 
 def _ids(content: bytes) -> tuple[Any, dict[str, int]]:
-    """The vocabulary of a tokenizer.json, and the ids of its added tokens."""
+    """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: of the file."""
     parsed = json.loads(content)
     added = {token["content"]: token["id"] for token in parsed.get("added_tokens", ())}
     return parsed["model"].get("vocab"), added

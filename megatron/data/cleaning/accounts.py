@@ -1,4 +1,4 @@
-"""What became of every document: counts by reason, and samples of what was dropped."""
+"""Counts dropped documents by reason, and keeps samples of them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,24 +6,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAMPLES = 8  # of each reason
-_SHOWN = 1200  # characters of one
+_MAX_SAMPLE_CHARS = 1200  # characters of one
 
 
 @dataclass(frozen=True, order=True)
 class Sample:
-    """A dropped document. key: the hash of its text; those with the least are shown, whatever worker saw
-    them. document, kept: numbers of it and of the one that stays in its place, for duplicates."""
+    """A text kept to show what a reason removes: a dropped document or a removed piece.
+
+    key: the hash of its text; the samples with the smallest keys are shown, so the choice does not depend on
+      workers.
+    document: for duplicates, the number of the dropped document.
+    duplicate_of: for duplicates, the number of the document that stays in its place.
+    """
 
     key: int
     text: str
     document: int | None = None
-    kept: int | None = None
+    duplicate_of: int | None = None
 
 
 @dataclass
 class Account:
-    """Of one part or all. read: documents; chars: their characters; dropped, dropped_chars: by reason;
-    details: further counts, by name and reason. samples: of documents by reason, and of pieces of texts."""
+    """Counts of the documents of one part of the input, or of all parts.
+
+    read: documents read; chars: their characters.
+    dropped, dropped_chars: dropped documents and their characters, by reason.
+    details: further counts, by name and reason.
+    samples: dropped documents and removed pieces, by reason.
+    """
 
     read: int = 0
     chars: int = 0
@@ -32,53 +42,59 @@ class Account:
     details: dict[str, Counter[str]] = field(default_factory=dict)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
-    def drop(self, reason: str, text: str, key: int, document: int | None = None, kept: int | None = None) -> None:
-        """Count a document that goes."""
+    def drop(
+        self, reason: str, text: str, key: int, document: int | None = None, duplicate_of: int | None = None
+    ) -> None:
+        """Count a dropped document, and keep it as a sample if `sample` selects it."""
         self.dropped[reason] += 1
         self.dropped_chars[reason] += len(text)
-        self.sample(reason, text, key, document, kept)
+        self.sample(reason, text, key, document, duplicate_of)
 
-    def sample(self, reason: str, text: str, key: int, document: int | None = None, kept: int | None = None) -> None:
-        """Keep a text as one of the samples of a reason, if it is one of those with the least keys."""
-        known = self.samples.setdefault(reason, [])
-        if any(sample.key == key for sample in known):
+    def sample(
+        self, reason: str, text: str, key: int, document: int | None = None, duplicate_of: int | None = None
+    ) -> None:
+        """Keep a text as a sample of a reason if its key is one of the SAMPLES smallest."""
+        retained = self.samples.setdefault(reason, [])
+        if any(sample.key == key for sample in retained):
             return  # the same text again
-        if len(known) < SAMPLES or key < known[-1].key:
-            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-            known.append(Sample(key, shown, document, kept))
-            known.sort()
-            del known[SAMPLES:]
+        if len(retained) < SAMPLES or key < retained[-1].key:
+            excerpt = text if len(text) <= _MAX_SAMPLE_CHARS else f"{text[:_MAX_SAMPLE_CHARS]}…"
+            retained.append(Sample(key, excerpt, document, duplicate_of))
+            retained.sort()
+            del retained[SAMPLES:]
 
     def detail(self, name: str, counts: Mapping[str, int]) -> None:
-        """Add further counts."""
+        """Add `counts` to the further counts called `name`."""
         self.details.setdefault(name, Counter()).update({key: count for key, count in counts.items() if count})
 
-    def add(self, other: "Account") -> None:
-        """Add those of another part."""
-        self.read, self.chars = self.read + other.read, self.chars + other.chars
-        self.dropped.update(other.dropped)
-        self.dropped_chars.update(other.dropped_chars)
-        for name, counts in other.details.items():
+    def add(self, account: "Account") -> None:
+        """Add the counts and samples of another account to this one."""
+        self.read, self.chars = self.read + account.read, self.chars + account.chars
+        self.dropped.update(account.dropped)
+        self.dropped_chars.update(account.dropped_chars)
+        for name, counts in account.details.items():
             self.detail(name, counts)
-        for reason, samples in other.samples.items():
-            known = {sample.key: sample for sample in sorted([*samples, *self.samples.get(reason, [])], reverse=True)}
-            self.samples[reason] = sorted(known.values())[:SAMPLES]
+        for reason, samples in account.samples.items():
+            samples_by_key = {
+                sample.key: sample for sample in sorted([*samples, *self.samples.get(reason, [])], reverse=True)
+            }
+            self.samples[reason] = sorted(samples_by_key.values())[:SAMPLES]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `of_dict` reads it."""
+        """Return JSON values that `from_dict` reads."""
         return {
             "read": self.read, "chars": self.chars, "dropped": dict(self.dropped),
             "dropped_chars": dict(self.dropped_chars), "details": {name: dict(c) for name, c in self.details.items()},
             "samples": {
-                reason: [[one.key, one.text, one.document, one.kept] for one in samples]
+                reason: [[sample.key, sample.text, sample.document, sample.duplicate_of] for sample in samples]
                 for reason, samples in self.samples.items()
             },
         }  # fmt: skip
 
     @classmethod
-    def of_dict(cls, values: Mapping[str, Any]) -> "Account":
+    def from_dict(cls, values: Mapping[str, Any]) -> "Account":
         return cls(
             values["read"], values["chars"], Counter(values["dropped"]), Counter(values["dropped_chars"]),
             {name: Counter(counts) for name, counts in values["details"].items()},
-            {reason: [Sample(*one) for one in samples] for reason, samples in values["samples"].items()},
+            {reason: [Sample(*sample) for sample in samples] for reason, samples in values["samples"].items()},
         )  # fmt: skip

@@ -1,5 +1,8 @@
-"""The rules of C4 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683) and FineWeb (Penedo et al. 2024,
-https://arxiv.org/abs/2406.17557), with the thresholds, the words and the names of reasons of datatrove."""
+"""The rules of C4 and FineWeb with datatrove's thresholds, word lists and names of reasons.
+
+C4: Raffel et al. 2020, https://arxiv.org/abs/1910.10683. FineWeb: Penedo et al. 2024,
+https://arxiv.org/abs/2406.17557.
+"""
 
 import re
 from collections import Counter
@@ -16,8 +19,12 @@ _STOPS = tuple(TERMINAL_PUNCTUATION)
 
 @dataclass(frozen=True)
 class C4:
-    """Lines that are no sentences, speak of JavaScript or cookies, or hold a word without end are taken out;
-    documents with too few sentences left, with `{` or lorem ipsum are dropped. -1 turns a threshold off."""
+    """Removes citation marks and bad lines, and drops bad documents.
+
+    A line is bad without end punctuation, with too few words or an overlong word, or if it mentions
+    JavaScript, cookies, a privacy policy or terms of use. A document is bad if it holds `{` or lorem ipsum,
+    or if too few sentences are left. -1 turns a threshold off.
+    """
 
     remove_citations: bool = True
     filter_no_terminal_punct: bool = True
@@ -30,11 +37,11 @@ class C4:
     filter_policy: bool = True
 
     def check(self, document: Document, lines_out: Counter[str]) -> tuple[str | None, str]:
-        """The reason to drop a document (None to keep it), and its text without the lines that are taken out.
+        """Return the reason to drop a document (None to keep it), and its text without the removed lines.
 
-        lines_out: gets how many lines were taken out, by reason.
+        lines_out: is updated with the number of removed lines by reason.
         """
-        kept: list[str] = []
+        retained_lines: list[str] = []
         out: Counter[str] = Counter()
         sentences = 0
         for line in document.text.splitlines():
@@ -63,16 +70,16 @@ class C4:
                 continue
             if self.min_num_sentences != -1:
                 sentences += document.splitter.sentences(line)
-            kept.append(line)
+            retained_lines.append(line)
         if sentences < self.min_num_sentences:
             return "too_few_sentences", document.text
         lines_out.update(out)
-        return None, "\n".join(kept).strip()
+        return None, "\n".join(retained_lines).strip()
 
 
 @dataclass(frozen=True)
 class FineWeb:
-    """Documents whose lines seldom end as sentences do, are short, stand twice, or make a list."""
+    """Drops documents whose lines rarely end like sentences, are short, are repeated, or form a list."""
 
     line_punct_thr: float = 0.12
     line_punct_exclude_zero: bool = False
@@ -82,7 +89,7 @@ class FineWeb:
     new_line_ratio: float = 0.3
 
     def check(self, document: Document) -> str | None:
-        """The reason to drop a document; None to keep it."""
+        """Return the reason to drop a document; None to keep it."""
         text = document.text
         lines = [line for line in text.split("\n") if line.strip()]
         if not lines:

@@ -1,4 +1,5 @@
-"""Documents that hold a run of words of an evaluation set (Brown et al. 2020, appendix C: 13 words)."""
+"""Finds documents that share a run of words with an evaluation set (Brown et al. 2020, appendix C: 13
+words)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,12 @@ _ROWS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class EvaluationRuns:
-    """The runs of all evaluation sets. names: of the sets. short: texts without a whole run, which nothing
-    is compared with."""
+    """The names and sizes of the evaluation sets that `write_runs` has read.
+
+    names: the names of the sets.
+    texts: how many texts they hold.
+    short: how many texts have too few words for an n-gram; documents are not compared with these texts.
+    """
 
     names: tuple[str, ...]
     texts: int
@@ -26,27 +31,33 @@ class EvaluationRuns:
 
 
 def write_runs(files: Sequence[InputFile], ngrams: int, folder: Path) -> EvaluationRuns:
-    """Write runs.npy, the sorted runs of every text in the rows of the sets, and sets.npy, for each the
-    number of the first set that has it. Raises DataError where there is no run at all."""
-    hashes, found, sets, texts, short = WordHashes(), [], [], 0, 0
+    """Write the sorted hashes of all n-grams of the evaluation sets (runs.npy), and the index of each one's
+    set (sets.npy).
+
+    files: the evaluation sets. If several sets have an n-gram, the first set is written. Raises DataError if
+    no text has an n-gram.
+    """
+    hashes, runs_by_batch, sets, texts, short = WordHashes(), [], [], 0, 0
     for number, file in enumerate(files):
         for batch in _texts(file):
-            values, counts = shingles(*hashes.of(batch), ngrams)
+            values, counts = shingles(*hashes.hash_words(batch), ngrams)
             texts, short = texts + len(batch), short + int((counts == 0).sum())
             values = np.unique(values)
-            found.append(values)
+            runs_by_batch.append(values)
             sets.append(np.full(len(values), number, np.int32))
-    if not sum(map(len, found)):
+    if not sum(map(len, runs_by_batch)):
         names = ", ".join(str(file.path) for file in files)
-        raise DataError(f"--decontaminate: {names}: no text of {ngrams} words; set a smaller --decontaminate-ngrams")
-    runs, first = np.unique(np.concatenate(found), return_index=True)
+        raise DataError(
+            f"--decontaminate: {names}: every text is shorter than {ngrams} words; set a smaller --decontaminate-ngrams"
+        )
+    runs, first_index = np.unique(np.concatenate(runs_by_batch), return_index=True)
     np.save(folder / "runs.npy", runs)
-    np.save(folder / "sets.npy", np.concatenate(sets)[first])
+    np.save(folder / "sets.npy", np.concatenate(sets)[first_index])
     return EvaluationRuns(tuple(_names([file.path for file in files])), texts, short)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of sets: of their files, with as many folders before them as make them differ."""
+    """Return a name for each path: its file name, with as many parent folders as make the names differ."""
     absolute = [path.absolute() for path in paths]
     for depth in range(1, max(len(path.parts) for path in absolute) + 1):
         names = ["/".join(path.parts[-depth:]) for path in absolute]
@@ -56,15 +67,16 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 class Contamination:
-    """Finds runs of evaluation sets in texts. folder: of `write_runs`."""
+    """Finds n-grams of evaluation sets in texts. folder: where `write_runs` wrote them."""
 
     def __init__(self, folder: Path, ngrams: int) -> None:
         self._runs, self._sets, self._ngrams = map_npy(folder / "runs.npy"), map_npy(folder / "sets.npy"), ngrams
         self._hashes = WordHashes()
 
     def set_of(self, text: str) -> int | None:
-        """The number of the set of the text's first run that is in one; None where no run is."""
-        values, _ = shingles(*self._hashes.of([text]), self._ngrams)
+        """Return the index of the evaluation set with which the text shares an n-gram (the first such n-gram
+        decides); None if it shares none."""
+        values, _ = shingles(*self._hashes.hash_words([text]), self._ngrams)
         places = np.minimum(np.searchsorted(self._runs, values), len(self._runs) - 1)
         hits = np.flatnonzero(self._runs[places] == values)
         return int(self._sets[places[hits[0]]]) if len(hits) else None
@@ -83,7 +95,7 @@ def _texts(file: InputFile) -> Iterator[list[str]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a row, whatever holds it."""
+    """Yield every string in a row, however deeply nested."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

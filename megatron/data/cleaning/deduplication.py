@@ -1,4 +1,4 @@
-"""The passes that look at all documents together: exact duplicates, then near-duplicates among those left."""
+"""Passes over all documents together: exact duplicates, then near-duplicates among those left."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.cleaning.exact import LATER, later_ones, pieces, without, without_both
+from megatron.data.cleaning.exact import (
+    REPEAT,
+    pieces,
+    remove_paragraphs_and_lines,
+    remove_pieces,
+    repeats_across_parts,
+)
 from megatron.data.cleaning.filtering import FILTERED, write_hashes
 from megatron.data.cleaning.minhash import (
     MinHash,
@@ -25,7 +31,7 @@ from megatron.data.cleaning.sorted_runs import document_numbers, groups, merged,
 from megatron.data.files import map_npy
 
 EXACT, MINHASH, PIECES = "exact", "minhash", "pieces"
-NEAR, SAME, NOTHING_LEFT = "minhash/near_duplicate", "exact/document", "exact/nothing_left"
+NEAR_DUPLICATE, EXACT_DUPLICATE, NOTHING_LEFT = "minhash/near_duplicate", "exact/document", "exact/nothing_left"
 _TEXTS_AT_ONCE = 400
 _EDGES_HELD = 4_000_000
 _PAIRS_AT_ONCE = 100_000
@@ -33,123 +39,145 @@ _PAIRS_AT_ONCE = 100_000
 
 @dataclass
 class Candidate:
-    """A document after the passes so far. reason, kept: of one that goes, and the number of the one that
-    stays in its place. removed: pieces that were taken out of its text, by scope."""
+    """A document, and what the passes so far have decided about it.
+
+    reason: why it is dropped; None if it stays. duplicate_of: for a dropped duplicate, the number of the
+    document that stays. removed: pieces taken out of its text, by scope.
+    """
 
     part: int
     row: int
     values: dict[str, Any]
     text: str
     reason: str | None = None
-    kept: int | None = None
+    duplicate_of: int | None = None
     removed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def find_later(work: Work, parts: int, stage: str, hashed: str, scope: str) -> dict[str, Any]:
-    """Note for each part which of its pieces of a scope have stood in an earlier one. hashed: the pass that
-    wrote the runs."""
+def find_repeats(work: Work, parts: int, stage: str, hashed: str, scope: str) -> dict[str, Any]:
+    """Write, for each part, its pieces (document, paragraphs or lines) that already occur in an earlier part.
+
+    stage: the pass to whose folder they are written. hashed: the pass that wrote the hashes.
+    Returns the number of repeated pieces, those within a part included.
+    """
     for stale in (work.folder / stage).glob(f"*.{scope}"):
         stale.unlink()
     count = sum(len(map_npy(path)) for path in work.all_files(hashed, parts, f"{scope}.own.npy"))
-    for later in later_ones(work.all_files(hashed, parts, f"{scope}.npy")):
-        count += len(later)
-        later = later[np.argsort(later["document"], kind="stable")]
-        of_part = (later["document"] >> np.uint64(32)).astype(np.int64)
-        numbers = np.unique(of_part)
-        bounds = zip(np.searchsorted(of_part, numbers), np.searchsorted(of_part, numbers, "right"), strict=True)
-        for part, (first, last) in zip(numbers.tolist(), bounds, strict=True):
+    for repeats in repeats_across_parts(work.all_files(hashed, parts, f"{scope}.npy")):
+        count += len(repeats)
+        repeats = repeats[np.argsort(repeats["document"], kind="stable")]
+        part_numbers = (repeats["document"] >> np.uint64(32)).astype(np.int64)
+        numbers = np.unique(part_numbers)
+        bounds = zip(
+            np.searchsorted(part_numbers, numbers), np.searchsorted(part_numbers, numbers, "right"), strict=True
+        )
+        for part, (begin, end) in zip(numbers.tolist(), bounds, strict=True):
             with open(work.file(stage, part, scope), "ab") as file:
-                file.write(later[first:last].tobytes())
+                file.write(repeats[begin:end].tobytes())
     return {"pieces": count}
 
 
-def _later(work: Work, part: int, stage: str, hashed: str, scope: str) -> np.ndarray:
-    """The rows of a part that have a piece which has stood before, its place, and where it stood."""
-    own, path = map_npy(work.file(hashed, part, f"{scope}.own.npy")), work.file(stage, part, scope)
-    later = np.concatenate([own, np.fromfile(path, LATER)]) if path.exists() else np.array(own)
-    later["document"] &= np.uint64(0xFFFFFFFF)
-    return later
+def _repeats_of_part(work: Work, part: int, stage: str, hashed: str, scope: str) -> np.ndarray:
+    """Return the repeated pieces of a part as REPEAT records. Their field `document` holds the row in the
+    part, not the number of the document."""
+    own_repeats, path = map_npy(work.file(hashed, part, f"{scope}.own.npy")), work.file(stage, part, scope)
+    repeats = np.concatenate([own_repeats, np.fromfile(path, REPEAT)]) if path.exists() else np.array(own_repeats)
+    repeats["document"] &= np.uint64(0xFFFFFFFF)
+    return repeats
 
 
 def after_exact(work: Work, part: int) -> Iterator[Candidate]:
-    """The documents of a part, those that are exact duplicates marked."""
-    firsts: dict[int, int] = {}
+    """Yield the documents of a part, with exact duplicates marked."""
+    originals: dict[int, int] = {}
     if "document" in work.options.exact:
-        later = _later(work, part, EXACT, FILTERED, "document")
-        firsts = dict(zip(later["document"].tolist(), later["first"].tolist(), strict=True))
+        repeats = _repeats_of_part(work, part, EXACT, FILTERED, "document")
+        originals = dict(zip(repeats["document"].tolist(), repeats["first"].tolist(), strict=True))
     for row, values in enumerate(read_rows(work.file(FILTERED, part, "jsonl.zst"))):
-        reason = SAME if row in firsts else None
-        yield Candidate(part, row, values, values[work.options.text_key], reason, firsts.get(row))
+        reason = EXACT_DUPLICATE if row in originals else None
+        yield Candidate(part, row, values, values[work.options.text_key], reason, originals.get(row))
 
 
 def after_near(work: Work, part: int) -> Iterator[Candidate]:
-    """The documents of a part, all that are duplicates marked."""
-    near: dict[int, int] = {}
+    """Yield the documents of a part, with exact and near-duplicates marked."""
+    duplicates: dict[int, int] = {}
     if work.options.minhash is not None:
-        documents, kept = (map_npy(work.folder / MINHASH / f"{name}.npy") for name in ("dropped", "kept"))
-        first = int(np.searchsorted(documents, document_numbers(part, np.zeros(1, np.int64)))[0])
+        documents, retained = (map_npy(work.folder / MINHASH / f"{name}.npy") for name in ("dropped", "kept"))
+        begin = int(np.searchsorted(documents, document_numbers(part, np.zeros(1, np.int64)))[0])
         rows = rows_of_part(documents, part).tolist()
-        near = dict(zip(rows, kept[first : first + len(rows)].tolist(), strict=True))
-    for one in after_exact(work, part):
-        if one.row in near:
-            one.reason, one.kept = NEAR, near[one.row]
-        yield one
+        duplicates = dict(zip(rows, retained[begin : begin + len(rows)].tolist(), strict=True))
+    for candidate in after_exact(work, part):
+        if candidate.row in duplicates:
+            candidate.reason, candidate.duplicate_of = NEAR_DUPLICATE, duplicates[candidate.row]
+        yield candidate
 
 
 def write_pieces(work: Work, part: int) -> dict[str, Any]:
-    """Write the hashes of paragraphs and lines of the documents of a part that are no duplicates: what a
-    document repeats that goes must not go too."""
-    stay = [(one.row, one.text) for one in after_near(work, part) if one.reason is None]
+    """Write the hashes of paragraphs and lines of a part's documents, except duplicate documents.
+
+    If an earlier duplicate were hashed too, its text would be removed from the document that stays.
+    """
+    stay = [(candidate.row, candidate.text) for candidate in after_near(work, part) if candidate.reason is None]
     for scope in work.options.piece_scopes:
         write_hashes(work, PIECES, part, scope, stay)
     return {}
 
 
 def after_all(work: Work, part: int) -> Iterator[Candidate]:
-    """The documents of a part, duplicates marked, and the texts of others without paragraphs and lines that
-    have stood before."""
+    """Yield the documents of a part, with duplicates marked and repeated paragraphs and lines removed."""
     places: dict[str, dict[int, list[int]]] = {}
     for scope in work.options.piece_scopes:
-        later, places[scope] = _later(work, part, PIECES, PIECES, scope), {}
-        for row, place in zip(later["document"].tolist(), later["place"].tolist(), strict=True):
+        repeats, places[scope] = _repeats_of_part(work, part, PIECES, PIECES, scope), {}
+        for row, place in zip(repeats["document"].tolist(), repeats["place"].tolist(), strict=True):
             places[scope].setdefault(row, []).append(place)
-    for one in after_near(work, part):
-        found = {scope: rows[one.row] for scope, rows in places.items() if one.row in rows}
-        if one.reason is None and found:
-            left = without_both(one.text, found) if len(found) == 2 else without(one.text, *next(iter(found.items())))
-            if left.strip():
-                one.removed = {scope: [pieces(one.text, scope)[2 * place] for place in found[scope]] for scope in found}
-                one.text = left
+    for candidate in after_near(work, part):
+        repeated_places = {scope: rows[candidate.row] for scope, rows in places.items() if candidate.row in rows}
+        if candidate.reason is None and repeated_places:
+            remaining = (
+                remove_paragraphs_and_lines(candidate.text, repeated_places)
+                if len(repeated_places) == 2
+                else remove_pieces(candidate.text, *next(iter(repeated_places.items())))
+            )
+            if remaining.strip():
+                candidate.removed = {
+                    scope: [pieces(candidate.text, scope)[2 * place] for place in repeated_places[scope]]
+                    for scope in repeated_places
+                }
+                candidate.text = remaining
             else:
-                one.reason = NOTHING_LEFT
-        yield one
+                candidate.reason = NOTHING_LEFT
+        yield candidate
 
 
 def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
-    """Write the keys of the bands of a part. sign: False to write the shingles alone, which `sign_on_device`
-    takes on."""
+    """Write the MinHash band keys of a part's documents; with sign False only their shingles, for
+    `sign_on_device`.
+
+    Returns the number of documents without shingles.
+    """
     method = work.options.minhash
     assert method is not None
-    rows, keys, held, counted = list[int](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    rows, keys = list[int](), list[np.ndarray]()
+    values_by_batch, counts_by_batch = list[np.ndarray](), list[np.ndarray]()
     for batch in _batches(work, part):
-        rows += [one.row for one in batch]
-        values, counts = hashed_shingles([one.text for one in batch], _hashes(), method.ngrams)
+        rows += [candidate.row for candidate in batch]
+        values, counts = hashed_shingles([candidate.text for candidate in batch], _hashes(), method.ngrams)
         if sign:
             keys.append(band_keys(signatures(values, counts, method), method))
         else:
-            held.append(values)
-        counted.append(counts)
-    numbers, counts = np.array(rows, np.int64), np.concatenate([np.empty(0, np.int64), *counted])
+            values_by_batch.append(values)
+        counts_by_batch.append(counts)
+    numbers, counts = np.array(rows, np.int64), np.concatenate([np.empty(0, np.int64), *counts_by_batch])
     if sign:
         _write_bands(work, part, numbers, counts, np.concatenate(keys) if keys else None)
     else:
-        np.savez(work.file(MINHASH, part, "shingles.npz"), values=np.concatenate([np.empty(0, np.int32), *held]),
-                 counts=counts, rows=numbers)  # fmt: skip
+        values = np.concatenate([np.empty(0, np.int32), *values_by_batch])
+        np.savez(work.file(MINHASH, part, "shingles.npz"), values=values, counts=counts, rows=numbers)
     return {"without": int((counts == 0).sum())}
 
 
 def sign_on_device(work: Work, part: int, device: str) -> None:
-    """Write the keys of the bands of a part whose shingles are written, computed by torch."""
+    """Compute a part's band keys with torch from the shingles that `write_bands` wrote, write them, and
+    delete the shingles."""
     method = work.options.minhash
     assert method is not None
     path = work.file(MINHASH, part, "shingles.npz")
@@ -161,30 +189,38 @@ def sign_on_device(work: Work, part: int, device: str) -> None:
 
 
 def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> None:
-    """Write for each band a run of the first document with each key, and the pairs of the others with it: so
-    many copies of one document are few records. With a least Jaccard similarity all are in the runs, for
-    which pairs are compared must not depend on the parts."""
+    """Write a part's band keys as a sorted run for each band, with the first document of each key.
+
+    Edges from it to the other documents of the key go to edges.npy, so many copies need few records.
+    With `jaccard` the runs hold all documents and there are no edges, because the compared pairs must not
+    depend on the parts.
+    rows: the rows of the documents. counts: their numbers of shingles. keys: their band keys.
+    """
     method = work.options.minhash
     assert method is not None
-    some, edges = counts > 0, [np.empty((0, 2), np.uint64)]
-    documents = document_numbers(part, rows[some])
+    has_shingles, edges = counts > 0, [np.empty((0, 2), np.uint64)]
+    documents = document_numbers(part, rows[has_shingles])
     for band in range(method.bands):
-        of_band = keys[some, band] if keys is not None else np.empty(0, np.uint64)
-        order = np.argsort(of_band, kind="stable")
-        of_band, numbers = of_band[order], documents[order]
+        keys_of_band = keys[has_shingles, band] if keys is not None else np.empty(0, np.uint64)
+        order = np.argsort(keys_of_band, kind="stable")
+        keys_of_band, numbers = keys_of_band[order], documents[order]
         if method.jaccard is None:
-            edges.append(pairs_of(of_band, numbers, False))
-            first, _ = groups(of_band)
-            of_band, numbers = of_band[first], numbers[first]
-        records = np.empty(len(of_band), [("key", "<u8"), ("document", "<u8")])
-        records["key"], records["document"] = of_band, numbers
+            edges.append(pairs_of(keys_of_band, numbers, False))
+            begins, _ = groups(keys_of_band)
+            keys_of_band, numbers = keys_of_band[begins], numbers[begins]
+        records = np.empty(len(keys_of_band), [("key", "<u8"), ("document", "<u8")])
+        records["key"], records["document"] = keys_of_band, numbers
         write_run(work.file(MINHASH, part, f"{band:02d}.npy"), records)
     np.save(work.file(MINHASH, part, "edges.npy"), np.unique(np.concatenate(edges), axis=0))
 
 
-def find_pairs(work: Work, parts: int, say: Callable[[int], None]) -> np.ndarray:
-    """The pairs of documents that share a band [pairs, 2]; without a least Jaccard similarity only as many as
-    tell the clusters. say: is told how many bands are done."""
+def find_pairs(work: Work, parts: int, report: Callable[[int], None]) -> np.ndarray:
+    """Return the pairs of documents that share a band, [pairs, 2].
+
+    Without `jaccard` these are only as many pairs as are needed to connect each cluster.
+
+    report: called with the number of bands done.
+    """
     method = work.options.minhash
     assert method is not None
     held, waiting = np.empty((0, 2), np.uint64), list[np.ndarray]()
@@ -193,34 +229,34 @@ def find_pairs(work: Work, parts: int, say: Callable[[int], None]) -> np.ndarray
         nonlocal held, waiting
         waiting.append(edges)
         if sum(map(len, waiting)) > _EDGES_HELD:
-            held, waiting = _fewer(np.concatenate([held, *waiting]), method), []
+            held, waiting = _reduce_edges(np.concatenate([held, *waiting]), method), []
 
     for path in work.all_files(MINHASH, parts, "edges.npy"):
         add(np.array(map_npy(path)))
     for band in range(method.bands):
         for piece in merged(work.all_files(MINHASH, parts, f"{band:02d}.npy")):
             add(pairs_of(piece["key"], piece["document"], method.jaccard is not None))
-        say(band + 1)
-    return _fewer(np.concatenate([held, *waiting]), method)
+        report(band + 1)
+    return _reduce_edges(np.concatenate([held, *waiting]), method)
 
 
-def _fewer(edges: np.ndarray, method: MinHash) -> np.ndarray:
+def _reduce_edges(edges: np.ndarray, method: MinHash) -> np.ndarray:
     if method.jaccard is not None:
         return np.unique(edges, axis=0)
     nodes, roots = clusters(edges)
-    apart = nodes != roots
-    return np.stack([roots[apart], nodes[apart]], axis=1)
+    is_member = nodes != roots
+    return np.stack([roots[is_member], nodes[is_member]], axis=1)
 
 
 def write_shingle_sets(work: Work, part: int) -> None:
-    """Write the sets of shingles of the documents of a part that are in pairs."""
+    """Write the set of shingles of each document of a part that is in a pair (paired.npy)."""
     method = work.options.minhash
     assert method is not None
-    wanted = set(rows_of_part(map_npy(work.folder / MINHASH / "paired.npy"), part).tolist())
+    paired_rows = set(rows_of_part(map_npy(work.folder / MINHASH / "paired.npy"), part).tolist())
     sets = []
-    for one in after_exact(work, part) if wanted else ():
-        if one.row in wanted:
-            values, _ = shingles(*_hashes().of([one.text]), method.ngrams)
+    for candidate in after_exact(work, part) if paired_rows else ():
+        if candidate.row in paired_rows:
+            values, _ = shingles(*_hashes().hash_words([candidate.text]), method.ngrams)
             sets.append(np.unique(values))
     np.save(work.file(MINHASH, part, "sets.npy"), np.concatenate([np.empty(0, np.uint64), *sets]))
     sizes = np.array(list(map(len, sets)), np.int64)
@@ -228,7 +264,7 @@ def write_shingle_sets(work: Work, part: int) -> None:
 
 
 def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
-    """Those pairs whose sets of shingles overlap enough, by their true Jaccard similarity."""
+    """Return the pairs whose shingle sets reach the Jaccard similarity `jaccard`."""
     method = work.options.minhash
     assert method is not None and method.jaccard is not None
     nodes = map_npy(work.folder / MINHASH / "paired.npy")
@@ -247,39 +283,43 @@ def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
     similar = np.zeros(len(pairs), bool)
     for start in range(0, len(pairs), _PAIRS_AT_ONCE):
         places = np.searchsorted(nodes, pairs[start : start + _PAIRS_AT_ONCE]).tolist()
-        for number, (one, other) in enumerate(places, start):
-            first, second = shingle_set(one), shingle_set(other)
-            shared = len(np.intersect1d(first, second, assume_unique=True))
-            similar[number] = shared >= method.jaccard * (len(first) + len(second) - shared)
+        for number, (left_place, right_place) in enumerate(places, start):
+            left, right = shingle_set(left_place), shingle_set(right_place)
+            shared = len(np.intersect1d(left, right, assume_unique=True))
+            similar[number] = shared >= method.jaccard * (len(left) + len(right) - shared)
     return pairs[similar]
 
 
 def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
-    """Write which documents go and which stay in their place; how many clusters there are, by size."""
+    """Choose which document of each cluster stays. Write dropped.npy, the other documents, and kept.npy, for
+    each of them the one that stays.
+
+    parts: number of parts of the input. Returns the number of clusters, and how many clusters have each size.
+    """
     nodes, roots = clusters(pairs)
     method, worth = work.options.minhash, np.zeros(len(nodes))
     assert method is not None
     for part in range(parts) if method.keep != "first" else ():
         rows = rows_of_part(nodes, part)
-        first = int(np.searchsorted(nodes, document_numbers(part, np.zeros(1, np.int64)))[0])
+        begin = int(np.searchsorted(nodes, document_numbers(part, np.zeros(1, np.int64)))[0])
         kind = "chars.npy" if method.keep == "longest" else "worth.npy"
-        worth[first : first + len(rows)] = map_npy(work.file(FILTERED, part, kind))[rows]
+        worth[begin : begin + len(rows)] = map_npy(work.file(FILTERED, part, kind))[rows]
     order = np.lexsort((nodes, -worth, roots))
     begins, heads = groups(roots[order])
-    gone, kept = nodes[order][~begins], nodes[order][heads][~begins]
-    again = np.argsort(gone)
-    np.save(work.folder / MINHASH / "dropped.npy", gone[again])
-    np.save(work.folder / MINHASH / "kept.npy", kept[again])
+    dropped, retained = nodes[order][~begins], nodes[order][heads][~begins]
+    document_order = np.argsort(dropped)
+    np.save(work.folder / MINHASH / "dropped.npy", dropped[document_order])
+    np.save(work.folder / MINHASH / "kept.npy", retained[document_order])
     sizes = np.diff(np.append(np.flatnonzero(begins), len(order)))
-    by_size, times = np.unique(sizes, return_counts=True)
-    return {"clusters": len(sizes), "sizes": dict(zip(map(str, by_size.tolist()), times.tolist(), strict=True))}
+    cluster_sizes, times = np.unique(sizes, return_counts=True)
+    return {"clusters": len(sizes), "sizes": dict(zip(map(str, cluster_sizes.tolist()), times.tolist(), strict=True))}
 
 
 def _batches(work: Work, part: int) -> Iterator[Sequence[Candidate]]:
     batch: list[Candidate] = []
-    for one in after_exact(work, part):
-        if one.reason is None:
-            batch.append(one)
+    for candidate in after_exact(work, part):
+        if candidate.reason is None:
+            batch.append(candidate)
         if len(batch) == _TEXTS_AT_ONCE:
             yield batch
             batch = []
@@ -289,5 +329,5 @@ def _batches(work: Work, part: int) -> Iterator[Sequence[Candidate]]:
 
 @lru_cache(1)
 def _hashes() -> WordHashes:
-    """One a process: its words stay known from part to part."""
+    """Return the `WordHashes` of this process, created once for all parts."""
     return WordHashes()

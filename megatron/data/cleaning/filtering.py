@@ -1,5 +1,8 @@
-"""The first pass: each part of the input becomes a file of the documents that stay, one of those that go, and
-what the later passes need to know of them."""
+"""The first pass: filters each part of the input.
+
+It writes the documents that stay, the documents that are dropped, and the hashes and lengths that later
+passes need.
+"""
 
 import json
 import math
@@ -28,25 +31,34 @@ UNREADABLE = "unreadable/row"
 
 @dataclass(frozen=True)
 class FilteredPart:
-    """What became of a part. kept: its documents; disk_bytes: of its input; schema: of the rows that stay,
-    in hexadecimal, for Parquet."""
+    """The result of filtering a part.
 
-    kept: int
+    num_documents: documents that stay.
+    disk_bytes: of the part's input.
+    account: counts of dropped documents.
+    schema: Arrow schema of the rows that stay, in hexadecimal, for Parquet.
+    """
+
+    num_documents: int
     disk_bytes: int
     account: Account
     schema: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "account": self.account.as_dict()}
+        return {
+            "kept": self.num_documents, "disk_bytes": self.disk_bytes, "account": self.account.as_dict(),
+            "schema": self.schema,
+        }  # fmt: skip
 
     @classmethod
-    def of_dict(cls, values: dict[str, Any]) -> "FilteredPart":
-        return cls(**{**values, "account": Account.of_dict(values["account"])})
+    def from_dict(cls, values: dict[str, Any]) -> "FilteredPart":
+        account = Account.from_dict(values["account"])
+        return cls(values["kept"], values["disk_bytes"], account, values["schema"])
 
 
 def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Do a part; the result is a `FilteredPart`. Raises DataError at a row that cannot be read, unless they
-    are to be skipped."""
+    """Filter a part; return a `FilteredPart` as a dict. Raises DataError at an unreadable row, unless such
+    rows are to be skipped."""
     options = work.options
     cleaner = cleaner_of(work)
     account, edits, texts, rows = Account(), Edits(), list[str](), list[dict[str, Any]]()
@@ -60,7 +72,7 @@ def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any
                 if not options.skip_bad_rows:
                     raise
                 account.read += 1
-                content = _shown(row)
+                content = _row_text(row)
                 account.drop(UNREADABLE, f"{problem}\n{content}", text_key(content))
                 out({"reason": UNREADABLE, "problem": str(problem), "row": content})
                 continue
@@ -88,26 +100,27 @@ def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any
 
 
 def write_hashes(work: Work, stage: str, part: int, scope: str, texts: Iterable[tuple[int, str]]) -> None:
-    """Write what `deduplication.find_later` needs of the pieces of texts, by their rows."""
-    records, own = hash_records(texts, part, scope, work.options.exact_min_chars)
+    """Hash the pieces of texts, and write the files that `deduplication.find_repeats` reads. texts: (row,
+    text)."""
+    records, repeats = hash_records(texts, part, scope, work.options.exact_min_chars)
     write_run(work.file(stage, part, f"{scope}.npy"), records)
-    np.save(work.file(stage, part, f"{scope}.own.npy"), own)
+    np.save(work.file(stage, part, f"{scope}.own.npy"), repeats)
 
 
 def text_key(text: str) -> int:
-    """A hash of a text, by which samples are chosen."""
+    """Return a 64-bit hash of a text; it decides which documents become samples."""
     xxhash = import_optional("xxhash", DataError("cleaning needs the xxhash package: pip install 'neox[clean]'"))
     return int(xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")))
 
 
 def cleaner_of(work: Work) -> Cleaner:
-    """The recipe of a job in this process. Raises DataError for a package that is missing."""
+    """Return the `Cleaner` of a job, created once a process. Raises DataError for a missing package."""
     return _cleaner(work.options.recipe, work.folder / EVALUATION, work.sets)
 
 
 @lru_cache(1)
 def _cleaner(recipe: Recipe, evaluation: Path, sets: tuple[str, ...]) -> Cleaner:
-    """One a process: its words stay known from part to part."""
+    """Create the cleaner once per process, so that its cache of words serves all parts."""
     return Cleaner(recipe, evaluation, sets)
 
 
@@ -117,20 +130,21 @@ def _rows(shards: Sequence[Shard]) -> Iterator[InputRow]:
 
 
 def _values(row: InputRow, key: str) -> dict[str, Any]:
-    """The fields of a row; a bare text has the one."""
+    """Return the fields of a row; a bare text becomes the one field `key`."""
     value = row.value()
     return dict(value) if isinstance(value, dict) else {key: value}
 
 
 def _rejects(work: Work, part: int) -> AbstractContextManager[Write]:
-    """A writer of dropped rows, which does nothing where they are not wanted."""
+    """Return a context manager that gives a function to write dropped rows; without `keep_rejected` the
+    function does nothing."""
     if work.options.keep_rejected:
         return row_writer(work.file(FILTERED, part, "rejected.jsonl.zst"), "jsonl.zst")
     return nullcontext(lambda row: None)
 
 
-def _shown(row: InputRow) -> str:
-    """A row that cannot be read, as text."""
+def _row_text(row: InputRow) -> str:
+    """Return the content of an unreadable row as text."""
     content = row.content
     if isinstance(content, bytes):
         return content.decode("utf-8", "backslashreplace")
@@ -138,8 +152,10 @@ def _shown(row: InputRow) -> str:
 
 
 def _score(row: InputRow, options: CleaningOptions) -> float:
-    """What a document is worth to `--keep best`; 0 without. Raises DataError, naming the row, where that is
-    no number."""
+    """Return the score of a document for `--keep best`; 0 if no score field is set.
+
+    Raises DataError, naming the row, if the field is missing or not a finite number.
+    """
     if options.minhash is None or options.minhash.score is None:
         return 0.0
     value = row.value()
@@ -148,4 +164,4 @@ def _score(row: InputRow, options: CleaningOptions) -> float:
     with suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    raise DataError(f"{row.where()}: --score {options.minhash.score} is {str(value)[:40]}, no number")
+    raise DataError(f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, not a finite number")

@@ -1,5 +1,7 @@
-"""The rules of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A), with the thresholds,
-the words and the names of reasons of datatrove."""
+"""The rules of Gopher with datatrove's thresholds, word lists and names of reasons.
+
+Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A.
+"""
 
 import re
 from collections.abc import Sequence
@@ -17,8 +19,8 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers differ; of hash
 
 @dataclass(frozen=True)
 class GopherQuality:
-    """Documents of too few or too many words, of words too short or too long, of signs and lists, or without
-    the words that English has everywhere. 0 or empty turns a threshold off."""
+    """Drops documents by the number and length of words, by symbols and lists, and by missing stop words. 0
+    or empty turns a threshold off."""
 
     min_doc_words: int = 50
     max_doc_words: int = 100_000
@@ -32,15 +34,16 @@ class GopherQuality:
     stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
 
     def check(self, document: Document) -> str | None:
-        """The reason to drop a document; None to keep it."""
+        """Return the reason to drop a document; None to keep it."""
         text, chunks = document.text, document.chunks
-        count, plain = sum(len(chunk.words) for chunk in chunks), sum(chunk.plain for chunk in chunks)
-        if self.min_doc_words and plain < self.min_doc_words:
+        count = sum(len(chunk.words) for chunk in chunks)
+        num_plain_words = sum(chunk.num_plain_words for chunk in chunks)
+        if self.min_doc_words and num_plain_words < self.min_doc_words:
             return "gopher_short_doc"
-        if self.max_doc_words and plain > self.max_doc_words:
+        if self.max_doc_words and num_plain_words > self.max_doc_words:
             return "gopher_long_doc"
-        if plain:
-            length = sum(chunk.plain_chars for chunk in chunks) / plain
+        if num_plain_words:
+            length = sum(chunk.plain_chars for chunk in chunks) / num_plain_words
             if self.min_avg_word_length and length < self.min_avg_word_length:
                 return "gopher_below_avg_threshold"
             if self.max_avg_word_length and length > self.max_avg_word_length:
@@ -69,7 +72,7 @@ class GopherQuality:
 
 @dataclass(frozen=True)
 class GopherRepetition:
-    """Documents that repeat themselves: paragraphs, lines, the most frequent n words, all runs of n words."""
+    """Drops documents that repeat paragraphs, lines, their most frequent n-gram, or n-grams in general."""
 
     dup_line_frac: float = 0.3
     dup_para_frac: float = 0.3
@@ -79,7 +82,7 @@ class GopherRepetition:
     dup_n_grams: tuple[tuple[int, float], ...] = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1))
 
     def check(self, document: Document) -> str | None:
-        """The reason to drop a document; None to keep it."""
+        """Return the reason to drop a document; None to keep it."""
         text = document.text
         if not text:
             return "empty"
@@ -103,16 +106,16 @@ class GopherRepetition:
 
 
 def duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """How many parts have stood before in the list, and their characters."""
+    """Return how many parts repeat an earlier part of the list, and their characters."""
     if len(set(parts)) == len(parts):
         return 0, 0
-    seen: set[str] = set()
-    again = [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
-    return len(again), sum(map(len, again))
+    distinct: set[str] = set()
+    repeats = [part for part in parts if part in distinct or distinct.add(part)]  # type: ignore[func-returns-value]
+    return len(repeats), sum(map(len, repeats))
 
 
 class _Runs:
-    """Runs of n of the words of a document, known by numbers."""
+    """The n-grams of a document's words, with words as integer ids."""
 
     def __init__(self, words: Sequence[str]) -> None:
         numbers: dict[str, int] = {}
@@ -122,40 +125,42 @@ class _Runs:
         self._hashes: tuple[np.ndarray, np.ndarray] | None = None
 
     def top_chars(self, n: int) -> int:
-        """Characters of the most frequent run, with spaces between its words, times how often it stands; of
-        the first of several; 0 where there is no run."""
+        """Return the length of the most frequent n-gram in characters, with spaces, times its count.
+
+        If several are equally frequent, the first one is used. Returns 0 if there is no n-gram.
+        """
         count = len(self._numbers) - n + 1
         if count < 1:
             return 0
         keys = self._numbers[:count].copy()
         for i in range(1, n):
             keys = mixed(keys * _BASE + self._numbers[i : count + i])
-        _, first, times = np.unique(keys, return_index=True, return_counts=True)
-        at = int(first[times == times.max()].min())
-        return int(self._ends[at + n] - self._ends[at] + n - 1) * int(times.max())
+        _, first_starts, times = np.unique(keys, return_index=True, return_counts=True)
+        start = int(first_starts[times == times.max()].min())
+        return int(self._ends[start + n] - self._ends[start] + n - 1) * int(times.max())
 
     def repeated_chars(self, n: int) -> int:
-        """Characters of runs, words without spaces, that have stood before; after such a run the count goes
-        on behind it."""
+        """Return the number of characters, without spaces, in n-grams that repeat an earlier n-gram. N-grams
+        that overlap a counted repeat are not counted."""
         count = len(self._numbers) - n + 1
         if count < 2:
             return 0
         keys = self._substrings(n, count)
         if len(np.unique(keys)) == count:
             return 0
-        listed, seen, repeated, at = keys.tolist(), set[int](), 0, 0
+        key_list, seen_keys, repeated, start = keys.tolist(), set[int](), 0, 0
         lengths = (self._ends[n : count + n] - self._ends[:count]).tolist()
-        while at < count:
-            if listed[at] in seen:
-                repeated += lengths[at]
-                at += n
+        while start < count:
+            if key_list[start] in seen_keys:
+                repeated += lengths[start]
+                start += n
             else:
-                seen.add(listed[at])
-                at += 1
+                seen_keys.add(key_list[start])
+                start += 1
         return repeated
 
     def _substrings(self, n: int, count: int) -> np.ndarray:
-        """A number for each run of n words by its characters alone: `ab c` and `a bc` have the same."""
+        """Return a hash for each n-gram by its characters alone: `ab c` and `a bc` hash alike."""
         if self._hashes is None:
             codes = np.frombuffer(self._joined.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
             powers = np.cumprod(np.full(len(codes) + 1, _BASE, np.uint64))

@@ -1,13 +1,14 @@
-"""A job of cleaning from its input to its files, in passes over parts; what is done stays done.
+"""Runs a cleaning job, from its input to its output files, in passes over parts. Finished parts survive a
+restart.
 
 While it runs, everything lies in OUT/.clean-<digest of the job>/, a folder for each pass:
   evaluation/   runs of words of the evaluation sets
-  filtered/     of each part of the input the documents that stay, their hashes, and an account
-  exact/        which documents have stood before
-  minhash/      keys of bands, pairs, and which documents go
-  pieces/       hashes of paragraphs and lines of what is left, and which have stood before
-  published/    the files of the result
-A pass writes <part>.json last, which vouches for the rest of that part.
+  filtered/     for each part of the input: the documents that stay, their hashes, and an account
+  exact/        documents that repeat an earlier one
+  minhash/      keys of bands, pairs, and dropped documents
+  pieces/       hashes of paragraphs and lines of what is left, and the repeats among them
+  published/    the output files
+A pass writes <part>.json last: where it exists, the other files of that part are complete.
 """
 
 import json
@@ -32,8 +33,8 @@ from megatron.data.cleaning.deduplication import (
     MINHASH,
     PIECES,
     choose,
-    find_later,
     find_pairs,
+    find_repeats,
     sign_on_device,
     similar_pairs,
     write_bands,
@@ -44,7 +45,7 @@ from megatron.data.cleaning.filtering import FILTERED, FilteredPart, cleaner_of,
 from megatron.data.cleaning.output_folder import PAGE, WORK, check_target, publish
 from megatron.data.cleaning.page import write_page
 from megatron.data.cleaning.plan import EVALUATION, FORMAT, CleaningOptions, Work, parts_of
-from megatron.data.cleaning.publishing import PUBLISHED, SETS, file_name, kept_text, slices_of_files, write_files
+from megatron.data.cleaning.publishing import PUBLISHED, SETS, file_name, slices_of_files, text_of_document, write_files
 from megatron.data.cleaning.row_files import unified_schema
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, write_json
@@ -55,13 +56,17 @@ from megatron.data.preprocessing.workers import in_order
 
 # Whose versions may change a verdict: a job is not gone on with by others.
 _LIBRARIES = ("spacy", "ftfy", "py3langid", "regex", "xxhash")
-_GO_ON = "what is done is kept: the same command goes on from there"
+_GO_ON = "finished work is kept: the same command goes on from there"
 
 
 @dataclass
 class PassProgress:
-    """How far a pass is. done, total: of what it reads, in bytes or parts; documents: it has looked at;
-    resumed: documents of an earlier run."""
+    """The progress of a pass.
+
+    total: the size of its input, in the unit of this pass. done: how much of it is processed.
+    documents: documents processed so far.
+    resumed, resumed_done: how many of `documents` and of `done` an earlier run had processed.
+    """
 
     name: str
     total: int
@@ -77,8 +82,11 @@ Task = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job may use, which changes nothing about its result. device: where torch computes signatures;
-    None: numpy in the workers."""
+    """The workers and the device of a job; they do not change its result.
+
+    workers: number of worker processes.
+    device: the torch device that computes MinHash signatures; None: the workers compute them with numpy.
+    """
 
     workers: int = 1
     device: str | None = None
@@ -86,14 +94,18 @@ class Resources:
 
 @dataclass
 class CleaningResult:
-    """What a job has made. documents, chars: by set; account: of all that went. already: whether it was all
-    there from before."""
+    """The result of a job.
+
+    documents, chars: counts of kept documents, by set.
+    account: counts of dropped documents.
+    existed: True if an earlier run had already written the full result.
+    """
 
     files: list[str]
     documents: dict[str, int]
     chars: dict[str, int]
     account: Account
-    already: bool = False
+    existed: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -107,22 +119,26 @@ def clean(
     overwrite: bool = False,
     show: Show = lambda progress: None,
 ) -> CleaningResult:
-    """Write what stays of the documents of `files` into the folder `target`, with metadata.json and
-    report.html.
+    """Clean the documents of `files` into the folder `target`, and write metadata.json and report.html.
 
-    evaluation: sets whose runs of words no document may hold. arguments: for the metadata. overwrite: replace
-    another result there. Raises DataError; then the same call goes on from what was done.
+    evaluation: sets whose n-grams no document may contain.
+    arguments: written into the metadata.
+    overwrite: replace the result of another job.
+    show: called with the progress of each pass.
+    Raises DataError for unusable input. The same call then resumes from the finished parts.
     """
     versions = [[file.version() for file in group] for group in (files, evaluation)]
     identity = digest([FORMAT, shards.CHUNK_BYTES, options.describe(), versions, _libraries()])
-    known = check_target(target, identity, [*files, *evaluation], overwrite)
-    if known is not None:
-        account = Account.of_dict(known["account"])
-        return CleaningResult(known["output_files"], known["document_counts"], known["chars"], account, already=True)
+    metadata = check_target(target, identity, [*files, *evaluation], overwrite)
+    if metadata is not None:
+        account = Account.from_dict(metadata["account"])
+        return CleaningResult(
+            metadata["output_files"], metadata["document_counts"], metadata["chars"], account, existed=True
+        )
     folder = target.absolute() / f"{WORK}{identity}"
 
-    def is_worth_keeping(found: Path) -> bool:
-        return any(found.glob(f"{FILTERED}/*.json"))
+    def is_worth_keeping(folder: Path) -> bool:
+        return any(folder.glob(f"{FILTERED}/*.json"))
 
     advice = "choose another OUT"
     with work_folder(folder, f"{WORK}*", str(target), advice, is_worth_keeping, keep_others=True) as place:
@@ -146,44 +162,44 @@ def _libraries() -> dict[str, str | None]:
 
 
 class _Job:
-    """A job in its folder."""
+    """A running job with its work folder."""
 
     def __init__(
         self, work: Work, files: Sequence[InputFile], evaluation: Sequence[InputFile], resources: Resources, show: Show
     ) -> None:
         self.work, self.files, self.evaluation, self.resources, self.show = work, files, evaluation, resources, show
-        self.began = time.monotonic()
+        self.start_time = time.monotonic()
         self.notes: list[str] = []
         self.facts: dict[str, Any] = {}
 
     def run(self, target: Path, identity: str, arguments: dict[str, Any]) -> CleaningResult:
-        """All passes, then the result gets its place."""
+        """Run all passes, then publish the result."""
         self._evaluation_sets()
         cleaner_of(self.work)  # what is missing is told now; the workers, which are forked, have it already
         account = Account()
         filtered = self._filter(account)
         options, parts = self.work.options, len(filtered)
         if "document" in options.exact:
-            self.facts["exact"] = self._later(EXACT, FILTERED, ["document"], parts)
+            self.facts["exact"] = self._find_repeats(EXACT, FILTERED, ["document"], parts)
         if options.minhash is not None:
             self._near_duplicates(filtered)
         if options.piece_scopes:
             self._hash_pieces(filtered)
-            self.facts["pieces"] = self._later(PIECES, PIECES, options.piece_scopes, parts)
+            self.facts["pieces"] = self._find_repeats(PIECES, PIECES, options.piece_scopes, parts)
         documents, chars, count = self._write(filtered, account)
         if not sum(documents.values()):
             shutil.rmtree(self.work.folder / FILTERED)  # nothing of the job is worth keeping
             reasons = ", ".join(f"{reason} {number}" for reason, number in account.dropped.most_common(5))
             raise DataError(
-                f"no document is left of {account.read}{f': {reasons}' if reasons else ''}; nothing is written"
+                f"all {account.read} documents are dropped{f': {reasons}' if reasons else ''}; use other rules or data"
             )
         for file in (*self.files, *self.evaluation):
-            if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
+            if not file.path.exists() or InputFile.from_path(file.path, file.rows) != file:
                 raise DataError(f"{file.path}: changed while it was read; run again")
         return self._publish(target, identity, arguments, account, documents, chars, parts, count)
 
     def _evaluation_sets(self) -> None:
-        """The runs of words of the evaluation sets, and their names."""
+        """Write the n-grams of the evaluation sets into the work folder, and keep the names of the sets."""
         ngrams = self.work.options.recipe.decontaminate
         if ngrams is None:
             return
@@ -196,47 +212,50 @@ class _Job:
                               "so nothing was compared with them")  # fmt: skip
 
     def _filter(self, account: Account) -> list[FilteredPart]:
-        """Of each part what later passes need; account: gets what it dropped."""
+        """Filter each part, add the parts' accounts to `account`, and return the results without accounts."""
         (self.work.folder / FILTERED).mkdir(exist_ok=True)
         progress = self._begin(PassProgress("filter", sum(file.bytes_read for file in self.files)))
 
-        tasks = (partial(filter_part, self.work, part, some) for part, some in enumerate(parts_of(self.files)))
+        tasks = (
+            partial(filter_part, self.work, part, shards_of_part)
+            for part, shards_of_part in enumerate(parts_of(self.files))
+        )
         filtered = []
-        for values, was_done in self._each(FILTERED, tasks):
-            part = FilteredPart.of_dict(values)
+        for values, was_done in self._run_tasks(FILTERED, tasks):
+            part = FilteredPart.from_dict(values)
             account.add(part.account)
             self._step(progress, part.disk_bytes, part.account.read, was_done)
             filtered.append(replace(part, account=Account()))  # samples of thousands of parts are not kept
         return filtered
 
-    def _later(self, stage: str, hashed: str, scopes: Sequence[str], parts: int) -> dict[str, Any]:
-        """Find what has stood before, and how much that is by scope."""
+    def _find_repeats(self, stage: str, hashed: str, scopes: Sequence[str], parts: int) -> dict[str, Any]:
+        """Find the repeated pieces of each scope, and return {scope: number of repeated pieces}."""
         progress = self._begin(PassProgress(f"exact {', '.join(scopes)}", len(scopes)))
-        found = {}
+        counts = {}
         for scope in scopes:
-            call = partial(find_later, self.work, parts, stage, hashed, scope)
-            found[scope] = self._once(stage, f"found-{scope}", call)["pieces"]
+            call = partial(find_repeats, self.work, parts, stage, hashed, scope)
+            counts[scope] = self._run_once(stage, f"found-{scope}", call)["pieces"]
             self._step(progress, 1, 0, False)
-        return found
+        return counts
 
     def _hash_pieces(self, filtered: Sequence[FilteredPart]) -> None:
         (self.work.folder / PIECES).mkdir(exist_ok=True)
-        progress = self._begin(PassProgress("paragraphs and lines", sum(one.kept for one in filtered)))
+        progress = self._begin(PassProgress("paragraphs and lines", sum(part.num_documents for part in filtered)))
         tasks = (partial(write_pieces, self.work, part) for part in range(len(filtered)))
-        for part, (_, was_done) in enumerate(self._each(PIECES, tasks)):
-            self._step(progress, filtered[part].kept, filtered[part].kept, was_done)
+        for part, (_, was_done) in enumerate(self._run_tasks(PIECES, tasks)):
+            self._step(progress, filtered[part].num_documents, filtered[part].num_documents, was_done)
 
     def _near_duplicates(self, filtered: Sequence[FilteredPart]) -> None:
         work, parts = self.work, len(filtered)
         (work.folder / MINHASH).mkdir(exist_ok=True)
-        progress = self._begin(PassProgress("minhash", sum(one.kept for one in filtered)))
+        progress = self._begin(PassProgress("minhash", sum(part.num_documents for part in filtered)))
         tasks = (partial(write_bands, work, part, self.resources.device is None) for part in range(parts))
-        without = 0
-        for part, (values, was_done) in enumerate(self._each(MINHASH, tasks)):
+        num_too_short = 0
+        for part, (values, was_done) in enumerate(self._run_tasks(MINHASH, tasks)):
             if work.file(MINHASH, part, "shingles.npz").exists():  # maybe of an earlier run with a device
                 sign_on_device(work, part, self.resources.device or "cpu")
-            without += values["without"]
-            self._step(progress, filtered[part].kept, filtered[part].kept, was_done)
+            num_too_short += values["without"]
+            self._step(progress, filtered[part].num_documents, filtered[part].num_documents, was_done)
         method = work.options.minhash
         assert method is not None
         bands = self._begin(PassProgress("clusters", method.bands))
@@ -250,36 +269,42 @@ class _Job:
                 pairs = similar_pairs(work, pairs, parts)
             return choose(work, pairs, parts)
 
-        self.facts["minhash"] = self._once(MINHASH, "clusters", cluster) | {"too_short_for_a_shingle": without}
+        self.facts["minhash"] = self._run_once(MINHASH, "clusters", cluster) | {
+            "too_short_for_a_shingle": num_too_short
+        }
 
     def _write(self, filtered: Sequence[FilteredPart], account: Account) -> tuple[dict[str, int], dict[str, int], int]:
-        """Documents and characters by set, and the number of files of each."""
+        """Write the output files. Return documents and characters by set, and the number of files of each
+        set."""
         work = self.work
         (work.folder / PUBLISHED).mkdir(exist_ok=True)
         files = slices_of_files(work, len(filtered))
         schema = None
         if work.options.format == "parquet":
-            schemas = [bytes.fromhex(one.schema) for one in filtered if one.schema is not None]
+            schemas = [
+                bytes.fromhex(filtered_part.schema) for filtered_part in filtered if filtered_part.schema is not None
+            ]
             schema = unified_schema(schemas).hex() if schemas else None
         progress = self._begin(PassProgress("write", len(files)))
         tasks = (partial(write_files, work, number, len(files), slices, schema) for number, slices in enumerate(files))
         documents, chars = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
-        for values, was_done in self._each(PUBLISHED, tasks):
-            account.add(Account.of_dict(values["account"]))
+        for values, was_done in self._run_tasks(PUBLISHED, tasks):
+            account.add(Account.from_dict(values["account"]))
             for name, count in values["documents"].items():
                 documents[name] += count
                 chars[name] += values["chars"].get(name, 0)
             self._step(progress, 1, sum(values["documents"].values()), was_done)
         return documents, chars, len(files)
 
-    def _each(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The result of each task of a pass, and whether it was there from before."""
+    def _run_tasks(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Run the tasks of a pass in the workers. Yield, for each task in order, its result and whether an
+        earlier run had finished it."""
         noted = ((task, self.work.file(stage, number, "json")) for number, task in enumerate(tasks))
         # A task that is done is not sent to a worker: it may hold a part of the input.
         todo = ((None if path.exists() else task, path) for task, path in noted)
         yield from in_order(_remembered, todo, self.resources.workers)
 
-    def _once(self, stage: str, name: str, call: Task) -> dict[str, Any]:
+    def _run_once(self, stage: str, name: str, call: Task) -> dict[str, Any]:
         folder = self.work.folder / stage
         folder.mkdir(exist_ok=True)
         return _remembered(call, folder / f"{name}.json")[0]
@@ -299,7 +324,8 @@ class _Job:
         self, target: Path, identity: str, arguments: dict[str, Any], account: Account, documents: dict[str, int],
         chars: dict[str, int], parts: int, count: int,
     ) -> CleaningResult:  # fmt: skip
-        """Describe the result and give it its place. parts: of the input; count: of files of each set."""
+        """Write the metadata and the report, and move the files into OUT. parts: of the input; count: files
+        of each set."""
         options, folder = self.work.options, self.work.folder / PUBLISHED
         files = [
             file_name(name, number, count, options.format)
@@ -312,9 +338,9 @@ class _Job:
                 moves[f"rejected/filtered-{part:06d}.jsonl.zst"] = source
             for name in (file_name("duplicates", number, count, "jsonl.zst") for number in range(count)):
                 moves[f"rejected/{name}"] = folder / name
-        kept = {
-            sample.kept: kept_text(self.work, sample.kept)
-            for samples in account.samples.values() for sample in samples if sample.kept is not None
+        retained_texts = {
+            sample.duplicate_of: text_of_document(self.work, sample.duplicate_of)
+            for samples in account.samples.values() for sample in samples if sample.duplicate_of is not None
         }  # fmt: skip
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             digests = iter(list(pool.map(sha256, [file.path for file in (*self.files, *self.evaluation)])))
@@ -327,12 +353,12 @@ class _Job:
             "libraries": _libraries(),
             "timing": {
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "seconds": round(time.monotonic() - self.began, 3),
+                "seconds": round(time.monotonic() - self.start_time, 3),
             },
             "identity": identity, "output_files": files,
             "rejected_files": [name for name in moves if name.startswith("rejected/")],
         }  # fmt: skip
-        write_page(folder / PAGE, metadata, account, kept)
+        write_page(folder / PAGE, metadata, account, retained_texts)
         publish(self.work.folder, target, moves, metadata)
         return CleaningResult(files, documents, chars, account, notes=self.notes)
 
@@ -343,7 +369,11 @@ def _described(file: InputFile, digest_of_it: str) -> dict[str, Any]:
 
 
 def _remembered(call: Task | None, path: Path) -> tuple[dict[str, Any], bool]:
-    """What a call gave, noted in a file, and whether the note was there: then the call is not made."""
+    """Return (result, True) from the file `path` if it exists; else call `call`, write the file, and return
+    (result, False).
+
+    call: None if the file exists.
+    """
     if call is None or path.exists():
         return json.loads(path.read_text(encoding="utf-8")), True
     result = call()

@@ -1,4 +1,4 @@
-"""The language of a text by py3langid's model, which comes with the package."""
+"""Identifies the language of a text with py3langid's model, which comes with the package."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,30 +13,34 @@ _READ = 2000  # characters of a text; more seldom changes what is found
 
 @dataclass(frozen=True)
 class Language:
-    """Documents in other languages, or in none that is sure. languages: of ISO 639-1, as en; threshold: least
-    probability by the model."""
+    """Settings of the rule that drops documents in other languages, or of uncertain language.
+
+    languages: ISO 639-1 codes of the languages that stay, such as en.
+    threshold: a document is dropped if the model gives its language a lower probability.
+    """
 
     languages: Sequence[str] = ("en",)
     threshold: float = 0.2
 
 
 class LanguageIdentifier:
-    """py3langid's model. Raises DataError where the package is missing or a language is not known to it."""
+    """Identifies languages with py3langid's model. Raises DataError if the package is missing or does not
+    support a language."""
 
     def __init__(self, rule: Language) -> None:
         missing = DataError("--language needs the py3langid package: pip install 'neox[clean]'")
         langid: Any = import_optional("py3langid.langid", missing)
         self._rule = rule
         self._model = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-        known = set(self._model.labels)
-        unknown = [name for name in rule.languages if name not in known]
+        supported = set(self._model.labels)
+        unknown = [name for name in rule.languages if name not in supported]
         if unknown:
-            raise DataError(f"--language {', '.join(unknown)}: py3langid knows {', '.join(sorted(known))}")
+            raise DataError(f"--language {', '.join(unknown)}: py3langid knows only {', '.join(sorted(supported))}")
 
-    def check(self, text: str, found: Counter[str]) -> str | None:
-        """The reason to drop a text; None to keep it. found: counts languages."""
+    def check(self, text: str, counts: Counter[str]) -> str | None:
+        """Return the reason to drop a text; None to keep it. counts: the language is counted in it."""
         language, probability = self._model.classify(text[:_READ])
-        found[language] += 1
+        counts[language] += 1
         if language not in self._rule.languages:
             return "other_language"
         return "unsure_language" if probability < self._rule.threshold else None

@@ -1,4 +1,4 @@
-"""Repairs of a text before it is judged, and personal data taken out of it."""
+"""Repairs texts before they are judged, and masks personal data."""
 
 import ipaddress
 import re
@@ -17,8 +17,8 @@ _BREAKS = re.compile(r"\r\n?|[\x0b\x0c\x1c-\x1e\x85]")
 
 
 def fix_encoding(text: str) -> str:
-    """What ftfy repairs of text that was decoded wrongly. Quotes, widths and ligatures stay as they are: a
-    model is to know them."""
+    """Repair wrongly decoded text with ftfy. Curly quotes, full-width characters and ligatures stay as they
+    are, because a model should know them."""
     return import_optional("ftfy", _missing("ftfy")).fix_text(text, config=_config()) if not text.isascii() else text
 
 
@@ -37,25 +37,25 @@ def _missing(package: str) -> DataError:
 
 
 def compose(text: str) -> str:
-    """Unicode's form C, in which an accent and its letter are one character."""
+    """Return the text in Unicode's form C: an accent and its letter are one character."""
     return unicodedata.normalize("NFC", text)
 
 
 def remove_control(text: str) -> str:
-    """Without control characters; a line ends with a line feed alone."""
+    """Remove control characters, and end each line with a line feed alone."""
     return _CONTROL.sub("", _BREAKS.sub("\n", text))
 
 
 NORMALIZATIONS: dict[str, Callable[[str], str]] = {"ftfy": fix_encoding, "control": remove_control, "nfc": compose}
-"""By the words of --normalize, in the order in which they are done."""
+"""The repairs by their names in --normalize, in the order in which they are applied."""
 
 _EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}\b")
 _IP = re.compile(r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\d.]*\d)")
 
 
 def mask_personal(text: str) -> tuple[str, int]:
-    """The text with every e-mail address and every public IPv4 address replaced by one that belongs to
-    nobody (RFC 2606, RFC 5737), and how many there were."""
+    """Replace e-mail addresses and public IPv4 addresses by addresses that belong to nobody. Return the text
+    and the number of replacements. The addresses are those of RFC 2606 and RFC 5737."""
     text, emails = _EMAIL.subn("email@example.com", text) if "@" in text else (text, 0)
     addresses = 0
 

@@ -1,4 +1,4 @@
-"""The folder that a job of cleaning writes into: what may be there, and how a result gets its place."""
+"""The output folder of a cleaning job: checks its content, and moves a result into it."""
 
 import json
 import os
@@ -16,22 +16,22 @@ _MARKER = "publishing.json"  # in the work folder, from before the first file ge
 
 
 def check_target(target: Path, identity: str, inputs: Sequence[InputFile], overwrite: bool) -> Mapping[str, Any] | None:
-    """The metadata of the same job, if its result is there already.
+    """Return the metadata of the same job if its result already exists, else None.
 
-    Raises DataError where the folder holds something that would be lost: an input, files that no job noted,
-    and, without overwrite, the result of another job.
+    Raises DataError if the folder holds something that would be lost: an input, files that no job lists, or,
+    without overwrite, the result of another job.
     """
     for file in inputs:
         if file.path.resolve().is_relative_to(target.resolve()):
-            raise DataError(f"{target}: holds {file.path}, which is read; choose another OUT")
+            raise DataError(f"{target}: holds the input {file.path}; choose another OUT")
     if not target.exists():
         return None
-    known = _metadata(target)
-    if known is not None and known["identity"] == identity:
-        return known if all((target / name).exists() for name in known["output_files"]) else None
+    metadata = _metadata(target)
+    if metadata is not None and metadata["identity"] == identity:
+        return metadata if all((target / name).exists() for name in metadata["output_files"]) else None
     if (target / f"{WORK}{identity}" / _MARKER).exists():
         return None  # our own, half in its place
-    if known is None:
+    if metadata is None:
         foreign = [path for pattern in ("train-*-of-*", "validation-*-of-*", PAGE) for path in target.glob(pattern)]
         if foreign:
             raise DataError(f"{foreign[0]}: was not made by this command; choose another OUT")
@@ -41,8 +41,11 @@ def check_target(target: Path, identity: str, inputs: Sequence[InputFile], overw
 
 
 def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mapping[str, Any]) -> None:
-    """Give files their names in the folder, in the place of an earlier result, the metadata last. Called
-    again after it was cut short, it goes on. work: of the job; files: where each is, by its name there."""
+    """Move files and then the metadata into the output folder, replacing an earlier result. If interrupted,
+    call it again.
+
+    work: the work folder of the job. files: final name -> current path.
+    """
     marker = work / _MARKER
     if not marker.exists():
         old = _metadata(target) or {"output_files": []}
@@ -58,11 +61,12 @@ def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mappi
 
 
 def _metadata(target: Path) -> dict[str, Any] | None:
-    """The metadata of a result of this command, whatever job's."""
+    """Return the content of metadata.json if this command wrote it, for any job; None if there is no such
+    file. Raises DataError if it is not of this command."""
     try:
-        known = json.loads((target / METADATA).read_text(encoding="utf-8"))
-        if isinstance(known["identity"], str) and all(isinstance(name, str) for name in known["output_files"]):
-            return dict(known)
+        metadata = json.loads((target / METADATA).read_text(encoding="utf-8"))
+        if isinstance(metadata["identity"], str) and all(isinstance(name, str) for name in metadata["output_files"]):
+            return dict(metadata)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The page that shows what a job of cleaning did: what went, why, and samples of it."""
+"""Writes the HTML report of a cleaning job: dropped documents by reason, with samples."""
 
 import json
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from typing import Any
 
 from megatron.data.cleaning.accounts import Account
 
-_SHOWN = 1200  # characters of a document that stays
+_MAX_TEXT_CHARS = 1200  # characters of a document that stays
 _INPUTS = 200
 
 
-def write_page(path: Path, metadata: Mapping[str, Any], account: Account, kept: Mapping[int, str]) -> None:
-    """Write the page. metadata: of the job. kept: the texts of documents that stay in the place of samples,
-    by number."""
+def write_page(path: Path, metadata: Mapping[str, Any], account: Account, retained_texts: Mapping[int, str]) -> None:
+    """Write the HTML report of a job. retained_texts: {number of a document: its text} for the documents that
+    stay in the place of sampled duplicates."""
     from jinja2 import Environment  # torch brings it
 
     text = files("megatron.data.cleaning").joinpath("page.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True).from_string(text)
-    path.write_text(page.render(**_values(metadata, account, kept)), encoding="utf-8")
+    path.write_text(page.render(**_values(metadata, account, retained_texts)), encoding="utf-8")
 
 
-def _values(metadata: Mapping[str, Any], account: Account, kept: Mapping[int, str]) -> dict[str, Any]:
+def _values(metadata: Mapping[str, Any], account: Account, retained_texts: Mapping[int, str]) -> dict[str, Any]:
     stay = {name: count for name, count in metadata["document_counts"].items() if count}
     timing, read = metadata["timing"], max(account.read, 1)
     facts = [
@@ -51,25 +51,29 @@ def _values(metadata: Mapping[str, Any], account: Account, kept: Mapping[int, st
         {
             "name": reason, "anchor": anchors[reason], "count": f"{count:,}",
             "samples": [
-                {"text": one.text, "kept": kept[one.kept][:_SHOWN] if one.kept is not None else None}
-                for one in account.samples[reason]
+                {"text": sample.text, "kept": _excerpt(retained_texts, sample.duplicate_of)}
+                for sample in account.samples[reason]
             ],
         }
         for reason, count in account.dropped.most_common()
     ]  # fmt: skip
     samples += [
         {
-            "name": name, "anchor": name.replace(" ", "-"), "count": f"{len(shown)} of them",
-            "samples": [{"text": one.text, "kept": None} for one in shown],
+            "name": name, "anchor": name.replace(" ", "-"), "count": f"{len(group)} of them",
+            "samples": [{"text": sample.text, "kept": None} for sample in group],
         }
-        for name, shown in account.samples.items() if name not in account.dropped
+        for name, group in account.samples.items() if name not in account.dropped
     ]  # fmt: skip
     return {
         "read": f"{account.read:,}", "kept": f"{sum(stay.values()):,}", "made": timing["finished"],
         "notes": metadata["notes"], "facts": facts, "rows": rows, "details": details, "samples": samples,
         "options": [(name, json.dumps(value, ensure_ascii=False)) for name, value in metadata["options"].items()],
-        "inputs": [{**one, "bytes": f"{one['bytes']:,}"} for one in metadata["inputs"][:_INPUTS]],
+        "inputs": [{**file, "bytes": f"{file['bytes']:,}"} for file in metadata["inputs"][:_INPUTS]],
     }  # fmt: skip
+
+
+def _excerpt(texts: Mapping[int, str], document: int | None) -> str | None:
+    return texts[document][:_MAX_TEXT_CHARS] if document is not None else None
 
 
 def _row(name: str, documents: int, chars: int, read: int, anchor: str | None) -> dict[str, Any]:

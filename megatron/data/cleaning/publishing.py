@@ -1,4 +1,4 @@
-"""The last pass: the documents that stay, in files of about the same size, in their order."""
+"""The last pass: writes the documents that stay, in their order, into files of similar size."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,35 +23,36 @@ _SPAN = 1 << 64
 
 @dataclass(frozen=True)
 class Slice:
-    """Documents of a part, from row `first` to before `last`."""
+    """The documents in rows [begin, end) of a part."""
 
     part: int
-    first: int
-    last: int
+    begin: int
+    end: int
 
 
 def slices_of_files(work: Work, parts: int) -> list[list[Slice]]:
-    """Which documents go into which file: a new one begins once `file_chars` characters of filtered text are
-    in the one before, so that it does not matter how the input lay in files."""
-    size, before = work.options.file_chars, 0
+    """Return, for each output file, which documents go into it. A new file begins after each `file_chars`
+    characters of filtered text, so the result does not depend on how the input is split into files."""
+    size, chars_so_far = work.options.file_chars, 0
     files: dict[int, list[Slice]] = {}
     for part in range(parts):
         chars = map_npy(work.file(FILTERED, part, "chars.npy"))
-        begins = before + np.cumsum(chars) - chars
+        begins = chars_so_far + np.cumsum(chars) - chars
         for number in np.unique(begins // size).tolist():
             rows = np.flatnonzero(begins // size == number)
             files.setdefault(number, []).append(Slice(part, int(rows[0]), int(rows[-1]) + 1))
-        before += int(chars.sum())
+        chars_so_far += int(chars.sum())
     return [files[number] for number in sorted(files)]
 
 
 def file_name(name: str, number: int, files: int, kind: str) -> str:
-    """What a file of a set is called, as `train-00000-of-00012.jsonl.zst`."""
+    """Return the name of a file of a set, as `train-00000-of-00012.jsonl.zst`."""
     return f"{name}-{number:05d}-of-{files:05d}.{kind}"
 
 
 def write_files(work: Work, number: int, files: int, slices: Sequence[Slice], schema: str | None) -> dict[str, Any]:
-    """Write the files of a number, one of each set, and the account of the duplicates in its documents."""
+    """Write output file `number` of each set (train, validation). Return counts of the written documents by
+    set, and an `Account` of the duplicates left out, as JSON values."""
     options = work.options
     folder = work.folder / PUBLISHED
     account, documents, chars, pieces = Account(), Counter[str](), Counter[str](), Counter[str]()
@@ -68,34 +69,36 @@ def write_files(work: Work, number: int, files: int, slices: Sequence[Slice], sc
         if options.keep_rejected:
             path = folder / file_name("duplicates", number, files, "jsonl.zst")
             out = stack.enter_context(row_writer(path, "jsonl.zst"))
-        for one in (one for piece in slices for one in _documents(work, piece)):
-            if one.reason is not None:
-                document = int(document_numbers(one.part, np.array([one.row]))[0])
-                account.drop(one.reason, one.text, text_key(one.text), document, one.kept)
+        for candidate in (candidate for piece in slices for candidate in _documents(work, piece)):
+            if candidate.reason is not None:
+                document = int(document_numbers(candidate.part, np.array([candidate.row]))[0])
+                account.drop(
+                    candidate.reason, candidate.text, text_key(candidate.text), document, candidate.duplicate_of
+                )
                 if out is not None:
-                    out({"reason": one.reason, "row": one.values})
+                    out({"reason": candidate.reason, "row": candidate.values})
                 continue
-            for scope, removed in one.removed.items():
+            for scope, removed in candidate.removed.items():
                 pieces[scope] += len(removed)
                 for piece in removed:
                     account.sample(f"{scope} taken out", piece, text_key(piece))
-            name = names[-1] if text_key(f"{options.seed} {one.text}") < options.validation * _SPAN else names[0]
+            name = names[-1] if text_key(f"{options.seed} {candidate.text}") < options.validation * _SPAN else names[0]
             documents[name] += 1
-            chars[name] += len(one.text)
-            writers[name]({**one.values, options.text_key: one.text})
+            chars[name] += len(candidate.text)
+            writers[name]({**candidate.values, options.text_key: candidate.text})
     account.detail("pieces_removed", pieces)
     return {"documents": dict(documents), "chars": dict(chars), "account": account.as_dict()}
 
 
-def kept_text(work: Work, document: int) -> str:
-    """The text of a document of the job, by its number."""
+def text_of_document(work: Work, document: int) -> str:
+    """Return the text of a document of the job, by its number."""
     part, row = document >> 32, document & 0xFFFFFFFF
-    return next(one.text for one in after_all(work, part) if one.row == row)
+    return next(candidate.text for candidate in after_all(work, part) if candidate.row == row)
 
 
 def _documents(work: Work, piece: Slice) -> Iterator[Candidate]:
-    for one in after_all(work, piece.part):
-        if one.row >= piece.last:
+    for candidate in after_all(work, piece.part):
+        if candidate.row >= piece.end:
             return
-        if one.row >= piece.first:
-            yield one
+        if candidate.row >= piece.begin:
+            yield candidate

@@ -1,4 +1,4 @@
-"""What is done to each document by itself, in this order: repairs, language, rules, personal data,
+"""The steps applied to each document by itself, in this order: repairs, language, rules, personal data,
 contamination."""
 
 import dataclasses
@@ -26,15 +26,19 @@ RULES: dict[str, type[Rule]] = {
     "c4": C4,
     "fineweb": FineWeb,
 }
-"""By the words of --recipe; gopher stands for both of its two, in this order."""
+"""The rules by their names in --recipe; the name gopher stands for both of its rules, in this order."""
 _SEVERAL = {"gopher": ("gopher-repetition", "gopher-quality")}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """normalize: of NORMALIZATIONS. rules: by name, in the order in which they are asked. word_language:
-    whose rules of spaCy split words. decontaminate: words of a run that evaluation sets share with no
-    document."""
+    """Settings of the steps that clean single documents.
+
+    normalize: names of the repairs to apply, from NORMALIZATIONS.
+    rules: (name, rule) in the order in which they are applied.
+    word_language: the language by whose spaCy rules texts are split into words.
+    decontaminate: n of the n-grams (words) that no document may share with an evaluation set; None: off.
+    """
 
     normalize: tuple[str, ...] = tuple(NORMALIZATIONS)
     language: Language | None = None
@@ -46,8 +50,13 @@ class Recipe:
 
 @dataclass
 class Edits:
-    """What was changed in documents that stay or go, counted. documents: by what changed them; lines: taken
-    out, by reason; languages: found; personal: addresses replaced."""
+    """Counts of changes, in documents that stay and in dropped documents.
+
+    documents: documents changed, by step.
+    lines: lines removed, by reason.
+    languages: documents by identified language.
+    personal: addresses replaced.
+    """
 
     documents: Counter[str] = field(default_factory=Counter)
     lines: Counter[str] = field(default_factory=Counter)
@@ -55,7 +64,7 @@ class Edits:
     personal: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts by their names."""
+        """Return the counts by their names in the metadata."""
         return {
             "documents_changed": dict(self.documents), "lines_removed": dict(self.lines),
             "languages": dict(self.languages), "addresses_replaced": self.personal,
@@ -63,8 +72,11 @@ class Edits:
 
 
 class Cleaner:
-    """A recipe in a process, with all that it needs in memory. evaluation: the folder of the runs of
-    evaluation sets; sets: their names. Raises DataError for a package that is missing."""
+    """Cleans single documents by a recipe; it loads the models and tables that the recipe needs.
+
+    evaluation: the folder with the n-grams of the evaluation sets. sets: the names of these sets.
+    Raises DataError for a missing package.
+    """
 
     def __init__(self, recipe: Recipe, evaluation: Path | None = None, sets: Sequence[str] = ()) -> None:
         self._recipe, self._sets = recipe, sets
@@ -76,11 +88,13 @@ class Cleaner:
             self._contamination = Contamination(evaluation, recipe.decontaminate)
 
     def clean(self, text: str, edits: Edits) -> tuple[str, str | None]:
-        """The text as it is to be kept, and the reason to drop it, as `c4/too_few_sentences`; None to keep
-        it."""
+        """Return (cleaned text, reason to drop it, such as `c4/too_few_sentences`, or None to keep it).
+
+        edits: changes to the text are added to these counts.
+        """
         for name, repair in self._repairs:
-            before, text = text, repair(text)
-            edits.documents[name] += before != text
+            original, text = text, repair(text)
+            edits.documents[name] += original != text
         if self._language is not None and (reason := self._language.check(text, edits.languages)) is not None:
             return text, f"language/{reason}"
         if self._splitter is not None:
@@ -107,45 +121,49 @@ class Cleaner:
 
 
 def rules_of(names: Sequence[str], settings: Sequence[str] = ()) -> tuple[tuple[str, Rule], ...]:
-    """The rules that `--recipe` and `--set` name. settings: RULE.KEY=VALUE, as c4.min_num_sentences=3.
+    """Return the rules that `--recipe` and `--set` name. settings: RULE.KEY=VALUE, as c4.min_num_sentences=3.
 
-    Raises DataError for a name that is not known, and a value that does not fit.
+    Raises DataError for an unknown name or an invalid value.
     """
-    wanted = [rule for name in names for rule in _SEVERAL.get(name, (name,))]
-    for name in wanted:
+    rule_names = [rule for name in names for rule in _SEVERAL.get(name, (name,))]
+    for name in rule_names:
         if name not in RULES:
-            near = get_close_matches(name, [*RULES, *_SEVERAL], 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join([*_SEVERAL, *RULES])}"
-            raise DataError(f"--recipe: no rules {name!r}{hint}")
-    if len(set(wanted)) < len(wanted):
-        raise DataError(f"--recipe: {', '.join(names)}: the same rules twice")
-    changes: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+            suggestions = get_close_matches(name, [*RULES, *_SEVERAL], 1)
+            hint = (
+                f"; did you mean {suggestions[0]}?" if suggestions else f"; there are {', '.join([*_SEVERAL, *RULES])}"
+            )
+            raise DataError(f"--recipe: there is no rule {name!r}{hint}")
+    if len(set(rule_names)) < len(rule_names):
+        raise DataError(f"--recipe: {', '.join(names)}: names a rule twice")
+    changes: dict[str, dict[str, Any]] = {name: {} for name in rule_names}
     for setting in settings:
         path, equals, text = setting.partition("=")
         name, _, key = path.partition(".")
         if not equals or name not in changes:
             raise DataError(f"--set {setting}: expected RULE.KEY=VALUE, where RULE is one of {', '.join(changes)}")
         changes[name][key] = _value(setting, RULES[name], key, text)
-    return tuple((name, RULES[name](**changes[name])) for name in wanted)
+    return tuple((name, RULES[name](**changes[name])) for name in rule_names)
 
 
 def _value(setting: str, rule: type[Rule], key: str, text: str) -> Any:
     defaults = {item.name: item.default for item in dataclasses.fields(rule)}
     if key not in defaults:
-        near = get_close_matches(key, defaults, 1)
-        raise DataError(f"--set {setting}: no key {key!r}; {near[0] if near else ', '.join(defaults)}?")
+        suggestions = get_close_matches(key, defaults, 1)
+        raise DataError(f"--set {setting}: no key {key!r}; did you mean {' or '.join(suggestions or defaults)}?")
     default = defaults[key]
     try:
         value = _tuples(yaml.safe_load(text))
     except yaml.YAMLError:
-        raise DataError(f"--set {setting}: {text!r} is no YAML") from None
-    fits = type(value) is type(default) or isinstance(default, float) and type(value) is int
+        raise DataError(f"--set {setting}: {text!r} is not valid YAML") from None
+    is_valid = type(value) is type(default) or isinstance(default, float) and type(value) is int
     if isinstance(default, int) and not isinstance(default, bool) and type(value) is float:
-        fits = key.endswith("length")  # mean lengths have decimals
-    if isinstance(default, tuple) and fits:
-        fits = all(type(item) is type(default[0]) and (not isinstance(item, tuple) or len(item) == 2) for item in value)
-    if not fits:
-        raise DataError(f"--set {setting}: expected a value as {default!r}")
+        is_valid = key.endswith("length")  # mean lengths have decimals
+    if isinstance(default, tuple) and is_valid:
+        is_valid = all(
+            type(item) is type(default[0]) and (not isinstance(item, tuple) or len(item) == 2) for item in value
+        )
+    if not is_valid:
+        raise DataError(f"--set {setting}: expected a value of the form of its default, {default!r}")
     return value
 
 

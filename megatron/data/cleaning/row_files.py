@@ -27,10 +27,11 @@ class _Sink(Protocol):
 
 @contextlib.contextmanager
 def row_writer(path: Path, kind: str, schema: bytes | None = None) -> Iterator[Write]:
-    """Write rows of JSON values into a file, which appears whole when the block is over.
+    """Open a file for writing; the block gets a function that writes one row of JSON values. The file gets
+    its name only when it is complete.
 
-    kind: of FORMATS. schema: of Parquet, as `unified_schema` gives it. Raises DataError where a package is
-    missing or a row does not fit the schema.
+    kind: one of FORMATS. schema: for Parquet, from `unified_schema`. Raises DataError if a package is missing
+    or a row does not fit the schema.
     """
     unfinished = temporary(path)
     try:
@@ -42,15 +43,15 @@ def row_writer(path: Path, kind: str, schema: bytes | None = None) -> Iterator[W
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl.zst file."""
+    """Yield the rows of a .jsonl.zst file."""
     with open(path, "rb") as raw, decompressed(raw, ".zst", str(path)) as stream:
         for line in io.BufferedReader(stream, 1 << 20):
             yield json.loads(line)
 
 
 def as_json(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSON. What JSON does not have becomes text (dates, decimals; bytes in base64),
-    numbers that are none become null."""
+    """Return a row as a line of JSON. Types that JSON lacks become text (dates, decimals; bytes in base64);
+    NaN and infinity become null."""
     try:
         return json.dumps(row, ensure_ascii=False, default=_text, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair beside the text
@@ -72,8 +73,8 @@ def _finite(value: Any) -> Any:
 
 
 def schema_of(rows: list[dict[str, Any]]) -> bytes:
-    """The Arrow schema of rows, as it is sent between processes; a field that only some have is null in the
-    others. Raises DataError."""
+    """Return the serialized Arrow schema of rows; fields that only some rows have are null in the others.
+    Raises DataError if the rows do not fit one schema."""
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)
@@ -83,17 +84,18 @@ def schema_of(rows: list[dict[str, Any]]) -> bytes:
 
 
 def unified_schema(schemas: list[bytes]) -> bytes:
-    """One schema for all rows; a column of whole and other numbers gets the wider kind. Raises DataError."""
+    """Merge schemas from `schema_of` into one; a column of both integers and floats becomes floats. Raises
+    DataError if the schemas do not fit together."""
     import pyarrow
 
     with _refused():
-        read = [pyarrow.ipc.read_schema(pyarrow.py_buffer(one)) for one in dict.fromkeys(schemas)]
+        read = [pyarrow.ipc.read_schema(pyarrow.py_buffer(schema)) for schema in dict.fromkeys(schemas)]
         return pyarrow.unify_schemas(read, promote_options="permissive").serialize().to_pybytes()
 
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Rows of which Arrow can make no table raise DataError inside the block."""
+    """Turn errors of Arrow inside the block into DataError."""
     import pyarrow
 
     try:
@@ -102,7 +104,7 @@ def _refused() -> Iterator[None]:
         if isinstance(problem, OSError) and problem.errno is not None:  # of the disk
             raise
         reason = str(problem).strip().splitlines()[0]
-        raise DataError(f"--format parquet: rows make no table ({reason}); write jsonl") from None
+        raise DataError(f"--format parquet: the rows do not form one table ({reason}); use --format jsonl") from None
 
 
 @contextlib.contextmanager

@@ -1,5 +1,4 @@
-"""Records on disk in sorted runs, read together in order of their keys, a range of keys at a time: whatever
-there is in all, memory holds a range."""
+"""Sorted runs of records on disk, merged in key order. Memory holds one range of keys at a time."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,21 +12,25 @@ _RECORDS_AT_ONCE = 8_000_000  # a few hundred MB while they are sorted
 
 
 def document_numbers(part: int, rows: np.ndarray) -> np.ndarray:
-    """The numbers of documents, in the order of the input: the part in the upper, the row in the lower 32
-    bits."""
+    """Return the numbers of the documents in these rows of a part.
+
+    A number holds the part in the upper 32 bits and the row in the lower 32, so numbers rise in input order.
+    """
     return (np.uint64(part) << np.uint64(32)) | rows.astype(np.uint64)
 
 
 def rows_of_part(documents: np.ndarray, part: int) -> np.ndarray:
-    """The rows of those documents that are in a part; documents: sorted."""
-    first, last = np.searchsorted(documents, document_numbers(part, np.array([0, 2**32 - 1])))
-    mine = documents[first : last + 1]
-    return (mine[mine >> np.uint64(32) == part] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    """Return the rows of those of `documents`, sorted document numbers, that are in part `part`."""
+    first_index, last_index = np.searchsorted(documents, document_numbers(part, np.array([0, 2**32 - 1])))
+    candidates = documents[first_index : last_index + 1]
+    return (candidates[candidates >> np.uint64(32) == part] & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def groups(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of records in order of some columns: which begin a group of equal ones, and where each one's group
-    begins."""
+    """Group consecutive records with equal values in all columns, which must be sorted.
+
+    Returns (True at the first record of each group, for each record the index of its group's first record).
+    """
     begins = np.zeros(len(columns[0]), bool)
     begins[:1] = True
     for column in columns:
@@ -36,8 +39,8 @@ def groups(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_run(path: Path, records: np.ndarray) -> None:
-    """Write records, an array with a field `key` (uint64) and others, in order of keys; the file appears
-    whole."""
+    """Sort records by their field `key` (uint64) and write them to `path`. The file gets its name only when
+    it is complete."""
     unfinished = temporary(path)
     with open(unfinished, "wb") as file:
         np.save(file, records[np.argsort(records["key"], kind="stable")])
@@ -45,9 +48,11 @@ def write_run(path: Path, records: np.ndarray) -> None:
 
 
 def merged(paths: Sequence[Path], at_once: int = _RECORDS_AT_ONCE) -> Iterator[np.ndarray]:
-    """The records of all runs in order of their keys; of the same key in the order of the paths, and as they
-    stood in their run. A key is never in two pieces. at_once: about how many records a piece has; keys are
-    hashes, which lie evenly."""
+    """Yield the records of all runs in key order, in pieces that never split a key.
+
+    Records of equal keys stay in the order of `paths`, and within a path in the order of its run.
+    at_once: approximate number of records in a piece; keys must be evenly distributed hashes.
+    """
     total = sum(len(map_npy(path)) for path in paths)
     if not total:
         return
@@ -55,19 +60,19 @@ def merged(paths: Sequence[Path], at_once: int = _RECORDS_AT_ONCE) -> Iterator[n
     bounds = [(1 << 64) * piece // pieces for piece in range(1, pieces)]
     begins = [0] * len(paths)
     for bound in [*bounds, None]:
-        found = []
+        slices = []
         for i, path in enumerate(paths):
             run = map_npy(path)
             last = len(run) if bound is None else _first_at_least(run["key"], bound)
-            found.append(np.array(run[begins[i] : last]))
+            slices.append(np.array(run[begins[i] : last]))
             begins[i] = last
-        piece: np.ndarray = np.concatenate(found)
+        piece: np.ndarray = np.concatenate(slices)
         if len(piece):
             yield piece[np.argsort(piece["key"], kind="stable")]
 
 
 def _first_at_least(keys: np.ndarray, bound: int) -> int:
-    """numpy's own search copies a field of records first."""
+    """Return the index of the first key >= bound. numpy's own search would copy the field first."""
     low, high = 0, len(keys)
     while low < high:
         middle = (low + high) // 2

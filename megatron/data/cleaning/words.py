@@ -1,4 +1,4 @@
-"""Words and sentences of a text as datatrove counts them: those of spaCy's rules for a language, without a
+"""Splits texts into words and sentences as datatrove does: by spaCy's rules for a language, without a
 model."""
 
 import re
@@ -10,7 +10,7 @@ from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
 _MOST_CHUNKS = 500_000  # kept; a chunk with its words takes about 400 bytes
-_LONGEST_KEPT = 64  # characters
+_LONGEST_CACHED = 64  # characters
 # spaCy's time grows with the square of a chunk of signs. What is longer than anything that people write is
 # given to it in pieces, which makes other words of it than datatrove's.
 _LONGEST, _PIECE = 10_000, 1000
@@ -35,7 +35,7 @@ fe56-fe57 ff01 ff0e ff1f ff61 10a56-10a57 10f55-10f59 10f86-10f89 11047-11048 11
 
 def _codes(ranges: str) -> frozenset[str]:
     ends = [[int(end, 16) for end in part.split("-")] for part in ranges.split()]
-    return frozenset(chr(code) for first, *last in ends for code in range(first, (last or [first])[0] + 1))
+    return frozenset(chr(code) for low, *high in ends for code in range(low, (high or [low])[0] + 1))
 
 
 TERMINAL_PUNCTUATION = _codes(_TERMINAL)
@@ -46,20 +46,25 @@ _RUNS = re.compile(r"\s+|\S+")
 
 
 class _Chunk(NamedTuple):
-    """What stands between whitespace. kinds: of its words, a letter each; plain: words that are not made of
-    signs alone; plain_chars: their characters; alpha: words with a letter."""
+    """The words of a stretch of text without whitespace.
+
+    kinds: a letter for each word, E, P or W as in _SENTENCE.
+    num_plain_words: number of words that are not only punctuation.
+    plain_chars: characters of those words.
+    alpha: number of words with a letter.
+    """
 
     words: list[str]
     kinds: bytes
-    plain: int
+    num_plain_words: int
     plain_chars: int
     alpha: int
 
 
 class Splitter(dict[str, _Chunk]):
-    """Words by chunks between whitespace, which spaCy splits one by one; those seen before are kept.
+    """Splits texts into words by spaCy's rules, and caches the words of each chunk (text between whitespace).
 
-    Raises DataError where spaCy or its rules for the language are missing.
+    Raises DataError if spaCy or its rules for the language are missing.
     """
 
     def __init__(self, language: str = "en") -> None:
@@ -68,27 +73,28 @@ class Splitter(dict[str, _Chunk]):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all chunks, spaCy's own among them."""
-        missing = DataError("the rules count words by spaCy's rules: pip install 'neox[clean]'")
+        """Load the language's rules from spaCy and clear the cache. It is called again when the caches,
+        spaCy's own too, have grown large."""
+        missing = DataError("the rules of --recipe need the spaCy package to count words: pip install 'neox[clean]'")
         spacy = import_optional("spacy", missing)
         self.clear()
-        self._seen = 0
+        self._num_split = 0
         try:
             nlp: Any = spacy.blank(self._language)
         except (ImportError, ValueError, OSError) as problem:
             reason = str(problem).strip().splitlines()[0]
-            raise DataError(f"--word-language {self._language}: spaCy cannot split it here ({reason})") from None
+            raise DataError(f"--word-language {self._language}: spaCy cannot split this language ({reason})") from None
         self._ends = frozenset(nlp.add_pipe("sentencizer").punct_chars)
         self._tokenizer, self._special = nlp.tokenizer, frozenset(nlp.tokenizer.rules)
 
     def chunks(self, text: str) -> list[_Chunk]:
-        """The chunks of a text in their order."""
-        if self._seen > _MOST_CHUNKS:
+        """Return the chunks of a text in order."""
+        if self._num_split > _MOST_CHUNKS:
             self._begin()
         return list(map(self.__getitem__, text.split()))
 
     def sentences(self, line: str) -> int:
-        """How many sentences spaCy's rules find in a line, which is not empty."""
+        """Return the number of sentences that spaCy's rules find in a line, which is not empty."""
         words = line.split()
         if " ".join(words) == line:
             kinds = b"".join([self[word].kinds for word in words])
@@ -105,16 +111,16 @@ class Splitter(dict[str, _Chunk]):
             for word, is_punctuation in self._tokens(piece):
                 words.append(word)
                 kinds += b"E" if word in self._ends else b"P" if is_punctuation else b"W"
-        plain = [word for word in words if not _NO_WORD.issuperset(word)]
+        plain_words = [word for word in words if not _NO_WORD.issuperset(word)]
         alpha = sum(any(map(str.isalpha, word)) for word in words)
-        made = _Chunk(words, bytes(kinds), len(plain), sum(map(len, plain)), alpha)
-        if len(chunk) <= _LONGEST_KEPT:
-            self[chunk] = made
-        return made
+        result = _Chunk(words, bytes(kinds), len(plain_words), sum(map(len, plain_words)), alpha)
+        if len(chunk) <= _LONGEST_CACHED:
+            self[chunk] = result
+        return result
 
     def _tokens(self, chunk: str) -> list[tuple[str, bool]]:
-        """The words of a chunk, and whether each is punctuation."""
-        self._seen += 1
+        """Return the words of a chunk, and whether each is punctuation."""
+        self._num_split += 1
         # English splits no run of ASCII's letters that is not in its list, and most chunks are such runs.
         if self._language == "en" and chunk.isascii() and chunk.isalpha() and chunk not in self._special:
             return [(chunk, False)]
@@ -126,7 +132,8 @@ class Splitter(dict[str, _Chunk]):
 
 
 def _pieces(chunk: str) -> list[str]:
-    """A chunk as it is given to spaCy."""
+    """Split a chunk into the pieces passed to spaCy: very long chunks, and long runs of one repeated symbol,
+    are divided."""
     if len(chunk) < 200:
         return [chunk]
     if len(chunk) > _LONGEST:
@@ -142,7 +149,7 @@ def _pieces(chunk: str) -> list[str]:
 
 @dataclass
 class Document:
-    """A text, and what the rules ask of it, found once."""
+    """A text, with its words computed once for all rules."""
 
     text: str
     splitter: Splitter
@@ -154,5 +161,5 @@ class Document:
 
     @cached_property
     def words(self) -> list[str]:
-        """The text's words in their order; most signs are words of their own."""
+        """The text's words in order; most punctuation marks are words of their own."""
         return [word for chunk in self.chunks for word in chunk.words]

@@ -1,5 +1,5 @@
-"""Conversations: read from every shape in which rows and requests hold them, and compared with what a chat
-template makes of them.
+"""Conversations: readers for every format of rows and requests, and their comparison with a chat
+template's text.
 
 All that gives a model messages reads them here: training data, prompts, questions, the server.
 """

@@ -1,7 +1,7 @@
-"""Whether a chat template wrote all that it was given.
+"""Checks that a chat template wrote all that it was given.
 
-A template is a program that nobody here wrote: it may leave out roles, calls or turns without a word, and a
-model is then trained on, or asked, something else than the row says.
+A template is a third-party program: it may silently leave out roles, calls or turns, and a model would then
+be trained on, or asked, something other than the row.
 """
 
 import json
@@ -14,37 +14,41 @@ from megatron.data.errors import DataError
 
 REASONING_LEFT_OUT = "messages whose reasoning the template leaves out"
 _END_OF_REASONING = "</think>"
-_SHOWN = 40
+_MAX_EXCERPT = 40
 
 Render = Callable[[Sequence[Message]], str]
 
 
 class RenderedCheck:
-    """Compares messages with what one template made of them.
+    """Checks that the text that a template rendered holds all messages.
 
-    Two ways, as each alone is blind: the texts must be found in what was rendered, in order; and where
-    messages of the same roles and fields come for the first time, each with a mark of its own behind its
-    text, all marks must be found. A short text may stand in the template itself, and a mark tells nothing of
-    what a template does with certain texts.
+    Two checks are made, because each alone misses cases. First, the messages' texts must occur in the
+    rendered text, in order; but a short text may occur in the template itself. Second, for each new
+    combination of roles and fields, a unique mark is appended to each message, the conversation is rendered
+    again, and all marks must occur; but a mark does not show how the template treats particular texts.
     """
 
     def __init__(self) -> None:
         self._complete: set[tuple[Any, ...]] = set()  # roles and fields whose marks were all found
 
     def __call__(self, messages: Sequence[Message], text: str, render: Render, tools: list | None = None) -> Counter:
-        """What the template leaves out by design, counted. Raises DataError, naming the message, for all else
-        that it leaves out. render: of other messages the text, in the same way."""
+        """Check that `text`, rendered from `messages`, holds all of them. Return counts of what the template
+        leaves out by design.
+
+        render: renders a list of messages by the same template. Raises DataError, naming the message, for
+        anything else that is left out.
+        """
         left_out: Counter = Counter()
         end = 0
         for number, message in enumerate(messages):
             anywhere = message["role"] in ("system", "developer")  # some templates write it before the last question
             begin = 0 if anywhere else end
-            where = f"message {number} ({message['role']})"
-            ends = [_end_of_content(message, text, begin, where, left_out)]
-            ends += [_end_of_call(call, text, begin, where) for call in message.get("tool_calls", [])]
+            location = f"message {number} ({message['role']})"
+            ends = [_end_of_content(message, text, begin, location, left_out)]
+            ends += [_end_of_call(call, text, begin, location) for call in message.get("tool_calls", [])]
             end = end if anywhere else max(ends)
             reasonings = [message[name] for name in REASONING if isinstance(message.get(name), str)]
-            left_out[REASONING_LEFT_OUT] += any(_find(one, text, begin) is None for one in reasonings)
+            left_out[REASONING_LEFT_OUT] += any(_find(reasoning, text, begin) is None for reasoning in reasonings)
         for tool in tools or []:
             name = tool.get("function", tool)["name"]
             if name not in text:
@@ -71,31 +75,34 @@ class RenderedCheck:
         self._complete.add(shape)
 
 
-def _end_of_content(message: Message, text: str, begin: int, where: str, left_out: Counter) -> int:
-    """Where a message's content ends in the text. Reasoning before it may be left out, which is counted."""
+def _end_of_content(message: Message, text: str, begin: int, location: str, left_out: Counter) -> int:
+    """Return where a message's content ends in the text. If the template leaves out the reasoning before the
+    content, it is counted in `left_out`. Raises DataError if the content is missing."""
     content = message.get("content", "")
     end = _find(content, text, begin)
     if end is None and _END_OF_REASONING in content:
         end = _find(content.rpartition(_END_OF_REASONING)[2], text, begin)
         left_out[REASONING_LEFT_OUT] += end is not None
     if end is None:
-        raise _left_out(where, content)
+        raise _left_out(location, content)
     return end
 
 
-def _end_of_call(call: Message, text: str, begin: int, where: str) -> int:
-    """Where the name of a called tool ends in the text, behind which its arguments must be."""
+def _end_of_call(call: Message, text: str, begin: int, location: str) -> int:
+    """Return where the name of a called tool ends in the text. Raises DataError if the name or the arguments
+    of the call are missing."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     end = _find(name, text, begin)
     if end is None:
-        raise _left_out(where, f"the call of {name}")
+        raise _left_out(location, f"the call of {name}")
     if not _has_arguments(arguments, text[begin:]):
-        raise _left_out(where, f"arguments of {name}: {json.dumps(arguments, ensure_ascii=False)}")
+        raise _left_out(location, f"arguments of {name}: {json.dumps(arguments, ensure_ascii=False)}")
     return end
 
 
 def _has_arguments(arguments: dict[str, Any], text: str) -> bool:
-    """As JSON in any spelling, or each value by itself, as templates that write XML have them."""
+    """Return whether the text holds the arguments: as JSON in any spelling, or each value by itself as XML
+    templates write them."""
     if json.dumps(arguments, ensure_ascii=False) in text or any(
         arguments in (value, value.get("arguments"), value.get("parameters")) for value in _json_objects(text)
     ):
@@ -109,7 +116,7 @@ def _has_arguments(arguments: dict[str, Any], text: str) -> bool:
 
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """All JSON objects that stand in a text, the inner ones too."""
+    """Yield all JSON objects in a text, nested ones too."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:
@@ -129,7 +136,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _find(part: str, text: str, begin: int) -> int | None:
-    """Where a text ends that was written without blanks around it, as it stands or as in JSON."""
+    """Return where `part` ends in `text`, searched from index `begin` on; None if it is not found. Blanks
+    around it are ignored, and it may be JSON-escaped."""
     for spelling in dict.fromkeys((part.strip(), _escaped(part.strip()))):
         place = text.find(spelling, begin)
         if place >= 0:
@@ -141,6 +149,6 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _left_out(where: str, what: str) -> DataError:
-    shown = repr(what if len(what) <= _SHOWN else what[:_SHOWN] + "...")
-    return DataError(f"{where} is not in what the chat template writes, where it belongs: {shown}")
+def _left_out(location: str, content: str) -> DataError:
+    excerpt = repr(content if len(content) <= _MAX_EXCERPT else content[:_MAX_EXCERPT] + "...")
+    return DataError(f"{location} is not in what the chat template writes, or out of its order: {excerpt}")

@@ -1,1 +1,1 @@
-"""Looking at data: samples as text or HTML, statistics, and checks of whole sets."""
+"""Inspects data: samples as text or HTML, statistics, and checks of full sets."""

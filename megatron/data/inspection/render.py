@@ -1,4 +1,4 @@
-"""Samples as coloured text for a terminal, and as one HTML page that needs no other file."""
+"""Renders samples as coloured text for a terminal, and as one self-contained HTML page."""
 
 import base64
 import html
@@ -14,12 +14,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line f
 
 
 def visible(text: str) -> str:
-    """The text with control characters as pictures (U+2400 on), or U+FFFD."""
+    """Return the text with each control character replaced by its Unicode picture (U+2400 on), or U+FFFD."""
     return CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
 
 
 def headline(sample: DisplayedSample) -> str:
-    """A line such as `document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`"""
+    """Return a line such as `document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`."""
     counts = [f"{sample.count(kind)} {KINDS[kind]}" for kind in (TRAINED, MASKED, PADDING) if sample.count(kind)]
     tokens = sum(len(part.tokens) for part in sample.parts)
     items = [sample.title, sample.name, f"{tokens} tokens", ", ".join(counts)]
@@ -28,16 +28,16 @@ def headline(sample: DisplayedSample) -> str:
     return " · ".join(item for item in items if item)
 
 
-def positions(first: int, count: int) -> str:
-    return f"position {first}" if count == 1 else f"positions {first}–{first + count - 1}"
+def positions(start: int, count: int) -> str:
+    return f"position {start}" if count == 1 else f"positions {start}–{start + count - 1}"
 
 
 def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
-    """A sample as text for a terminal. Without colour, trained text stands between « and »."""
+    """Return a sample as text for a terminal. Without colour, trained text stands between « and »."""
     bold, end = (BOLD, END) if colour else ("", "")
     lines = [f"{bold}━━ {headline(sample)}{end}"]
     for part in sample.parts:
-        lines.append(f"{bold}── {part.name}, {positions(part.first, len(part.tokens))}{end}")
+        lines.append(f"{bold}── {part.name}, {positions(part.start, len(part.tokens))}{end}")
         texts = []
         for span in text_spans(part, tokenizer):
             text = visible(span.text) or f"({span.tokens} padding tokens)"
@@ -53,7 +53,7 @@ def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
 
 LEGEND = """<p class="legend"><span class="trained">trained</span> the model learns to write it ·
 <span class="masked">masked</span> it only reads it · <span class="padding">padding</span> neither ·
-<span class="masked special">special</span> a token that is no text · hover a span for its positions</p>"""
+<span class="masked special">special</span> a token that is not text · hover a span for its positions</p>"""
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --line: #d9dde3; --ink: #1c2430; --quiet: #6b7686;
@@ -84,7 +84,7 @@ def page(
     stats: Sequence[DatasetStats],
     picture: bytes | None,
 ) -> Iterator[str]:
-    """The pieces of an HTML page. groups: samples that stand side by side. picture: a PNG, None for none."""
+    """Yield an HTML page piece by piece. groups: samples to show side by side. picture: PNG or None."""
     name = html.escape(title)
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     yield f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{LEGEND}\n"
@@ -98,12 +98,12 @@ def page(
         for sample in group:
             yield f"<article><h2>{html.escape(headline(sample))}</h2>\n"
             for part in sample.parts:
-                where = f"{part.name} · {positions(part.first, len(part.tokens))}"
-                yield f'<section><header>{html.escape(where)}</header><p class="text">'
+                caption = f"{part.name} · {positions(part.start, len(part.tokens))}"
+                yield f'<section><header>{html.escape(caption)}</header><p class="text">'
                 for span in text_spans(part, tokenizer):
                     text = html.escape(visible(span.text)) or f"{span.tokens} padding tokens"
                     kind = f"{span.kind} special" if span.special else span.kind
-                    hint = f"{positions(span.first, span.tokens)}, {span.kind}"
+                    hint = f"{positions(span.start, span.tokens)}, {span.kind}"
                     yield f'<span class="{kind}" title="{hint}">{text}</span>'
                 yield "</p></section>\n"
             yield "</article>\n"
@@ -130,7 +130,7 @@ def _stats(stats: DatasetStats) -> Iterator[str]:
         yield _table(list(stats.special), [[str(count) for count in stats.special.values()]])
     if stats.packing:
         shares = [
-            [str(row.length), *(f"{value:.1%}" for value in (row.fit, row.unpacked, row.until_overflow, row.best_fit,
+            [str(row.length), *(f"{value:.1%}" for value in (row.fit, row.unpacked, row.next_fit, row.best_fit,
                                                             row.packed_cuts))]
             for row in stats.packing
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Token lengths of raw rows, before anything is written: of texts, conversations, prompts with answers, and
+"""Measures token lengths of raw rows before preprocessing: texts, conversations, prompts with answers, and
 pairs."""
 
 from array import array
@@ -20,13 +20,13 @@ from megatron.data.conversations import (
 )
 from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
-from megatron.data.inspection.statistics import FITS, share
+from megatron.data.inspection.statistics import CANDIDATE_LENGTHS, share
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
 from megatron.data.preprocessing.shards import InputRow
 
 ROWS_AT_ONCE = 256
 SUGGESTED = tuple(2**power for power in range(7, 21))
-ENOUGH = 0.95  # share of the rows that a suggested length holds
+TARGET_SHARE = 0.95  # share of the rows that a suggested length holds
 PARTS = {
     "pairs": ("prompt", *PAIR, "whole"),
     "prompts with completions": ("prompt", "completion", "whole"),
@@ -37,19 +37,19 @@ PARTS = {
 
 @dataclass(frozen=True)
 class RowTexts:
-    """The texts of a row: its prompt, empty without one, and the prompt with each response.
+    """The texts of a row: its prompt, empty if there is none, and the prompt with each response.
 
-    special: whether the tokenizer adds its own special tokens.
+    special: whether the tokenizer adds its own special tokens to the texts.
     """
 
     prompt: str
-    wholes: tuple[str, ...]
+    full_texts: tuple[str, ...]
     special: bool
 
 
 def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
-    """The kind of rows, one of PARTS, by the columns of the first row. Raises DataError for a row of no
-    kind."""
+    """Return the kind of the rows (a key of PARTS), told by the columns of the first row. Raises DataError if
+    it has none of the expected columns."""
     if all(side in row for side in PAIR):
         return "pairs"
     if "prompt" in row and "completion" in row:
@@ -59,13 +59,13 @@ def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
     if text_column in row:
         return "texts"
     raise DataError(
-        f"no column to measure (found: {', '.join(map(str, row))}); known are {', '.join(PAIR)}; prompt, completion; "
-        f"{', '.join(CONVERSATION_COLUMNS)}; and {text_column} (--text-column)"
+        f"no column to measure (found: {', '.join(map(str, row))}); expected {' and '.join(PAIR)}, prompt and "
+        f"completion, {', '.join(CONVERSATION_COLUMNS)}, or {text_column} (--text-column)"
     )
 
 
 def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatTokenizer) -> RowTexts:
-    """The texts of a row that are to be tokenised. Raises DataError for a row of another kind."""
+    """Return the texts of a row whose tokens are counted. Raises DataError if the row is not of `kind`."""
     if kind == "texts":
         return RowTexts("", (_text(row, text_column),), True)
     if kind == "conversations":
@@ -78,21 +78,21 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
         row[name] if isinstance(row.get(name), str) else conversation(row.get(name), name) for name in names
     ]
     if len({type(answer) for answer in answers}) > 1:
-        raise DataError(f"of {' and '.join(names)} one is text and one is a conversation")
-    plain, prompt = isinstance(answers[0], str), row.get("prompt")
+        raise DataError(f"{' and '.join(names)} must both be text, or both be conversations")
+    is_text, prompt = isinstance(answers[0], str), row.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         prompt = conversation(prompt, "prompt")
-    elif prompt is not None and not plain:
+    elif prompt is not None and not is_text:
         prompt = prompt_message(prompt, answers[0], names[0], "assistant")
-    if kind == "pairs" and (prompt is None or isinstance(prompt, str) != plain):
+    if kind == "pairs" and (prompt is None or isinstance(prompt, str) != is_text):
         prompt, *answers = shared_prompt(*answers)
-    if not plain:
+    if not is_text:
         system = row_system(row)
         if isinstance(prompt, list) and prompt:
             return _rendered(row, with_system(prompt, system), answers, chat)
         return _rendered(row, [], [with_system(answer, system) for answer in answers], chat)
     if not isinstance(prompt, str):
-        raise DataError(f'"{names[0]}" is text, and "prompt" beside it is not')
+        raise DataError(f'"{names[0]}" is text, so it needs a column "prompt" that is text too')
     end = chat.hf.eos_token or ""
     return RowTexts(prompt, tuple(prompt + answer.removesuffix(end) + end for answer in answers), True)
 
@@ -100,15 +100,18 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
 def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> RowTexts:
     chat.require_template()
     settings = template_settings(row)
-    asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
-    wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
-    for whole, answer in zip(wholes, answers, strict=True):
-        chat.check_rendered(whole, [*prompt, *answer], *settings)
-    ended = [
-        chat.ends_with_stop_token(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)
+    prompt_text = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
+    full_texts = [chat.render([*prompt, *answer], *settings) for answer in answers]
+    for full_text, answer in zip(full_texts, answers, strict=True):
+        chat.check_rendered(full_text, [*prompt, *answer], *settings)
+    have_end = [
+        chat.ends_with_stop_token(full_text, [*prompt, *answer][-1])
+        for full_text, answer in zip(full_texts, answers, strict=True)
     ]
     end = chat.hf.eos_token or ""
-    return RowTexts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
+    return RowTexts(
+        prompt_text, tuple(w if done else w + end for w, done in zip(full_texts, have_end, strict=True)), False
+    )
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -120,9 +123,10 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 def measure_lengths(
     rows: Iterable[InputRow], chat: ChatTokenizer, text_column: str = "text"
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """(kind of the rows, part -> its tokens [rows] int32); whole: the prompt with the longer of the answers.
+    """Return (kind of the rows, {part: how many tokens it has in each row, [rows] int32}).
 
-    Raises DataError, naming the row. Memory: 4 bytes a row and part.
+    The parts of each kind are in PARTS; "whole" is the prompt with the longer answer. Raises DataError,
+    naming the row. Memory: 4 bytes per row and part.
     """
     kind = ""
     lengths: dict[str, array] = {}
@@ -139,49 +143,60 @@ def measure_lengths(
                     kind = kind_of_rows(value, text_column)
                     lengths = {part: array("i") for part in PARTS[kind]}
                 texts.append(texts_to_measure(value, kind, text_column, chat))
-                for text in (texts[-1].prompt, *texts[-1].wholes):
+                for text in (texts[-1].prompt, *texts[-1].full_texts):
                     check_characters(text)
             except DataError as problem:
-                raise DataError(f"{row.where()}: {problem}") from None
-        for prompt, wholes in _counted(texts, chat):
-            numbers = [prompt, *(max(0, whole - prompt) for whole in wholes), max(wholes)]
-            for part, number in zip(lengths, numbers if len(lengths) > 1 else wholes, strict=True):
+                raise DataError(f"{row.location()}: {problem}") from None
+        for prompt, totals in _token_counts(texts, chat):
+            numbers = [prompt, *(max(0, total - prompt) for total in totals), max(totals)]
+            for part, number in zip(lengths, numbers if len(lengths) > 1 else totals, strict=True):
                 lengths[part].append(number)
     return kind, {part: np.array(values, dtype=np.int32) for part, values in lengths.items()}
 
 
-def _counted(texts: Sequence[RowTexts], chat: ChatTokenizer) -> Iterator[tuple[int, list[int]]]:
+def _token_counts(texts: Sequence[RowTexts], chat: ChatTokenizer) -> Iterator[tuple[int, list[int]]]:
     backend = chat.hf.backend_tokenizer
     lengths: dict[tuple[str, bool], int] = {("", False): 0, ("", True): 0}
     for special in (False, True):
-        wanted = {text for row in texts if row.special == special for text in (row.prompt, *row.wholes) if text}
-        encoded = backend.encode_batch_fast(list(wanted), add_special_tokens=special)
-        lengths |= {(text, special): len(row.ids) for text, row in zip(wanted, encoded, strict=True)}
+        distinct = {text for row in texts if row.special == special for text in (row.prompt, *row.full_texts) if text}
+        encoded = backend.encode_batch_fast(list(distinct), add_special_tokens=special)
+        lengths |= {(text, special): len(row.ids) for text, row in zip(distinct, encoded, strict=True)}
     for row in texts:
-        yield lengths[row.prompt, row.special], [lengths[whole, row.special] for whole in row.wholes]
+        yield lengths[row.prompt, row.special], [lengths[full_text, row.special] for full_text in row.full_texts]
 
 
 def suggested_length(lengths: np.ndarray) -> int:
-    """The smallest power of two that holds ENOUGH of the rows."""
-    return next((length for length in SUGGESTED if (lengths <= length).mean() >= ENOUGH), SUGGESTED[-1])
+    """Return the smallest power of two that at least TARGET_SHARE of the lengths do not exceed."""
+    return next((length for length in SUGGESTED if (lengths <= length).mean() >= TARGET_SHARE), SUGGESTED[-1])
 
 
 def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_prompt_length: int) -> list[str]:
-    """The table of lengths as lines for a terminal, last the flags that are suggested."""
-    whole = lengths["whole"]
-    of = " (prompt and longer answer)" if kind == "pairs" else ""
-    lines = [f"{len(whole)} {kind}, {whole.sum(dtype=np.int64)} tokens{of}"]
-    lines.append(f"{'tokens':<12}{'median':>8}{'p95':>8}{'max':>8}  share that fits" + "".join(f"{n:>8}" for n in FITS))
+    """Return a table of the lengths as lines for a terminal; the last line suggests flags.
+
+    max_length, max_prompt_length: limits in use; the table says how many rows exceed them.
+    """
+    full_lengths = lengths["whole"]
+    note = " (prompt and longer answer)" if kind == "pairs" else ""
+    lines = [f"{len(full_lengths)} {kind}, {full_lengths.sum(dtype=np.int64)} tokens{note}"]
+    lines.append(
+        f"{'tokens':<12}{'median':>8}{'p95':>8}{'max':>8}  share that fits"
+        + "".join(f"{n:>8}" for n in CANDIDATE_LENGTHS)
+    )
     for part, values in lengths.items():
         numbers = [int(np.percentile(values, p, method="higher")) for p in (50, 95, 100)]
-        fits = "".join(f"{(values <= length).mean():>8.1%}" for length in FITS)
-        lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + fits)
-    cut = int((whole > max_length).sum())
-    lines.append(f"--max-length {max_length}: {cut} rows ({share(cut, len(whole))}) would be cut")
-    flags = f"--max-length {suggested_length(whole)}"
+        shares = "".join(f"{(values <= length).mean():>8.1%}" for length in CANDIDATE_LENGTHS)
+        lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + shares)
+    num_truncated = int((full_lengths > max_length).sum())
+    lines.append(
+        f"--max-length {max_length}: {num_truncated} rows ({share(num_truncated, len(full_lengths))}) would be cut"
+    )
+    flags = f"--max-length {suggested_length(full_lengths)}"
     if "prompt" in lengths:
-        cut = int((lengths["prompt"] > max_prompt_length).sum())
-        lines.append(f"--max-prompt-length {max_prompt_length}: {cut} prompts ({share(cut, len(whole))}) would be cut")
+        num_truncated = int((lengths["prompt"] > max_prompt_length).sum())
+        lines.append(
+            f"--max-prompt-length {max_prompt_length}: {num_truncated} prompts "
+            f"({share(num_truncated, len(full_lengths))}) would be cut"
+        )
         flags += f" --max-prompt-length {suggested_length(lengths['prompt'])}"
-    lines.append(f"suggested: {flags} (powers of two that hold {ENOUGH:.0%} of the rows)")
+    lines.append(f"suggested: {flags} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
     return lines

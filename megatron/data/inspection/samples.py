@@ -1,4 +1,4 @@
-"""Samples as people look at them: which text is trained, masked or padding, and where documents begin."""
+"""Samples for display: which text is trained, masked or padding, and where documents begin."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ CONTEXT = 4  # tokens before a run that its text may depend on
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed to show samples."""
+    """The part of a tokenizer needed to show samples."""
 
     vocab_size: int
 
@@ -32,17 +32,17 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DisplayedPart:
-    """A stretch of one document, or the padding, in a sample. first: the position of its first token."""
+    """The tokens of one document in a sample, or the padding. start: the position of the first token."""
 
     name: str
     tokens: np.ndarray  # [n] ids
     kinds: np.ndarray  # [n] indices into KINDS
-    first: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class DisplayedSample:
-    """One sample as it is shown. name: which side of a pair, else empty; reward: None without rewards."""
+    """A sample for display. name: the side of a pair, else empty; reward: None without rewards."""
 
     title: str
     name: str
@@ -55,25 +55,25 @@ class DisplayedSample:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Text of one kind. special: whether it is the name of a special token; first: position of its first
-    token."""
+    """Consecutive text of one kind. special: True if it is the name of a special token. start: position of
+    the first token."""
 
     text: str
     kind: str
     special: bool
-    first: int
+    start: int
     tokens: int
 
 
 class StoredDocuments:
-    """Item i: document i of each file group as it is stored, one sample for each group; several groups are a
-    pair."""
+    """A dataset whose item i is a list with document i of each file group, in full. A preference pair has
+    several groups, other data one."""
 
     def __init__(self, file_groups: Sequence[FileGroup]):
         self.file_groups = file_groups
         self._texts = [open_dataset(group.text) for group in file_groups]
-        self._labels = [_labels(*of) for of in zip(file_groups, self._texts, strict=True)]
-        self._rewards = [_rewards(*of) for of in zip(file_groups, self._texts, strict=True)]
+        self._labels = [_labels(*pair) for pair in zip(file_groups, self._texts, strict=True)]
+        self._rewards = [_rewards(*pair) for pair in zip(file_groups, self._texts, strict=True)]
         counts = {len(text.doc_idx) - 1 for text in self._texts}
         if len(counts) > 1:
             names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in self._texts)
@@ -88,19 +88,20 @@ class StoredDocuments:
 
     def _sample(self, place: int, index: int) -> DisplayedSample:
         text, labels, rewards = self._texts[place], self._labels[place], self._rewards[place]
-        first, last = map(int, text.doc_idx[index : index + 2])
-        tokens = np.asarray(text.span(first, last))
-        trained = np.ones(len(tokens), bool) if labels is None else labels.span(first, last) >= 0
+        begin, end = map(int, text.doc_idx[index : index + 2])
+        tokens = np.asarray(text.span(begin, end))
+        trained = np.ones(len(tokens), bool) if labels is None else labels.span(begin, end) >= 0
         name = self.file_groups[place].name if len(self.file_groups) > 1 else ""
         parts = (DisplayedPart(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
-        reward = None if rewards is None or last == first else float(rewards.get(first, 0, 1)[0])
+        reward = None if rewards is None or end == begin else float(rewards.get(begin, 0, 1)[0])
         return DisplayedSample(f"document {index}", name, parts, reward)
 
 
 class PackedRows:
-    """Item i: a list of one, sample i as training sees it: seq_length tokens, and one that is only predicted.
+    """A dataset whose item i is a list that holds sample i as training sees it: seq_length tokens, and one
+    that is only predicted.
 
-    The first place is never trained: nothing stands before it.
+    The first token is never trained, because no token precedes it.
     """
 
     def __init__(self, group: FileGroup, seq_length: int, pack_impl: str, seed: int):
@@ -120,13 +121,13 @@ class PackedRows:
         kinds = np.where(sample.labels >= 0, TRAINED, MASKED)
         kinds[0] = MASKED
         for document, offset, count in self._set.pieces(index):
-            of = slice(filled, filled + count)
+            places = slice(filled, filled + count)
             name = f"document {document}" + (f" from its token {offset}" if offset else "")
-            parts.append(DisplayedPart(name, sample.tokens[of], kinds[of]))
+            parts.append(DisplayedPart(name, sample.tokens[places], kinds[places]))
             filled += count
-        rest = len(sample.tokens) - filled
-        if rest:
-            parts.append(DisplayedPart("padding", sample.tokens[filled:], np.full(rest, PADDING)))
+        num_padding = len(sample.tokens) - filled
+        if num_padding:
+            parts.append(DisplayedPart("padding", sample.tokens[filled:], np.full(num_padding, PADDING)))
         return [DisplayedSample(f"sample {index}", "", tuple(parts), sample.reward)]
 
 
@@ -139,7 +140,8 @@ def _rewards(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
 
 
 def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
-    """The file groups, those of a pair together."""
+    """Return the file groups in lists: the groups of a preference pair form one list, any other group forms a
+    list by itself."""
     groups: dict[str, list[FileGroup]] = {}
     for group in file_groups:
         base = group.text.removesuffix(group.name + DOCUMENT) if group.name in PAIR else group.text
@@ -148,22 +150,22 @@ def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
 
 
 def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
-    """The text of a part, cut where the kind changes and around special tokens. Padding is one span without
-    text."""
+    """Yield the text of a part, split where the kind changes and around special tokens. Padding is one span
+    without text."""
     ids = part.tokens.tolist()
     if part.name == "padding":
-        yield TextSpan("", KINDS[PADDING], False, part.first, len(ids))
+        yield TextSpan("", KINDS[PADDING], False, part.start, len(ids))
         return
     names = [_name(i, tokenizer) for i in ids]
-    start = plain = 0  # plain: where the text since the last special token begins
+    start = text_start = 0  # plain: where the text since the last special token begins
     for end in range(1, len(ids) + 1):
         goes_on = end < len(ids) and names[start] is None and names[end] is None
         if goes_on and part.kinds[end] == part.kinds[start]:
             continue
         name = names[start]
-        text = _text(ids[max(plain, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
-        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, part.first + start, end - start)
-        plain = plain if name is None else end
+        text = _text(ids[max(text_start, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
+        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, part.start + start, end - start)
+        text_start = text_start if name is None else end
         start = end
 
 
@@ -173,9 +175,10 @@ def _name(token: int, tokenizer: Decoder) -> str | None:
     return tokenizer.special_tokens.get(token)
 
 
-def _text(before: list[int], ids: list[int], tokenizer: Decoder) -> str:
-    """Text of ids, with the blank that some tokenizers drop at the beginning of what they decode."""
-    head, whole = tokenizer.detokenize(before), tokenizer.detokenize([*before, *ids])
-    if not before or head.endswith("\ufffd") or not whole.startswith(head):
+def _text(context: list[int], ids: list[int], tokenizer: Decoder) -> str:
+    """Return the text of ids. context: the ids before them; both are decoded together, because some
+    tokenizers drop a leading blank."""
+    head, full_text = tokenizer.detokenize(context), tokenizer.detokenize([*context, *ids])
+    if not context or head.endswith("\ufffd") or not full_text.startswith(head):
         return tokenizer.detokenize(ids)
-    return whole[len(head) :]
+    return full_text[len(head) :]

@@ -1,5 +1,5 @@
-"""Numbers about a dataset: lengths, how well they pack, labels, duplicates, special tokens; and their
-histogram."""
+"""Statistics of a dataset: lengths, packing, labels, duplicates, special tokens; and a histogram of
+lengths."""
 
 import hashlib
 import io
@@ -13,36 +13,38 @@ from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.inspection.verify import blocks
 from megatron.data.labels import MASKED
 from megatron.data.open_dataset import open_dataset
-from megatron.data.packing import best_fit, until_overflow
+from megatron.data.packing import best_fit, next_fit
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 100)
-FITS = (1024, 2048, 4096, 8192, 16384, 32768)
+CANDIDATE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
 class PackingShares:
-    """How full rows of `length` tokens are. fit: share of documents not longer; others are cut to it, but by
-    `packed`.
+    """How well documents fill rows of `length` tokens, by way of packing.
 
-    unpacked, until_overflow, best_fit: the share of the rows that is text, when each row holds one document,
-    whole documents in their order until the next does not fit, or documents by best-fit decreasing.
-    packed_cuts: the share of documents that a border of rows cuts, where all rows are full.
+    fit: share of documents that are not longer than a row; longer ones are truncated, except by `packed`.
+    unpacked: share of row positions that hold text if each row holds one document.
+    next_fit: share that hold text if documents are packed in order until the next does not fit.
+    best_fit: share that hold text with best-fit decreasing packing.
+    packed_cuts: share of documents that continue in another row if all rows are full (`packed`).
     """
 
     length: int
     fit: float
     unpacked: float
-    until_overflow: float
+    next_fit: float
     best_fit: float
     packed_cuts: float
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Numbers about one dataset.
+    """Statistics of one dataset.
 
-    special: name of a special token -> how often it occurs. trained: share of tokens, None without labels.
-    rewards: value -> how many documents have it, None without rewards.
+    special: name of a special token -> its count.
+    trained: share of trained tokens, None without labels.
+    rewards: value -> number of documents, None without rewards.
     """
 
     name: str
@@ -61,9 +63,10 @@ class DatasetStats:
 
 
 def dataset_stats(
-    group: FileGroup, special_tokens: Mapping[int, str], candidates: Sequence[int] = FITS
+    group: FileGroup, special_tokens: Mapping[int, str], candidates: Sequence[int] = CANDIDATE_LENGTHS
 ) -> DatasetStats:
-    """The numbers of a dataset, by one pass over its text and labels. Memory: 24 bytes a document."""
+    """Compute the statistics of a dataset. special_tokens: {id: name}. candidates: row lengths for the
+    statistics of packing. Memory: 24 bytes per document."""
     text = open_dataset(group.text)
     lengths = document_lengths(text)
     trained, untrained = (None, 0) if group.label is None else _trained(open_dataset(group.label))
@@ -86,36 +89,36 @@ def dataset_stats(
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """Tokens of every document, [documents] int64."""
+    """Return the number of tokens in each document, [documents] int64."""
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     return np.diff(ends[dataset.doc_idx])
 
 
 def packing_shares(lengths: np.ndarray, length: int) -> PackingShares:
-    """How full rows of `length` tokens are with documents of these lengths, [documents] in tokens."""
-    whole = lengths[lengths > 0].astype(np.int64)
-    cut = np.minimum(whole, length)
-    ends = np.cumsum(whole)
-    text = int(cut.sum())
+    """Return how well documents of these lengths (in tokens) fill rows of `length` tokens."""
+    full_lengths = lengths[lengths > 0].astype(np.int64)
+    truncated = np.minimum(full_lengths, length)
+    ends = np.cumsum(full_lengths)
+    text = int(truncated.sum())
     return PackingShares(
         length=length,
-        fit=float((whole <= length).mean()),
-        unpacked=text / (len(cut) * length),
-        until_overflow=text / ((len(until_overflow(cut, length)) - 1) * length),
-        best_fit=text / ((len(best_fit(cut, length)[1]) - 1) * length),
-        packed_cuts=float(((ends - whole) // length != (ends - 1) // length).mean()),
+        fit=float((full_lengths <= length).mean()),
+        unpacked=text / (len(truncated) * length),
+        next_fit=text / ((len(next_fit(truncated, length)) - 1) * length),
+        best_fit=text / ((len(best_fit(truncated, length)[1]) - 1) * length),
+        packed_cuts=float(((ends - full_lengths) // length != (ends - 1) // length).mean()),
     )
 
 
 def _trained(label: IndexedDataset) -> tuple[float, int]:
-    """(share of tokens that are trained, number of documents without one)."""
+    """Return (share of trained tokens, number of documents without a trained token)."""
     tokens = trained = untrained = 0
-    for first, last in blocks(label.sizes):
-        counted = label.span(first, last) != MASKED
-        sizes = label.sizes[first:last].astype(np.int64)
+    for begin, end in blocks(label.sizes):
+        is_trained = label.span(begin, end) != MASKED
+        sizes = label.sizes[begin:end].astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])[sizes > 0]
-        untrained += int((np.add.reduceat(counted, starts, dtype=np.int64) == 0).sum()) if len(starts) else 0
-        tokens, trained = tokens + len(counted), trained + int(counted.sum())
+        untrained += int((np.add.reduceat(is_trained, starts, dtype=np.int64) == 0).sum()) if len(starts) else 0
+        tokens, trained = tokens + len(is_trained), trained + int(is_trained.sum())
     return trained / max(tokens, 1), untrained
 
 
@@ -125,7 +128,7 @@ def _rewards(reward: IndexedDataset) -> dict[float, int]:
 
 
 def _duplicates(text: IndexedDataset) -> int:
-    """How many documents have the very tokens of an earlier one."""
+    """Return the number of documents that have the same tokens as an earlier one."""
 
     def digests() -> Iterator[int]:
         for start, end in zip(text.doc_idx[:-1].tolist(), text.doc_idx[1:].tolist(), strict=True):
@@ -141,14 +144,14 @@ def _counts(text: IndexedDataset, special_tokens: Mapping[int, str]) -> dict[str
     if not special_tokens:
         return {}
     totals = np.zeros(max(special_tokens) + 1, dtype=np.int64)
-    for first, last in blocks(text.sizes):
-        ids = text.span(first, last)
+    for begin, end in blocks(text.sizes):
+        ids = text.span(begin, end)
         totals += np.bincount(ids[(ids >= 0) & (ids < len(totals))], minlength=len(totals))
     return {name: int(totals[i]) for i, name in sorted(special_tokens.items())}
 
 
 def table(stats: DatasetStats) -> list[str]:
-    """The numbers as lines for a terminal."""
+    """Return the statistics as lines for a terminal."""
     lines = [
         f"{stats.name}: {stats.documents} documents, {stats.tokens} tokens, mean {stats.mean:.1f}",
         f"  empty {stats.empty}, exact duplicates {stats.duplicates} ({share(stats.duplicates, stats.documents)})",
@@ -165,7 +168,7 @@ def table(stats: DatasetStats) -> list[str]:
     if stats.packing:
         lines.append("  seq_length  documents that fit  unpacked  pack_until_overflow  best_fit  cut by packed")
         lines += [
-            f"  {row.length:>10}  {row.fit:>18.1%}  {row.unpacked:>8.1%}  {row.until_overflow:>19.1%}  "
+            f"  {row.length:>10}  {row.fit:>18.1%}  {row.unpacked:>8.1%}  {row.next_fit:>19.1%}  "
             f"{row.best_fit:>8.1%}  {row.packed_cuts:>13.1%}"
             for row in stats.packing
         ]
@@ -180,30 +183,33 @@ def rewards_line(rewards: Mapping[float, int]) -> str:
     return f"{counts.sum()} values from {values.min():g} to {values.max():g}, mean {mean:g}"
 
 
-def share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.1%}"
+def share(part: int, total: int) -> str:
+    return f"{part / max(total, 1):.1%}"
 
 
 def histogram(lengths: Mapping[str, np.ndarray]) -> bytes:
-    """A PNG of document lengths: counts over a logarithmic axis, and the share of documents not longer."""
+    """Return a PNG with a histogram of document lengths (logarithmic axis) and their cumulative share.
+
+    lengths: {name of a dataset: tokens of each document}.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    below = axis.twinx()
+    cumulative = axis.twinx()
     longest = max([2, *(int(values.max()) for values in lengths.values() if len(values))])
     shortest = min([longest, *(int(values[values > 0].min()) for values in lengths.values() if values.any())])
     edges = np.unique(np.geomspace(shortest, longest + 1, 61).round()).tolist()
     for number, (name, values) in enumerate(lengths.items()):
         axis.hist(values[values > 0], bins=edges, alpha=0.5, label=name, color=f"C{number}")
-        below.plot(np.sort(values), np.arange(1, len(values) + 1) / max(len(values), 1), color=f"C{number}")
-    for length in FITS:
+        cumulative.plot(np.sort(values), np.arange(1, len(values) + 1) / max(len(values), 1), color=f"C{number}")
+    for length in CANDIDATE_LENGTHS:
         if length <= longest:
             axis.axvline(length, color="grey", linewidth=0.5, linestyle=":")
     axis.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
-    below.set(ylim=(0, 1.02), ylabel="share not longer")
+    cumulative.set(ylim=(0, 1.02), ylabel="share not longer")
     axis.legend(loc="upper left", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)

@@ -1,4 +1,4 @@
-"""Checks of whole datasets, each naming the first document that is wrong."""
+"""Checks full datasets; each error names the first wrong document."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ TOKENS = 1 << 22  # read in one go
 
 @dataclass(frozen=True)
 class VerifiedDataset:
-    """A dataset in which nothing is wrong. ids: lowest and highest token id, None without tokens; trained:
-    labels that are not masked, None for a dataset that holds no labels."""
+    """A dataset in which `verify` found no error.
+
+    ids: lowest and highest token id, None without tokens.
+    trained: number of labels that are not masked, None for a dataset that holds no labels.
+    """
 
     prefix: str
     documents: int
@@ -28,9 +31,10 @@ class VerifiedDataset:
 
 
 def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[VerifiedDataset]:
-    """Check the text, then its labels, then its rewards. Raises DataError with the first bad document.
+    """Check the text, then its labels, then its rewards; yield the result of each. Raises DataError, naming
+    the first bad document.
 
-    vocab_size: ids must be below it; None: only not negative.
+    vocab_size: token ids must be below it; None: they must only not be negative.
     """
     text = _opened(group.text)
     yield _check_ids(text, vocab_size)
@@ -43,36 +47,36 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
         if len(reward.doc_idx) != len(text.doc_idx):
             raise DataError(
                 f"{reward.index_file}: {len(reward.doc_idx) - 1} documents, but {text.index_file} has "
-                f"{len(text.doc_idx) - 1}"
+                f"{len(text.doc_idx) - 1}; make both again in one go"
             )
-        for first, last in blocks(reward.sizes):
-            values = np.asarray(reward.span(first, last))
+        for begin, end in blocks(reward.sizes):
+            values = np.asarray(reward.span(begin, end))
             if not np.isfinite(values).all():
-                raise _bad(reward, first, int(np.argmin(np.isfinite(values))), "is no finite reward", values)
+                raise _bad(reward, begin, int(np.argmin(np.isfinite(values))), "is not a finite reward", values)
         yield VerifiedDataset(
             reward.prefix, len(reward.doc_idx) - 1, int(reward.sizes.sum(dtype=np.int64)), reward.dtype.name
         )
 
 
 def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """[first, last) sequences of about TOKENS tokens each, and at least one sequence."""
+    """Yield ranges [begin, end) of sequences; each holds about TOKENS tokens, and at least one sequence."""
     for start in range(0, len(sizes), CHUNK):
         ends = np.cumsum(sizes[start : start + CHUNK], dtype=np.int64)
-        first = 0
-        while first < len(ends):
-            before = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, before + TOKENS, side="right")))
-            yield start + first, start + last
-            first = last
+        begin = 0
+        while begin < len(ends):
+            tokens_before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, tokens_before + TOKENS, side="right")))
+            yield start + begin, start + end
+            begin = end
 
 
 def document_of(dataset: IndexedDataset, sequence: int) -> int:
-    """The document a sequence belongs to; documents may be empty, or hold several."""
+    """Return the index of the document that holds a sequence; a document may hold none or several."""
     return int(np.searchsorted(dataset.doc_idx, sequence, side="right")) - 1
 
 
 class _UncheckedIndex(IndexedDataset):
-    """The `.idx` of a pair alone, read but not checked."""
+    """Reads only the `.idx` of a pair, without checking it."""
 
     def __init__(self, prefix: str):
         self.prefix, self.index_file, self.data_file = prefix, index_path(prefix), data_path(prefix)
@@ -80,7 +84,8 @@ class _UncheckedIndex(IndexedDataset):
 
 
 def _opened(prefix: str) -> IndexedDataset:
-    """The dataset of a prefix. Raises DataError that names the first document that is wrong in its layout."""
+    """Open the dataset of a prefix. Raises DataError, naming the first document whose place in the `.bin` is
+    wrong."""
     file = index_path(prefix)
     if file.is_file() and data_path(prefix).is_file():
         with open(file, "rb") as opened:
@@ -101,14 +106,16 @@ def _check_layout(index: IndexedDataset) -> None:
         wrong = (lengths < 0) | (pointers != np.concatenate([[end], ends[:-1]])) | (ends > size)
         if wrong.any():
             i = int(np.argmax(wrong))
-            where = f"document {document_of(index, start + i)} (sequence {start + i})"
+            location = f"document {document_of(index, start + i)} (sequence {start + i})"
             if lengths[i] < 0:
-                raise DataError(f"{index.index_file}: {where} has {lengths[i]} tokens")
+                raise DataError(f"{index.index_file}: {location} has {lengths[i]} tokens; the index is damaged")
             expected = int(ends[i - 1]) if i else end
             if pointers[i] != expected:
-                raise DataError(f"{index.index_file}: {where} points to byte {pointers[i]}, but begins at {expected}")
+                raise DataError(
+                    f"{index.index_file}: {location} points to byte {pointers[i]}, but must begin at byte {expected}"
+                )
             raise DataError(
-                f"{index.data_file}: cut off after {size} bytes, before the end of {where} at byte {ends[i]}"
+                f"{index.data_file}: truncated after {size} bytes, before the end of {location} at byte {ends[i]}"
             )
         end = int(ends[-1])
     if size != end:
@@ -117,15 +124,15 @@ def _check_layout(index: IndexedDataset) -> None:
 
 def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDataset:
     low, high = np.iinfo(np.int64).max, -1
-    for first, last in blocks(dataset.sizes):
-        ids = dataset.span(first, last)
+    for begin, end in blocks(dataset.sizes):
+        ids = dataset.span(begin, end)
         if not len(ids):
             continue
         low, high = min(low, int(ids.min())), max(high, int(ids.max()))
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             wrong = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-            of = "" if vocab_size is None else f" in a vocabulary of {vocab_size}"
-            raise _bad(dataset, first, int(np.argmax(wrong)), f"is no token id{of}", ids)
+            range_note = "" if vocab_size is None else f" in a vocabulary of {vocab_size}"
+            raise _bad(dataset, begin, int(np.argmax(wrong)), f"is not a token id{range_note}", ids)
     tokens = int(dataset.sizes.sum(dtype=np.int64))
     ids_seen = (low, high) if high >= 0 else None
     return VerifiedDataset(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids_seen)
@@ -133,10 +140,10 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDatas
 
 def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
     for name in ("doc_idx", "sizes"):
-        of_label, of_text = getattr(label, name), getattr(text, name)
-        n = min(len(of_label), len(of_text))
-        differ = np.flatnonzero(of_label[:n] != of_text[:n])
-        if len(differ) or len(of_label) != len(of_text):
+        label_values, text_values = getattr(label, name), getattr(text, name)
+        n = min(len(label_values), len(text_values))
+        differ = np.flatnonzero(label_values[:n] != text_values[:n])
+        if len(differ) or len(label_values) != len(text_values):
             i = int(differ[0]) if len(differ) else n
             document = i - 1 if name == "doc_idx" else document_of(text, i)
             lengths = [_tokens(dataset, document) for dataset in (label, text)]
@@ -154,25 +161,25 @@ def _tokens(dataset: IndexedDataset, document: int) -> int | str:
 
 def _check_labels(label: IndexedDataset, text: IndexedDataset) -> VerifiedDataset:
     trained = 0
-    for first, last in blocks(label.sizes):
-        labels, ids = label.span(first, last), text.span(first, last)
-        counted = labels != MASKED
-        wrong = counted & (labels != ids)
+    for begin, end in blocks(label.sizes):
+        labels, ids = label.span(begin, end), text.span(begin, end)
+        is_trained = labels != MASKED
+        wrong = is_trained & (labels != ids)
         if wrong.any():
             i = int(np.argmax(wrong))
-            what = f"is neither {MASKED} nor the token there, {ids[i]} (labels are not shifted)"
-            raise _bad(label, first, i, what, labels)
-        trained += int(counted.sum())
+            problem = f"is neither {MASKED} nor the token there, {ids[i]} (labels are not shifted)"
+            raise _bad(label, begin, i, problem, labels)
+        trained += int(is_trained.sum())
     tokens = int(label.sizes.sum(dtype=np.int64))
     return VerifiedDataset(label.prefix, len(label.doc_idx) - 1, tokens, label.dtype.name, trained=trained)
 
 
-def _bad(dataset: IndexedDataset, first: int, i: int, what: str, values: np.ndarray) -> DataError:
-    """The error about value i of the sequences from `first` on: its document and token are named, then
-    `what`."""
-    sequence, before = first, 0
-    while before + int(dataset.sizes[sequence]) <= i:
-        before, sequence = before + int(dataset.sizes[sequence]), sequence + 1
+def _bad(dataset: IndexedDataset, begin: int, i: int, problem: str, values: np.ndarray) -> DataError:
+    """Return a DataError about `values[i]`, where `values` begin with sequence `begin`. It names the document
+    and the token, then says `problem`."""
+    sequence, offset = begin, 0
+    while offset + int(dataset.sizes[sequence]) <= i:
+        offset, sequence = offset + int(dataset.sizes[sequence]), sequence + 1
     document = document_of(dataset, sequence)
-    before -= sum(map(int, dataset.sizes[dataset.doc_idx[document] : sequence]))
-    return DataError(f"{dataset.data_file}: document {document}, token {i - before}: {values[i]} {what}")
+    offset -= sum(map(int, dataset.sizes[dataset.doc_idx[document] : sequence]))
+    return DataError(f"{dataset.data_file}: document {document}, token {i - offset}: {values[i]} {problem}")

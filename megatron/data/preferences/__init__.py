@@ -1,2 +1,1 @@
-"""Sets of preference training: pairs, KTO's examples, and the scores that a reference model gave to their
-rows."""
+"""Datasets of preference training: pairs, KTO's examples, and a reference model's scores of their rows."""

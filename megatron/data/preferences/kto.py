@@ -1,4 +1,4 @@
-"""KTO's second set: each prompt with the response to another one, which tells how far the model is from the
+"""KTO's mismatched set: each prompt with the response to another prompt, to estimate the KL from the
 reference.
 
 "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306), section 4.1.
@@ -20,23 +20,23 @@ from megatron.data.sliced_documents import DocumentSlices
 
 
 def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed: int) -> np.ndarray:
-    """For each of `documents` another one of them, to another prompt; each is taken once, in an order of
-    `seed`.
+    """Return, for each of `documents`, the document whose response its prompt is joined with.
 
-    Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are put
-    in random order, and each is given the next one's response. Raises DataError where there are too few
+    The result is a permutation in which no document gets a response to its own prompt.
+    Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are
+    shuffled by `seed`, and each gets the response to the next prompt. Raises DataError if there are too few
     prompts.
     """
     prompts, prompt_of = np.unique(documents // responses_per_prompt, return_inverse=True)
     order = np.argsort(np.random.RandomState(seed).permutation(len(prompts))[prompt_of], kind="stable")
-    others = np.empty_like(documents)
-    others[order] = documents[np.roll(order, -1 if len(prompts) == len(documents) else -2)]
-    if (others // responses_per_prompt == documents // responses_per_prompt).any():
+    mismatched = np.empty_like(documents)
+    mismatched[order] = documents[np.roll(order, -1 if len(prompts) == len(documents) else -2)]
+    if (mismatched // responses_per_prompt == documents // responses_per_prompt).any():
         raise DataError(
-            f"KTO compares with answers to other prompts, but {len(documents)} answers to {len(prompts)} prompts can "
-            "be trained; it needs more"
+            "KTO joins each prompt with an answer to another prompt, but too few can be trained: "
+            f"{len(documents)} answers to {len(prompts)} prompts; use more data"
         )
-    return others
+    return mismatched
 
 
 def mismatched_maps(
@@ -47,33 +47,44 @@ def mismatched_maps(
     seed: int,
     packing: Packing,
     max_length: int | None,
-    before: Sequence[int] = (),
+    earlier_ends: Sequence[int] = (),
 ) -> tuple[list[DocumentSlices], np.ndarray, IndexMaps]:
-    """Slices, prompt lengths and maps of a set in which every trained prompt has another one's response.
+    """Return (slices, prompt lengths, index maps) of a set that joins every trained prompt with the response
+    to another prompt.
 
-    Prompt and response are cut to max_length tokens. Unpacked, sample i has the prompt of sample i of `maps`.
-    paired: documents 2p and 2p + 1 have one prompt. before: where the earlier segments of the order end, in
-    samples (see `build_packed`). Raises DataError where there are too few prompts.
+    slices: of the prompts and of the responses, in the files of the data. A prompt and its response together
+      are truncated to max_length tokens. If unpacked, sample i has the prompt of sample i of `maps`.
+    maps: the index maps of the trained prompts with their own responses.
+    paired: documents 2p and 2p + 1 have the same prompt.
+    earlier_ends: the ends of the earlier segments of the order, in samples (see `build_packed`).
+    Raises DataError if there are too few prompts.
     """
-    kept, documents = np.unique(maps.doc_idx), np.arange(len(maps.size))
-    other = documents.copy()
-    other[kept] = mismatched_documents(kept, 2 if paired else 1, seed)
-    most = min(max_length or seq_length + 1, seq_length + 1)
-    count = np.minimum((maps.size - maps.prompt)[other], np.maximum(0, most - maps.prompt))
+    used_documents, documents = np.unique(maps.doc_idx), np.arange(len(maps.size))
+    mismatched = documents.copy()
+    mismatched[used_documents] = mismatched_documents(used_documents, 2 if paired else 1, seed)
+    max_tokens = min(max_length or seq_length + 1, seq_length + 1)
+    count = np.minimum((maps.size - maps.prompt)[mismatched], np.maximum(0, max_tokens - maps.prompt))
     prompts = DocumentSlices(documents % sources, documents // sources, maps.begin, maps.prompt)
-    responses = DocumentSlices(other % sources, other // sources, (maps.begin + maps.prompt)[other], count)
+    responses = DocumentSlices(
+        mismatched % sources, mismatched // sources, (maps.begin + maps.prompt)[mismatched], count
+    )
     rows: IndexMaps = maps
     if packing.pack_impl != "unpacked":
         lengths = np.zeros(len(documents), np.int64)
-        lengths[kept] = (maps.prompt + count)[kept]
-        whole = replace(packing, truncate_documents=None)
-        rows = build_maps(lengths, 0, len(lengths), len(rows.shuffle_idx), seq_length, seed, whole, None, before)
+        lengths[used_documents] = (maps.prompt + count)[used_documents]
+        untruncated = replace(packing, truncate_documents=None)
+        rows = build_maps(
+            lengths, 0, len(lengths), len(rows.shuffle_idx), seq_length, seed, untruncated, None, earlier_ends
+        )
     return [prompts, responses], maps.prompt, rows
 
 
 def rotate_responses(samples: Sequence[PreferenceSample], max_length: int | None) -> list[PreferenceSample]:
-    """Examples, each in a row of its own, with the `kl_sample` that TRL gives them: prompt i with response i
-    - 1 of the micro-batch, cut to max_length tokens. Padding comes last."""
+    """Return the examples of a micro-batch with `kl_sample` set as in TRL: prompt i with response i - 1,
+    truncated to max_length tokens.
+
+    Each example must be alone in its row. Examples that are padding come last.
+    """
     real = [sample for sample in samples if sample.preference_labels.any()]
     pieces = [_prompt_and_response(sample) for sample in real]
     rotated = [
@@ -87,20 +98,20 @@ def rotate_responses(samples: Sequence[PreferenceSample], max_length: int | None
 
 
 def _prompt_and_response(sample: PreferenceSample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens of the prompt, tokens of the response, labels of the response) of an example."""
+    """Return tokens of the prompt, tokens of the response, and labels of the response of an example."""
     (row,), (response_ids,) = sample.rows, sample.response_ids
-    used = int((response_ids >= 0).sum())
-    first = 1 + int(np.argmax(row.labels[1:] >= 0))
-    return row.tokens[:first], row.tokens[first:used], row.labels[first:used]
+    num_tokens = int((response_ids >= 0).sum())
+    prompt_length = 1 + int(np.argmax(row.labels[1:] >= 0))
+    return row.tokens[:prompt_length], row.tokens[prompt_length:num_tokens], row.labels[prompt_length:num_tokens]
 
 
 def _joined(
-    sample: PreferenceSample, prompt: np.ndarray, response: np.ndarray, response_labels: np.ndarray, most: int
+    sample: PreferenceSample, prompt: np.ndarray, response: np.ndarray, response_labels: np.ndarray, max_length: int
 ) -> PreferenceSample:
-    """A sample of the shapes of `sample` with one row: the prompt, then the response, at most so many
+    """Return a sample shaped like `sample` with one row: the prompt, then the response, at most max_length
     tokens."""
     (row,), (response_ids,) = sample.rows, sample.response_ids
-    end = min(most, len(row.tokens), len(prompt) + len(response))
+    end = min(max_length, len(row.tokens), len(prompt) + len(response))
     tokens, labels = np.zeros_like(row.tokens), np.full_like(row.labels, MASKED)
     begins, joined_ids = np.zeros_like(row.begins), np.full_like(response_ids, -1)
     tokens[: len(prompt)] = prompt

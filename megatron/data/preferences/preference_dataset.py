@@ -1,8 +1,8 @@
-"""Samples of preference training: rows of whole responses, each a prompt and what a model wrote to it.
+"""Samples of preference training: rows of full responses, each a prompt and a model's answer.
 
 The chosen and the rejected response of pair p are documents 2p and 2p + 1; an example of KTO is one document.
-A unit, a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row;
-otherwise the chosen and the rejected response of a pair stand in the same places of two rows.
+A unit, a pair or an example, is never split over samples: packed `best_fit` its responses are in one row;
+otherwise the chosen and the rejected response of a pair are in the same places of two rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,13 @@ from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, S
 class PreferenceSample:
     """One sample of n responses.
 
-    response_ids: for each row [seq_length + 1] int64, the response that a token belongs to (of pair p these
-    are 2p and 2p + 1), -1 in padding. prefix_lengths [n] int64: how many tokens of the beginning of the
-    response before come, in the same row, before those of a response, which continues them; None: none.
-    preference_labels [n] float32, reference_logprobs [n] float32 and margins [n / 2] float32: as in `Batch`.
+    response_ids: for each row [seq_length + 1] int64, the response of each token (2p and 2p + 1 for pair p),
+      -1 in padding.
+    preference_labels: [n] float32, as in `Responses`.
+    reference_logprobs: [n] float32, as in `Responses`.
+    margins: [n / 2] float32, as in `Responses`.
+    prefix_lengths: [n] int64, the length of the prefix that a response shares with the previous one in its
+      row, and that the row does not repeat; None: no shared prefixes.
     kl_sample: responses to other prompts, for KTO's KL.
     """
 
@@ -37,22 +40,27 @@ class PreferenceSample:
     kl_sample: "PreferenceSample | None" = None
 
     def as_padding(self) -> "PreferenceSample":
-        """A sample of the same shapes in which nothing is trained."""
+        """Return a sample of the same shapes in which nothing is trained."""
         rows = tuple(replace(row, labels=np.full_like(row.labels, MASKED)) for row in self.rows)
         kl_sample = None if self.kl_sample is None else self.kl_sample.as_padding()
         return replace(self, rows=rows, preference_labels=np.zeros_like(self.preference_labels), kl_sample=kl_sample)
 
 
 class PreferenceDataset:
-    """Item i: the `PreferenceSample` of sample i.
+    """A dataset whose item i is the `PreferenceSample` of sample i.
 
-    parts: the slices of `sources` that make the documents. prompts [documents]: how many tokens of each come
-    before the first trained one. two_rows: documents 2p and 2p + 1 stand in two rows; the maps are over pairs
-    p then. labels, references: beside each source, one value for each token; references (float32) may also
-    hold one for each document. preference_labels [documents] float32 and margins [pairs] float32: as in
-    `Batch`. shared [documents]
-    int64: how many tokens that are not among its own each document begins with, which are the first of the
-    one before. kl_dataset: item i of it is the `kl_sample` of sample i.
+    sources: the files with the tokens.
+    parts: slices of documents in `sources`; document d joins slice d of each part.
+    prompts: [documents], number of tokens before the first trained one.
+    maps: index maps over documents; over pairs with two_rows.
+    preference_labels: [documents] float32, as in `Responses`.
+    two_rows: the responses of a pair, documents 2p and 2p + 1, are in two rows instead of one.
+    shared: [documents] int64, the length of the prefix that each document shares with the one before, and
+      that the row does not repeat.
+    labels: for each source, one value per token.
+    references: for each source, one float32 per token or per document.
+    margins: [pairs] float32, as in `Responses`.
+    kl_dataset: its item i is the `kl_sample` of sample i.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class PreferenceDataset:
         self.preference_labels, self.shared, self.kl_dataset = preference_labels, shared, kl_dataset
         self.margins = margins
         self.parts, self.references = tuple(parts), None if references is None else tuple(references)
-        step, whole = 2 if two_rows else 1, replace(packing, truncate_documents=None)
+        step, untruncated = 2 if two_rows else 1, replace(packing, truncate_documents=None)
         self.rows = []
         for row in range(step):
             row_parts = [DocumentSlices(*(array[row::step] for array in vars(part).values())) for part in parts]
@@ -89,7 +97,7 @@ class PreferenceDataset:
             else:
                 row_labels = SlicedDocuments(labels, row_parts)
             self.rows.append(
-                PackedDataset(name, documents, maps, seq_length, vocab_size, packing=whole, labels=row_labels)
+                PackedDataset(name, documents, maps, seq_length, vocab_size, packing=untruncated, labels=row_labels)
             )
 
     def __len__(self) -> int:
@@ -98,8 +106,8 @@ class PreferenceDataset:
     def __getitem__(self, index: int) -> PreferenceSample:
         rows = tuple(row[index] for row in self.rows)
         place = int(self.maps.shuffle_idx[index])
-        first, last = self.maps.sample_idx[place : place + 2, 0].tolist()
-        units, step = self.maps.doc_idx[first:last].astype(np.int64), len(rows)
+        begin, end = self.maps.sample_idx[place : place + 2, 0].tolist()
+        units, step = self.maps.doc_idx[begin:end].astype(np.int64), len(rows)
         documents = (units[:, None] * step + np.arange(step)).ravel()
         response_ids = tuple(self._response_ids(row, index, len(units)) for row in range(step))
         reference = None if self.references is None else self._reference_logprobs(documents, rows, response_ids)
@@ -110,19 +118,26 @@ class PreferenceDataset:
         return PreferenceSample(rows, response_ids, labels, reference, margins, prefixes, kl_sample)
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """(row, document of that row, its token to begin at, how many tokens) of each document in a sample;
-        tokens are counted in what is used of a document."""
+        """Yield (row, document of that row, first token, number of tokens) of each document in a sample.
+
+        The first token is counted within the used part of the document.
+        """
         for number, row in enumerate(self.rows):
             for piece in row.pieces(index):
                 yield number, *piece
 
     def documents(self, index: int) -> list[int]:
-        """The documents of a sample, in the order of its responses."""
+        """Return the numbers of the documents of a sample, in the order of its responses."""
         pieces = [[document for document, _, _ in row.pieces(index)] for row in self.rows]
-        return [document * len(pieces) + row for each in zip(*pieces, strict=True) for row, document in enumerate(each)]
+        return [
+            document * len(pieces) + row
+            for row_documents in zip(*pieces, strict=True)
+            for row, document in enumerate(row_documents)
+        ]
 
     def _response_ids(self, row: int, index: int, units: int) -> np.ndarray:
-        """The responses of the places in one row, [seq_length + 1] int64."""
+        """Return, for each token of one row, the number of its response, [seq_length + 1] int64; -1 in
+        padding. units: pairs or examples in the sample."""
         packed = self.rows[row]
         response_ids, filled = np.full(packed.seq_length + 1, -1, np.int64), 0
         # GPT-NeoX's rows end in a token of a document that is no response of theirs
@@ -134,8 +149,8 @@ class PreferenceDataset:
     def _reference_logprobs(
         self, documents: np.ndarray, rows: tuple[TokenSample, ...], response_ids: tuple[np.ndarray, ...]
     ) -> np.ndarray:
-        """The sum of the reference's log-probabilities over the trained tokens of each response, [n]
-        float32."""
+        """Return, for each response, the reference model's log-probability: the sum over its trained tokens,
+        [n] float32."""
         assert self.references is not None
         sums, (part,) = np.zeros(len(documents), np.float32), self.parts
         for response, document in enumerate(documents.tolist()):

@@ -1,4 +1,4 @@
-"""Which tokens of which responses make the samples of preference training: their index maps."""
+"""Builds the index maps of preference training: the tokens of the responses that make each sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ CommonPrefixes = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """How many tokens of a response and its prompt are used; None: all.
+    """To how many tokens a prompt and its response are truncated; None: no limit.
 
-    max_prompt: the last tokens of what stands before the first trained one. max_length: the first tokens of
-    that prompt and the response together.
+    max_prompt: of the prompt (the tokens before the first trained one), whose last tokens are kept.
+    max_length: of the truncated prompt and the response together, whose first tokens are kept.
     """
 
     max_length: int | None = None
@@ -44,12 +44,14 @@ class LengthLimits:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceMaps(IndexMaps):
-    """`IndexMaps` over documents, or over pairs where a pair takes two rows.
+    """`IndexMaps` over documents, or over pairs if a pair takes two rows.
 
-    begin, size [documents] int64: the first token that is used of each document, and how many. prompt
-    [documents] int64: how many of these tokens come before the first trained one. shared [documents] int64:
-    how many of these tokens are left out of the row, since the document before begins with them. counts [14]
-    int64: as named in `COUNTS`.
+    begin: [documents] int64, the first used token of each document.
+    size: [documents] int64, the number of used tokens.
+    prompt: [documents] int64, how many used tokens precede the first trained one.
+    shared: [documents] int64, how many used tokens are left out of the row, because the document before
+      begins with them.
+    counts: [14] int64, counts for the log; their names are in `COUNTS`.
     """
 
     begin: np.ndarray
@@ -61,43 +63,46 @@ class PreferenceMaps(IndexMaps):
 
 def build_preference_maps(
     sizes: np.ndarray,
-    first: np.ndarray,
+    first_trained: np.ndarray,
     num_samples: int,
     seq_length: int,
     seed: int,
     packing: Packing,
     limits: LengthLimits,
-    before: Sequence[int] = (),
+    earlier_ends: Sequence[int] = (),
     common_prefixes: CommonPrefixes | None = None,
     least_saving: float = 0.0,
 ) -> PreferenceMaps:
-    """Maps of whole epochs with at least num_samples samples; there may be no row at all.
+    """Build the index maps of pairs or examples (units): full epochs with at least num_samples samples.
 
-    sizes [units, responses]: tokens of each document, prompt included. first [units, responses]: the first
-    trained token of each; its size where none is trained. before: where the earlier segments of the order
-    end, in samples (see `build_packed`). common_prefixes: of pairs in one row, whose prefixes then are laid
-    out once, if that leaves out at least the share least_saving of all tokens. Where pairs are cut, and
-    whether they are, does not depend on it.
+    There may be no row at all.
+    sizes: [units, responses], tokens of each document, prompt included.
+    first_trained: [units, responses], the first trained token of each document; its size if none is trained.
+    earlier_ends: the ends of the earlier segments of the order, in samples (see `build_packed`).
+    common_prefixes: f(first used token of each document [units, 2], tokens to compare [units]) -> how many
+      tokens the responses of each pair have in common [units]. None: prefixes are never shared.
+    least_saving: prefixes are stored once if that saves at least this share of all tokens. Which pairs are
+      truncated, and where, does not change.
     """
     width = seq_length + 1
     full = sizes.astype(np.int64)
-    used = packing.lengths(full)
+    used_lengths = packing.lengths(full)
     begin = np.zeros_like(full)
     if limits.max_prompt is not None:
-        begin = np.where(first < full, np.maximum(0, first - limits.max_prompt), 0)
-    left = np.maximum(0, used - begin)
-    size = np.minimum(left, min(limits.max_length or width, width))
+        begin = np.where(first_trained < full, np.maximum(0, first_trained - limits.max_prompt), 0)
+    remaining = np.maximum(0, used_lengths - begin)
+    size = np.minimum(remaining, min(limits.max_length or width, width))
     one_row = packing.pack_impl == "best_fit"
     pairs_in_one_row = one_row and size.shape[1] == 2
     if pairs_in_one_row:  # both responses share the row: each gets half of it, or what the other one leaves
         size = np.minimum(size, np.maximum(width // 2, width - size[:, ::-1]))
-    trained = (first < full).all(axis=1)
-    short = (size == left).all(axis=1) if not packing.allow_chopped else np.ones(len(full), bool)
-    reached = (first < begin + size).all(axis=1)
+    trained = (first_trained < full).all(axis=1)
+    short = (size == remaining).all(axis=1) if not packing.allow_chopped else np.ones(len(full), bool)
+    reached = (first_trained < begin + size).all(axis=1)
     keep = trained & short & reached
     if packing.compat:  # all documents as they are
         begin, size, keep = np.zeros_like(full), full, np.ones(len(full), bool)
-    prompt, shared = np.clip(first - begin, 0, size), np.zeros_like(size)
+    prompt, shared = np.clip(first_trained - begin, 0, size), np.zeros_like(size)
     if pairs_in_one_row and common_prefixes is not None and not packing.compat:
         # The last token before the answers stands before each of them: its place predicts their first tokens.
         common = common_prefixes(begin, np.where(keep, prompt.min(axis=1), 0))
@@ -106,20 +111,21 @@ def build_preference_maps(
     if shareable < least_saving * size[keep].sum():
         shared[:] = 0
     lengths = np.where(keep, (size - shared).sum(axis=1) if one_row else size.max(axis=1), 0)
-    whole = replace(packing, truncate_documents=None)
+    untruncated = replace(packing, truncate_documents=None)
     if packing.compat or keep.any():
-        maps = build_maps(lengths, 0, len(lengths), num_samples, seq_length, seed, whole, None, before)
+        maps = build_maps(lengths, 0, len(lengths), num_samples, seq_length, seed, untruncated, None, earlier_ends)
     else:
         maps = IndexMaps(np.zeros(0, np.int64), np.zeros((1, 2), np.int64), np.zeros(0, np.uint32))
     if pairs_in_one_row:
         maps = IndexMaps(_documents_of_pairs(maps.doc_idx), maps.sample_idx * 2, maps.shuffle_idx)
     untrained, unreached = np.flatnonzero(~trained), np.flatnonzero(trained & short & ~reached)
-    cut_begin, cut_end = keep[:, None] & (begin > 0), keep[:, None] & (begin + size < full)
+    truncated_begin, truncated_end = keep[:, None] & (begin > 0), keep[:, None] & (begin + size < full)
     counts = (
         keep.sum(), len(maps.sample_idx) - 1, size[keep].sum(),
         len(untrained), untrained[0] if len(untrained) else -1,
         len(unreached), unreached[0] if len(unreached) else -1, (trained & ~short).sum(),
-        cut_begin.sum(), begin[cut_begin].sum(), cut_end.sum(), (full - begin - size)[cut_end].sum(),
+        truncated_begin.sum(), begin[truncated_begin].sum(), truncated_end.sum(),
+        (full - begin - size)[truncated_end].sum(),
         shared.sum(), shareable,
     )  # fmt: skip
     return PreferenceMaps(
@@ -135,5 +141,5 @@ def build_preference_maps(
 
 
 def _documents_of_pairs(pairs: np.ndarray) -> np.ndarray:
-    """Documents 2p and 2p + 1 of pairs p, [2 * pairs]."""
+    """Return documents 2p and 2p + 1 of pairs p, [2 * pairs]."""
     return (2 * pairs[:, None] + np.arange(2)).ravel()

@@ -1,7 +1,7 @@
-"""The sets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples.
+"""Builds the sets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples.
 
-As for text, every set is planned, its maps are made or found in the cache by one process, then every process
-maps them.
+As for text, every set is planned, one process builds its missing maps into the cache, then every process maps
+them.
 """
 
 import hashlib
@@ -65,11 +65,12 @@ IndexedDatasets = tuple[IndexedDataset, ...]
 
 @dataclass(frozen=True)
 class PreferenceMapsKey(CacheKey):
-    """All that decides the maps of one member. The names of its fields are part of the names of cached files.
+    """The cache key of the index maps of one member of a set. Its field names are part of the names of cached
+    files.
 
-    contents: hashes of the labels, and of the tokens where there are no labels or prefixes are shared. units:
-    pairs or examples. per_unit: responses of one unit. before: where the earlier segments of the order end,
-    in samples (see `build_packed`). least_prefix_saving: as of `losses.least_prefix_saving`.
+    contents: hashes of the labels, and of the tokens if there are no labels or prefixes are shared. units:
+    pairs or examples. per_unit: responses of one unit. before: the ends of the earlier segments of the order,
+    in samples (see `build_packed`). least_prefix_saving: the result of `losses.least_prefix_saving`.
     """
 
     index_sha256: tuple[str, ...]
@@ -88,11 +89,12 @@ class PreferenceMapsKey(CacheKey):
 
 @dataclass(frozen=True)
 class _PreferenceSource:
-    """One member of a set. sources: of pairs, the chosen and the rejected responses; of KTO, the only pair of
-    files.
+    """One member of a set.
 
-    labels and references: beside each of the sources; rewards: of KTO's examples, or the margins of pairs,
-    beside the first. limit: documents of each that are used at most.
+    sources: for pairs, the datasets of the chosen and of the rejected responses; for KTO, one dataset.
+    labels, references: one dataset for each source.
+    rewards: rewards of KTO's examples, or margins of pairs, one for each document of the first source.
+    limit: at most that many documents of each source are used.
     """
 
     name: str
@@ -104,13 +106,13 @@ class _PreferenceSource:
 
     @property
     def documents(self) -> int:
-        """Documents that are used of each source."""
+        """How many documents of each source are used."""
         count = len(self.sources[0])
         return count if self.limit is None else min(count, self.limit)
 
     @property
     def file(self) -> Path:
-        """The file that messages name."""
+        """The file that messages about this member name."""
         return self.sources[0].data_file
 
 
@@ -131,31 +133,31 @@ class _PreferencePlan:
 def build_preference_sets(
     args: NeoXArgs,
     train_batch_size: int,
-    once: Callable[[Callable[[], Any]], Any],
+    on_one_rank: Callable[[Callable[[], Any]], Any],
     epochs: int | None,
     data_state: DataState,
 ) -> Datasets:
-    """`build_datasets` for preference training. epochs: passes over the training set, each in an order of its
-    own."""
+    """Build the sets of preference training. Arguments and result are those of `build_datasets`; each of the
+    `epochs` passes over the training set has its own order."""
 
     def write() -> tuple[list[_PreferencePlan], list[str]]:
         plans: list[_PreferencePlan] = []
         log_lines: list[str] = []
-        for name, wanted in zip(SET_NAMES, requested_samples(args, train_batch_size, data_state), strict=True):
-            members = _members(args, name) if wanted > 0 else []
+        for name, num_samples in zip(SET_NAMES, requested_samples(args, train_batch_size, data_state), strict=True):
+            members = _members(args, name) if num_samples > 0 else []
             if not members:
                 continue
             passes = epochs if name == "train" else None
             if name != "train" and not packing_from_args(args).compat:
-                wanted, passes = 1, (1 if len(members) > 1 else None)  # one pass: no sample counts twice
-            plan = _cached_plan(args, name, members, wanted, passes, data_state)
+                num_samples, passes = 1, (1 if len(members) > 1 else None)  # one pass: no sample counts twice
+            plan = _cached_plan(args, name, members, num_samples, passes, data_state)
             plans.append(plan)
             batch, cached_maps = train_batch_size if name == "train" else None, plan.cached_maps(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
                 log_lines += _log_lines(member, key, cached_maps.maps(key, PreferenceMaps), batch, args.seq_length)
         return plans, log_lines
 
-    plans, log_lines = once(write)
+    plans, log_lines = on_one_rank(write)
     sets = {plan.name: _load(args, plan) for plan in plans}
     contents = {plan.name: _contents(args, plan) for plan in plans}
     ends = {
@@ -176,13 +178,13 @@ def _contents(args: NeoXArgs, plan: _PreferencePlan) -> SetContents:
 
 
 def preference_samples_per_epoch(args: NeoXArgs) -> int:
-    """Training samples of one pass over the data. Raises DataError for data that cannot be used."""
+    """Return the number of training samples in one pass over the data. Raises DataError for unusable data."""
     return sum(_samples_per_epoch(args, _members(args, "train")))
 
 
 def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Name such as `train_pos`, `valid_neg_labels` or `train_rewards` -> prefixes of these files, of
-    pairs."""
+    """Return the files of pairs as {name: prefixes}; names are `train_pos`, `valid_neg_labels`,
+    `train_rewards` and so on."""
     prefixes = {}
     for name in SET_NAMES:
         for side in ("pos", "neg"):
@@ -196,7 +198,7 @@ def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
 
 
 def _paths(args: NeoXArgs, name: str, side: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """The data paths and label paths of one side, "pos" (chosen) or "neg" (rejected), of a set."""
+    """Return the data paths and label paths of one side, "pos" (chosen) or "neg" (rejected), of a set."""
     pos = (
         (args.pos_train_data_paths, args.pos_train_label_data_paths),
         (args.pos_valid_data_paths, args.pos_valid_label_data_paths),
@@ -211,7 +213,10 @@ def _paths(args: NeoXArgs, name: str, side: str) -> tuple[tuple[str, ...] | None
 
 
 def _members(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
-    """The files of a set, opened and checked. Raises DataError for files that do not belong together."""
+    """Open and check the files of the set `name` (train, valid or test): pairs, or KTO's examples.
+
+    Raises DataError for files that do not belong together.
+    """
     return _pairs(args, name) if args.dataset_impl == "pairwise" else _examples(args, name)
 
 
@@ -251,7 +256,8 @@ def _pairs(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
 
 
 def _margin_paths(args: NeoXArgs, name: str) -> tuple[str, ...] | None:
-    """The paths of the margins of the pairs of a set, which only reward models read."""
+    """Return the paths of the margins of a set's pairs; None if there are none, or if no reward model is
+    trained."""
     return companion_paths(args, name)[1] if args.train_impl == "rm" else None
 
 
@@ -259,22 +265,23 @@ def _cached_plan(
     args: NeoXArgs,
     name: str,
     members: list[_PreferenceSource],
-    wanted: int,
+    num_samples: int,
     epochs: int | None,
     data_state: DataState,
 ) -> _PreferencePlan:
-    """A plan whose maps lie in the cache, in the segments that its run was begun with."""
+    """Write the missing index maps of a set into the cache, and return its plan. A resumed run keeps the
+    segments of its order (see `build_packed`)."""
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:
-        shares = [wanted] if len(members) == 1 else samples_per_member(weights, wanted)
-        blend: BlendingKey = BlendKey(weights, wanted)
+        shares = [num_samples] if len(members) == 1 else samples_per_member(weights, num_samples)
+        blend: BlendingKey = BlendKey(weights, num_samples)
     else:
         shares = [epochs * samples for samples in _samples_per_epoch(args, members)]
         # To train by size; to validate by weight, each sample once
         blend = EpochKey(tuple(shares)) if name == "train" else OnePassKey(weights, tuple(shares))
     joint = packing_from_args(args).joint and (epochs is None or name == "train")
     ends = [segment_ends(data_state.segments(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
-    keys = tuple(_maps_key(args, member, each) for member, each in zip(members, ends, strict=True))
+    keys = tuple(_maps_key(args, member, member_ends) for member, member_ends in zip(members, ends, strict=True))
     builders = _map_builders(members, keys)
     if len(members) > 1:
         builders = {**builders, blend: blend.build}
@@ -291,7 +298,10 @@ def _cache_dir(args: NeoXArgs, member: _PreferenceSource) -> Path:
 
 
 def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) -> PreferenceMapsKey:
-    """ends: where the segments of the order end, in samples; the last is how many are wanted."""
+    """Return the cache key of the index maps of a member.
+
+    ends: the ends of the segments of its order, in samples; the last is the number of samples.
+    """
     saving, hash_cache = least_prefix_saving(args), hash_cache_dir(args, member.sources[0].prefix)
     deciding = member.labels or member.sources
     if saving is not None and member.labels is not None:
@@ -312,7 +322,7 @@ def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) ->
 
 
 def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> list[int]:
-    """Samples of one pass over each member."""
+    """Return, for each member, the number of samples in one pass over it."""
     if not members:
         return []
     keys, folder = [_maps_key(args, member, (1,)) for member in members], _cache_dir(args, members[0])
@@ -323,17 +333,18 @@ def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> 
 
 
 def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> PreferenceMaps:
-    """The maps of a member. Raises DataError where no sample comes of its documents."""
+    """Build the index maps of a member. Raises DataError if its documents give no sample."""
     sizes = np.stack([source.sizes[: key.units].astype(np.int64) for source in member.sources], axis=1)
     if member.labels is not None:
-        first = np.stack([first_labelled_token(labels)[: key.units] for labels in member.labels], axis=1)
+        first_trained = np.stack([first_labelled_token(labels)[: key.units] for labels in member.labels], axis=1)
     else:
-        first = implicit_prompt_lengths(member.sources[0], member.sources[1], key.units)
+        first_trained = implicit_prompt_lengths(member.sources[0], member.sources[1], key.units)
     shape = (-1, key.per_unit)
     shares = key.least_prefix_saving is not None
     maps = build_preference_maps(
-        sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits,
-        key.before, partial(shared_prefixes, member.sources) if shares else None, key.least_prefix_saving or 0.0,
+        sizes.reshape(shape), first_trained.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing,
+        key.limits, key.before, partial(shared_prefixes, member.sources) if shares else None,
+        key.least_prefix_saving or 0.0,
     )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
@@ -345,7 +356,7 @@ def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> Preference
 
 
 def _load(args: NeoXArgs, plan: _PreferencePlan) -> PreferenceDataset | BlendedDataset:
-    """The set of a plan, its maps from the cache."""
+    """Return the dataset of a plan. Its index maps are read from the cache, memory-mapped."""
     cached_maps = plan.cached_maps(args)
     sets = [
         _load_member(args, member, key, cached_maps.maps(key, PreferenceMaps))
@@ -362,9 +373,9 @@ def _load_member(
     count, sources, paired = len(maps.size), len(member.sources), sample_kind(args) == "pairs"
     numbers = np.arange(count)
     two_rows = paired and key.packing.pack_impl != "best_fit"
-    kept = np.unique(maps.doc_idx if two_rows else maps.doc_idx // 2)
+    in_samples = np.unique(maps.doc_idx if two_rows else maps.doc_idx // 2)
     for side, reference in enumerate(member.references or ()):
-        check_sums(reference, member.sources[side], maps.size[side::2], kept)
+        check_sums(reference, member.sources[side], maps.size[side::2], in_samples)
     build = partial(
         PreferenceDataset, member.name, member.sources, seq_length=key.seq_length, packing=key.packing,
         labels=member.labels, vocab_size=args.padded_vocab_size,
@@ -390,12 +401,13 @@ def _load_member(
 
 
 def _first_rewards(rewards: IndexedDataset, count: int) -> np.ndarray:
-    """The rewards of the first `count` documents, float32."""
+    """Return the rewards of the first `count` documents, float32."""
     return np.array([rewards.get(i, 0, 1)[0] for i in range(count)], np.float32)
 
 
 def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) -> np.ndarray:
-    """The label of each response, [count] float32: of pairs 1; of KTO's examples 1 if desirable, else -1.
+    """Return the label of each response, [count] float32: 1 for pairs; for KTO's examples 1 if desirable,
+    else -1.
 
     Raises DataError for a reward of 0, which is neither.
     """
@@ -407,7 +419,7 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
         rewards = _first_rewards(member.rewards, count)
         zero = np.flatnonzero(rewards == 0)
         if len(zero):
-            raise DataError(f"{member.rewards.data_file}: document {zero[0]} has reward 0: KTO reads above or below 0")
+            raise DataError(f"{member.rewards.data_file}: document {zero[0]} has reward 0; it must be above or below 0")
         desirable = rewards > 0
     return np.where(desirable, 1, -1).astype(np.float32)
 
@@ -415,8 +427,11 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
 def _log_lines(
     member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None, seq_length: int
 ) -> list[str]:
-    """Lines on how full the rows are, and on what is cut or left out. batch: samples of a step, for
-    training; seq_length: tokens of a row that the model reads."""
+    """Return log lines on how full the rows of a member are, and on truncated and dropped documents.
+
+    batch: samples per step, None unless it is a training set. seq_length: tokens of a row that the model
+    reads.
+    """
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"
@@ -428,23 +443,24 @@ def _log_lines(
     lines = [f"{line}; {padding:.1f} % padding"]
     if key.least_prefix_saving is not None:
         share = 100 * count["shareable"] / max(1, count["tokens"])
-        what = "are laid out once" if count["shared"] else "stand twice: sharing them does not pay"
+        outcome = "are laid out once" if count["shared"] else "stand twice: sharing them does not pay"
         lines.append(
             f"{member.name}: prefix_sharing: {count['shareable']} tokens that chosen and rejected begin with "
-            f"({share:.1f} %) {what}"
+            f"({share:.1f} %) {outcome}"
         )
-    for what, why in (("untrained", "an answer has no token to train"), ("unreached", "all to train is cut off")):
-        if count[what]:
+    for kind, reason in (("untrained", "an answer has no token to train"), ("unreached", "all to train is cut off")):
+        if count[kind]:
             lines.append(
-                f"{member.file}: {count[what]} {unit} are left out: {why} (the first: number {count[f'first_{what}']})"
+                f"{member.file}: {count[kind]} {unit} are left out: {reason} "
+                f"(the first: number {count[f'first_{kind}']})"
             )
     if count["too_long"]:
         lines.append(f"{member.file}: {count['too_long']} {unit} are left out: too long (allow_chopped: false)")
-    for what, key_of in (("prompt", "max_prompt_length"), ("answer", "max_length, seq_length or truncate_documents")):
-        if count[f"cut_{what}s"]:
-            end = "beginning" if what == "prompt" else "end"
+    for kind, key_of in (("prompt", "max_prompt_length"), ("answer", "max_length, seq_length or truncate_documents")):
+        if count[f"cut_{kind}s"]:
+            end = "beginning" if kind == "prompt" else "end"
             lines.append(
-                f"{member.file}: {count[f'cut_{what}s']} {what}s lose their {end}, {count[f'cut_{what}_tokens']} "
+                f"{member.file}: {count[f'cut_{kind}s']} {kind}s lose their {end}, {count[f'cut_{kind}_tokens']} "
                 f"tokens in all ({key_of})"
             )
     return lines

@@ -1,5 +1,4 @@
-"""Responses that a reference model has scored, found again by their tokens, wherever the data has put
-them."""
+"""Looks up a reference model's scores of responses, by a hash of their tokens."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.data.blending import BlendedDataset
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import best_fit
 from megatron.data.preferences.pairwise import common_prefix
-from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
-from megatron.data.sequences import SequenceDataset
+from megatron.data.preferences.preference_dataset import PreferenceSample
+from megatron.data.run_datasets import SampleSet
 
 # name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
@@ -22,27 +20,29 @@ SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """One response with its prompt, [tokens] int64. labels: of the tokens in the same places, negative where
-    one is not trained."""
+    """A response with its prompt: tokens and labels, both [tokens] int64.
+
+    labels: the label of each token, negative if it is not trained.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
 
     @property
     def name(self) -> bytes:
-        """A hash of the tokens and of where they are trained, 32 hexadecimal digits."""
+        """A hash of the tokens and of the labels that are trained, 32 hexadecimal digits."""
         digest = hashlib.blake2b(self.tokens.astype("<i8").tobytes(), digest_size=16)
         digest.update(np.where(self.labels >= 0, self.labels, MASKED).astype("<i8").tobytes())
         return digest.hexdigest().encode()
 
     @property
     def count(self) -> int:
-        """How many of the tokens are trained."""
+        """The number of trained tokens."""
         return int((self.labels >= 0).sum())
 
 
 def responses_of(sample: PreferenceSample) -> list[Response]:
-    """The responses of a sample, in the order of their ids; those of its `kl_sample` are not among them.
+    """Return the responses of a sample, in the order of their ids, without those of its `kl_sample`.
 
     Raises DataError for a response that no row holds.
     """
@@ -59,27 +59,30 @@ def responses_of(sample: PreferenceSample) -> list[Response]:
                 responses.append(Response(tokens, labels))
                 break
         else:
-            raise DataError(f"a sample has no row of its answer {number}")
+            raise DataError(f"answer {number} of a sample is in none of its rows")
     return responses
 
 
 def all_responses_of(sample: PreferenceSample) -> list[Response]:
-    """The responses of a sample, then those of its `kl_sample`."""
+    """Return the responses of a sample, then those of its `kl_sample`."""
     return responses_of(sample) + (responses_of(sample.kl_sample) if sample.kl_sample is not None else [])
 
 
 def pack_responses(
     responses: Sequence[Response], width: int, packed: bool, least_saving: float | None = None
 ) -> tuple[list[PreferenceSample], list[int]]:
-    """(samples of one row of `width` tokens each, indices of `responses` in the order of samples and ids).
+    """Pack responses into samples with one row of `width` tokens each.
 
-    packed: several responses in one sample; otherwise each is alone. least_saving: the share of the tokens
-    from which on what a response and the next one begin with is laid out once; None: never.
+    Returns the samples and, for the responses in the order in which the samples hold them, their indices in
+    `responses`.
+    packed: a sample holds several responses; otherwise one.
+    least_saving: store a common prefix of consecutive responses once if that saves at least this share of the
+      tokens; None: never.
     """
     lengths = np.array([len(response.tokens) for response in responses], np.int64)
     shared = np.zeros_like(lengths)
     if packed and least_saving is not None:
-        shared = _shared_with_the_one_before(responses, lengths, width)
+        shared = _shared_with_previous(responses, lengths, width)
         if shared.sum() < least_saving * lengths.sum():
             shared[:] = 0
     firsts = np.flatnonzero(shared == 0)  # each with the one that continues its prefix, if any
@@ -88,22 +91,26 @@ def pack_responses(
         order, begins = best_fit(np.add.reduceat(lengths - shared, firsts), width)
     units = np.split(np.arange(len(responses)), firsts[1:])
     rows = [
-        [int(i) for unit in order[first:last].tolist() for i in units[unit]]
-        for first, last in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
+        [int(i) for unit in order[begin:end].tolist() for i in units[unit]]
+        for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
     ]
     samples = [responses_to_sample([responses[i] for i in row], width, shared[row]) for row in rows]
     return samples, [i for row in rows for i in row]
 
 
-def _shared_with_the_one_before(responses: Sequence[Response], lengths: np.ndarray, width: int) -> np.ndarray:
-    """How many tokens of the beginning of each response, [n], may be left out behind the one before: all that
-    both begin with before the first trained one, but the last, whose place predicts."""
+def _shared_with_previous(responses: Sequence[Response], lengths: np.ndarray, width: int) -> np.ndarray:
+    """Return, for each response, how many tokens at its beginning need not be stored because the response
+    before it begins with them, [n].
+
+    They are the common prefix of both prompts without its last token, because the answer's first token is
+    predicted at the position of that token.
+    """
     shared = np.zeros_like(lengths)
     for i in range(1, len(responses)):
         if shared[i - 1] == 0:
             pair = responses[i - 1 : i + 1]
-            most = min(int(np.argmax(response.labels >= 0)) for response in pair)
-            saved = common_prefix(*(response.tokens[:most] for response in pair)) - 1
+            prompt_length = min(int(np.argmax(response.labels >= 0)) for response in pair)
+            saved = common_prefix(*(response.tokens[:prompt_length] for response in pair)) - 1
             if saved > 0 and lengths[i - 1] + lengths[i] - saved <= width:
                 shared[i] = saved
     return shared
@@ -112,8 +119,11 @@ def _shared_with_the_one_before(responses: Sequence[Response], lengths: np.ndarr
 def responses_to_sample(
     responses: Sequence[Response], width: int, shared: np.ndarray | None = None
 ) -> PreferenceSample:
-    """One row of `width` tokens that holds these responses; without any it is padding. shared: how many
-    tokens of the beginning of each are left out, which are those of the one before."""
+    """Return a sample with one row of `width` tokens that holds these responses, then padding.
+
+    shared: how many tokens at the beginning of each response are left out, because the response before it
+      begins with them.
+    """
     left_out = [0] * len(responses) if shared is None else shared.tolist()
     tokens, labels = np.zeros(width, np.int64), np.full(width, MASKED, np.int64)
     begins, response_ids, filled = np.zeros(width, bool), np.full(width, -1, np.int64), 0
@@ -130,42 +140,45 @@ def responses_to_sample(
 
 
 class ReferenceScores:
-    """Scored responses by name. rows: of `SCORES`, in any order; of equal names the first one counts."""
+    """Looks up the scores of responses by `Response.name`.
+
+    rows: records of type `SCORES`, in any order. If several have one name, the first is used.
+    """
 
     def __init__(self, rows: np.ndarray) -> None:
-        self.names, first = np.unique(rows["name"], return_index=True)
-        self.rows = rows[first]
+        self.names, first_indices = np.unique(rows["name"], return_index=True)
+        self.rows = rows[first_indices]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def find(self, names: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """(whether each name has a score, boolean, and its index in `rows` where it has)."""
-        wanted = np.array(list(names), self.names.dtype)
-        if not len(self.names) or not len(wanted):
-            return np.zeros(len(wanted), bool), np.zeros(len(wanted), np.int64)
-        places = np.minimum(np.searchsorted(self.names, wanted), len(self.names) - 1)
-        return self.names[places] == wanted, places
+        """Return (whether each name has a score, boolean [names]; its index in `rows`, valid only if so)."""
+        name_array = np.array(list(names), self.names.dtype)
+        if not len(self.names) or not len(name_array):
+            return np.zeros(len(name_array), bool), np.zeros(len(name_array), np.int64)
+        places = np.minimum(np.searchsorted(self.names, name_array), len(self.names) - 1)
+        return self.names[places] == name_array, places
 
     def with_references(self, sample: PreferenceSample) -> PreferenceSample:
-        """A sample with its `reference_logprobs`, and those of its `kl_sample`.
+        """Return the sample with `reference_logprobs` set, in its `kl_sample` too.
 
-        Raises DataError for a response that was not scored.
+        Raises DataError for a response without a score.
         """
-        known, places = self.find(response.name for response in responses_of(sample))
-        if not known.all():
+        has_score, places = self.find(response.name for response in responses_of(sample))
+        if not has_score.all():
             raise DataError(
-                f"{int((~known).sum())} of {len(known)} answers of a sample have no reference log-probabilities: the "
-                "data has changed since the run began; start it again"
+                f"{int((~has_score).sum())} of {len(has_score)} answers of a sample have no reference "
+                "log-probabilities: the data has changed since the run began; start the run again"
             )
         kl_sample = None if sample.kl_sample is None else self.with_references(sample.kl_sample)
         return replace(sample, reference_logprobs=self.rows["sum"][places], kl_sample=kl_sample)
 
 
 class ReferenceScoredDataset:
-    """The samples of a dataset with the reference scores of their responses."""
+    """Wraps a dataset: each sample gets the `reference_logprobs` of its responses, looked up in `scores`."""
 
-    def __init__(self, dataset: PreferenceDataset | BlendedDataset | SequenceDataset, scores: ReferenceScores) -> None:
+    def __init__(self, dataset: SampleSet, scores: ReferenceScores) -> None:
         self.dataset, self.scores = dataset, scores
 
     def __len__(self) -> int:
@@ -175,5 +188,5 @@ class ReferenceScoredDataset:
         return self.scores.with_references(self.dataset[index])
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """The documents that sample `index` is made from, as the dataset under it gives them."""
+        """Return what the wrapped dataset's `pieces` yields for the sample: a tuple for each document."""
         return self.dataset.pieces(index)

@@ -1,4 +1,4 @@
-"""Prepared rows of chat data -> documents: their tokens and labels, cut to a length."""
+"""Turns prepared rows of chat data into documents: their tokens and labels, truncated to a length."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,11 @@ from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """The tokens of one document. ids [n] int32; labels [n] int32, not shifted, MASKED where not trained;
-    None with --no-mask."""
+    """The tokens of one document, with labels.
+
+    ids: [n] int32.
+    labels: [n] int32, not shifted, MASKED where not trained; None: all are trained (--no-mask).
+    """
 
     ids: np.ndarray
     labels: np.ndarray | None
@@ -26,8 +29,11 @@ class LabelledDocument:
 
 @dataclass(frozen=True)
 class ChatDocuments:
-    """The documents of one row: a list for each key, all of one length (several after a split); and its
-    reward."""
+    """The documents and the reward of one row.
+
+    documents: for each key, a list of documents; the lists of all keys have the same length, which is above 1
+      only after `overlong: split`.
+    """
 
     documents: tuple[list[LabelledDocument], ...]
     reward: float | None
@@ -39,11 +45,11 @@ Encoded = Mapping[tuple[str, bool], tuple[np.ndarray, np.ndarray]]
 
 
 def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
-    """The tokens of all texts and prompts in the items, each tokenised once."""
+    """Tokenise all texts and prompts in the items, each once. See `Encoded` for the result."""
     encoded: dict[tuple[str, bool], tuple[np.ndarray, np.ndarray]] = {}
     for special, ranges in ((False, False), (True, False), (False, True)):
-        wanted = [item for item in items if (item.special, item.spans is not None) == (special, ranges)]
-        texts = list(dict.fromkeys(text for item in wanted for text in (item.text, item.prompt) if text is not None))
+        selected = [item for item in items if (item.special, item.spans is not None) == (special, ranges)]
+        texts = list(dict.fromkeys(text for item in selected for text in (item.text, item.prompt) if text is not None))
         rows = chat.encode(texts, special=special, ranges=ranges)
         encoded.update({(text, special): row for text, row in zip(texts, rows, strict=True)})
     return encoded
@@ -52,8 +58,8 @@ def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
 def encode_rows(
     rows: Sequence[PreparedRow], chat: ChatTokenizer, options: ChatOptions
 ) -> tuple[list[ChatDocuments | None], Counter]:
-    """(documents of each row, None for one that is left out; what happened, counted by the words of the
-    report).
+    """Return (the documents of each row, or None if the row is dropped; counts of events by their names in
+    the report).
 
     Raises DataError, naming the row, for a row that cannot be used.
     """
@@ -65,14 +71,18 @@ def encode_rows(
         try:
             documents.append(_documents(row, encoded, chat, options, counts))
         except DataError as problem:
-            raise DataError(f"{row.where()}: {problem}") from None
+            raise DataError(f"{row.location()}: {problem}") from None
     return documents, counts
 
 
 def _documents(
     row: PreparedRow, encoded: Encoded, chat: ChatTokenizer, options: ChatOptions, counts: Counter
 ) -> ChatDocuments | None:
-    """The documents of one row, None where nothing of it is left."""
+    """Return the documents of one row; None if its over-long documents are dropped or have no trained token
+    left.
+
+    Adds events to `counts`. Raises DataError for a row without a trained token, unless `untrained` allows it.
+    """
     documents = []
     for item, after_prompt in zip(row.items, _completions(row.items, encoded, options), strict=True):
         ids, ranges = encoded[item.text, item.special]
@@ -106,8 +116,10 @@ def _documents(
 
 
 def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatOptions) -> list[np.ndarray | None]:
-    """Labels of the items that complete a prompt, None for the others; those of a pair begin at the same
-    token."""
+    """Return, for each item, its labels if it has a prompt, else None.
+
+    The labels of chosen and rejected begin at the same token.
+    """
     labels: list[np.ndarray | None] = [None] * len(items)
     groups = [[i] for i, item in enumerate(items) if item.prompt is not None]
     if set(PAIR) <= set(options.keys) and not options.only_last:
@@ -116,8 +128,8 @@ def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatO
         groups += [pair] if all(items[i].prompt is not None for i in pair) else []
     for group in groups:
         prompts = [encoded[str(items[i].prompt), items[i].special][0] for i in group]
-        wholes = [encoded[items[i].text, items[i].special][0] for i in group]
-        for i, row in zip(group, completion_labels(prompts, wholes), strict=True):
+        full_rows = [encoded[items[i].text, items[i].special][0] for i in group]
+        for i, row in zip(group, completion_labels(prompts, full_rows), strict=True):
             labels[i] = row
     return labels
 
@@ -129,9 +141,10 @@ def _untrained(document: LabelledDocument) -> bool:
 def _fit(
     documents: list[LabelledDocument], bos: int | None, options: ChatOptions, counts: Counter
 ) -> tuple[list[LabelledDocument], ...] | None:
-    """Each document as a list of pieces no longer than max_length, None where the row is left out.
+    """Return each document as a list of pieces of at most max_length tokens; None if the row is dropped.
 
-    A document that loses its beginning keeps its token `bos`. Raises DataError with `overlong: refuse`.
+    A document that `truncate_left` shortens keeps its first token if that is `bos`. If `overlong` is refuse,
+    a longer document raises DataError.
     """
     limit = options.max_length
     longest = max(len(document.ids) for document in documents)
@@ -144,25 +157,27 @@ def _fit(
     if options.overlong == "drop":
         return None
     if options.overlong == "split":
-        pieces = [_cut(documents[0], slice(start, start + limit)) for start in range(0, longest, limit)]
-        kept = [piece for piece in pieces if not _untrained(piece)]
-        counts["pieces left out, as nothing in them is trained"] += len(pieces) - len(kept)
-        return (kept,) if kept else None
+        pieces = [_take(documents[0], slice(start, start + limit)) for start in range(0, longest, limit)]
+        retained = [piece for piece in pieces if not _untrained(piece)]
+        counts["pieces left out, as nothing in them is trained"] += len(pieces) - len(retained)
+        return (retained,) if retained else None
     left = options.overlong == "truncate_left"
-    cut = [_cut_left(document, limit, bos) if left else _cut(document, slice(limit)) for document in documents]
-    if any(_untrained(short) and not _untrained(long) for short, long in zip(cut, documents, strict=True)):
+    truncated = [
+        _truncate_left(document, limit, bos) if left else _take(document, slice(limit)) for document in documents
+    ]
+    if any(_untrained(short) and not _untrained(long) for short, long in zip(truncated, documents, strict=True)):
         counts["over-long rows left out, as nothing in the rest is trained"] += 1
         return None
-    return tuple([document] for document in cut)
+    return tuple([document] for document in truncated)
 
 
-def _cut(document: LabelledDocument, part: slice | np.ndarray) -> LabelledDocument:
+def _take(document: LabelledDocument, part: slice | np.ndarray) -> LabelledDocument:
     return LabelledDocument(document.ids[part], None if document.labels is None else document.labels[part])
 
 
-def _cut_left(document: LabelledDocument, limit: int, bos: int | None) -> LabelledDocument:
+def _truncate_left(document: LabelledDocument, limit: int, bos: int | None) -> LabelledDocument:
     size = len(document.ids)
-    kept = np.arange(max(size - limit, 0), size)
+    indices = np.arange(max(size - limit, 0), size)
     if size and document.ids[0] == bos:
-        kept[0] = 0
-    return _cut(document, kept)
+        indices[0] = 0
+    return _take(document, indices)

@@ -1,4 +1,4 @@
-"""Jobs of `job_runner.py` that write labels beside the tokens: conversations, and text whose beginning is
+"""Jobs of `job_runner.py` that write labels with the tokens: conversations, and text whose beginning is
 masked."""
 
 import dataclasses
@@ -27,8 +27,10 @@ INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Conversations through the tokenizer's chat template: tokens, labels and rewards (NeoX's files, all
-    int32, but rewards float32). day: ISO date that templates are told."""
+    """A job that writes tokens, labels and rewards of conversations through the tokenizer's chat template.
+
+    The files are NeoX's: all int32, except float32 rewards. day: the ISO date that templates take for today.
+    """
 
     tokenizer_path: str
     options: ChatOptions
@@ -43,7 +45,7 @@ class ChatJob:
         return _build(self.tokenizer_path, self.template_file, self.day)
 
     def names(self) -> list[str]:
-        """What follows the output prefix in the name of each output."""
+        """Return, for each output, what follows the output prefix in its name."""
         kinds = [
             "document",
             *["label_document"] * self.options.mask,
@@ -63,21 +65,21 @@ class ChatJob:
         return [f"columns that are not read: {', '.join(unread)}"] if unread else []
 
     def prepare(self, row: InputRow) -> PreparedRow:
-        return prepare(row.value(), self.tokenizer(), self.options, row.where)
+        return prepare(row.value(), self.tokenizer(), self.options, row.location)
 
     def encode(self, prepared: Sequence[PreparedRow]) -> tuple[list[JoinedDocuments], dict[str, int]]:
         rows, counts = encode_rows(prepared, self.tokenizer(), self.options)
-        kept = [row for row in rows if row is not None]
+        retained = [row for row in rows if row is not None]
         columns = []
         for key in range(len(self.options.keys)):
-            documents = list(chain.from_iterable(row.documents[key] for row in kept))
+            documents = list(chain.from_iterable(row.documents[key] for row in retained))
             columns.append(join_documents([document.ids for document in documents], INT32))
             if self.options.mask:
                 labels = [document.labels for document in documents if document.labels is not None]
                 columns.append(join_documents(labels, INT32))
                 counts[TRAINED] += sum(int((row >= 0).sum()) for row in labels)
             if self.options.reward_key:
-                columns.append(join_documents([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
+                columns.append(join_documents([np.array([row.reward], FLOAT32) for row in retained], FLOAT32))
         return columns, dict(counts)
 
     def describe(self) -> dict[str, Any]:
@@ -99,10 +101,10 @@ class ChatJob:
 
 @dataclass(frozen=True)
 class DelimiterJob:
-    """Plain text, its labels masked up to and with the first `delimiter` (token ids); all int32 as NeoX
-    writes them.
+    """A job for plain text: labels are masked up to and including the first `delimiter` (token ids); all
+    files are int32, as in NeoX.
 
-    A document without the delimiter is trained whole, as in NeoX, and counted.
+    A document without the delimiter is trained in full, as in NeoX, and counted.
     """
 
     text: EncodeJob

@@ -1,11 +1,11 @@
-"""Which characters and tokens of a conversation are trained: spans, their verification, and labels.
+"""Finds the trained characters and tokens of a conversation: spans, their verification, and labels.
 
-A template with `{% generation %}` says what the model writes. Of another one, an answer is what the render of
-the conversation up to and with it has more than the prompt (the render before it, with the generation
-prompt). Either way three things are checked of every trained answer, and what fails is an error:
-1. the trained text is the answer, between what the template puts around every answer;
+A template with `{% generation %}` marks what the model writes. For other templates, an answer is the text
+that the render up to and including it adds to the prompt (the render before it, with the generation prompt).
+Either way every trained answer is checked, and a failure is an error:
+1. the trained text is the answer, with what the template puts around every answer;
 2. the stop token, where the template has one, is trained;
-3. the text before it begins with the very prompt that the model sees when it is asked (prefix-stable).
+3. the text before it begins with the exact prompt that the model sees in generation (prefix-stable).
 """
 
 import re
@@ -30,8 +30,10 @@ _WORD = re.compile(r"\S")
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A rendered conversation and its character ranges that are trained. counts: answers without a stop
-    token, and what the template leaves out by design."""
+    """A rendered conversation with the character ranges that are trained.
+
+    counts: answers without a stop token, and what the template leaves out by design.
+    """
 
     text: str
     spans: tuple[Span, ...]
@@ -48,11 +50,13 @@ def trained_spans(
     variables: Mapping[str, Any] | None = None,
     unanswered: bool = False,
 ) -> TrainedText:
-    """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails
-    a check, and for a conversation without a message of `role`, unless `unanswered`.
+    """Render a conversation and return the spans of the answers, the messages of `role`. With only_last, only
+    the last message has a span, if it is an answer.
 
-    An answer with `weight: 0` is not trained; one that opens the conversation, without a prompt, is only
-    where the template marks it.
+    An answer with `weight: 0` has no span. An answer that opens the conversation, without a prompt, has a
+      span only if the template marks it.
+    unanswered: allow a conversation without a message of `role`.
+    Raises DataError for such a conversation otherwise, and for a failed check.
     """
     render = _TemplateRenderer(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
@@ -61,10 +65,10 @@ def trained_spans(
         return TrainedText(text, (), chat.check_rendered(text, messages, tools, variables))
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
-    wanted = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
+    selected = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
     marked = chat.marks_generation(tools)
-    prompts = {index: render.prompt(messages, index) for index in wanted}
-    text, spans = render.marked(messages, answers, wanted) if marked else render.compared(messages, prompts)
+    prompts = {index: render.prompt(messages, index) for index in selected}
+    text, spans = render.marked(messages, answers, selected) if marked else render.compared(messages, prompts)
     counts = chat.check_rendered(text, messages, tools, variables)
     for index, span in spans.items():
         prompt = prompts[index]
@@ -76,37 +80,41 @@ def trained_spans(
 
 
 class _TemplateRenderer:
-    """Renders of the conversations of one row, which share tools and template variables."""
+    """Renders the conversations of one row, which share tools and template variables."""
 
     def __init__(self, chat: ChatTokenizer, tools: list | None, variables: Mapping[str, Any] | None):
         self.chat, self.settings = chat, (tools, variables)
 
     def prompt(self, messages: Sequence[Message], index: int) -> str:
-        """What the model is given before it writes message `index`."""
+        """Return the prompt that the model gets before it writes message `index`."""
         return self.chat.render(messages[:index], *self.settings, generation_prompt=True) if index else ""
 
-    def marked(self, messages: Sequence[Message], answers: list[int], wanted: list[int]) -> tuple[str, dict[int, Span]]:
-        """The text, and the span of each wanted answer that the template marks with `{% generation %}`."""
+    def marked(
+        self, messages: Sequence[Message], answers: list[int], selected: list[int]
+    ) -> tuple[str, dict[int, Span]]:
+        """Return (text, {index: span} of the selected answers). The spans are those that the template marks
+        with `{% generation %}`."""
         text, spans = self.chat.render_generations(messages, *self.settings)
         if len(spans) != len(answers):
             raise DataError(
-                f"the template marks {len(spans)} texts with {{% generation %}}, but {len(answers)} messages are to be "
-                "trained: it cannot be told which is which"
+                f"the template marks {len(spans)} texts with {{% generation %}}, but the conversation has "
+                f"{len(answers)} answers, so the marks cannot be matched to them; correct the template"
             )
-        return text, {index: span for index, span in zip(answers, spans, strict=True) if index in wanted}
+        return text, {index: span for index, span in zip(answers, spans, strict=True) if index in selected}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
-        """The text, and the span by which each answer lengthens its prompt."""
+        """Return (text, {index: span} of each answer). The span is what the render up to and including the
+        answer adds to its prompt. prompts: {index: rendered prompt} of the answers."""
         text = self.chat.render(messages, *self.settings)
         spans = {}
         for index, prompt in prompts.items():
             if index:
-                until = self.chat.render(messages[: index + 1], *self.settings)
-                if not text.startswith(until):  # a template may end every conversation in the eos_token
-                    until = until.rstrip().removesuffix(self.chat.hf.eos_token or "")
-                if not text.startswith(until):
-                    raise DataError(_unstable(index, until, text))
-                spans[index] = (len(prompt), len(until))
+                rendered = self.chat.render(messages[: index + 1], *self.settings)
+                if not text.startswith(rendered):  # a template may end every conversation in the eos_token
+                    rendered = rendered.rstrip().removesuffix(self.chat.hf.eos_token or "")
+                if not text.startswith(rendered):
+                    raise DataError(_unstable(index, rendered, text))
+                spans[index] = (len(prompt), len(rendered))
         return text, spans
 
     def check_answer(
@@ -118,109 +126,112 @@ class _TemplateRenderer:
         for part in message_texts(messages[index]):
             if part.strip() not in body:
                 raise DataError(
-                    f"message {index} cannot be verified: what is trained, {_short(body)}, does not hold its text "
-                    f"{_short(part.strip())}"
+                    f"message {index} cannot be verified: its trained text {_short(body)} does not hold the message's "
+                    f"text {_short(part.strip())}"
                 )
         content = messages[index].get("content")
-        around = None
+        affixes = None
         if isinstance(content, str) and set(messages[index]) <= {"role", "content"}:
-            lead, rest = self._around(messages, index, body, marked, prompt)
+            lead, suffix = self._affixes(messages, index, body, marked, prompt)
             if content.strip():
-                around = (lead, rest)
+                affixes = (lead, suffix)
             if not marked and lead.strip():
                 self._check_lead(lead, messages, index, prompt)
-        if around is not None and around in self.chat.verified:
+        if affixes is not None and affixes in self.chat.verified:
             return
         # With other words from the others nothing that is trained may change
-        others = [
+        altered = [
             message if i == index or message["role"] in ("system", "developer", "tool") else _other_words(message, i)
             for i, message in enumerate(messages)
         ]
         if marked:
             answers = [i for i, message in enumerate(messages) if message["role"] == messages[index]["role"]]
-            probe, spans = self.marked(others, answers, [index])
+            probe, spans = self.marked(altered, answers, [index])
         else:
-            probe, spans = self.compared(others, {index: self.prompt(others, index)})
+            probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
             raise DataError(
-                f"message {index} cannot be verified: what is trained holds the words of other messages: {_short(body)}"
+                f"message {index} cannot be verified: its trained text contains words of other messages: {_short(body)}"
             )
-        if around is not None:
-            self.chat.verified.add(around)
+        if affixes is not None:
+            self.chat.verified.add(affixes)
 
-    def _around(self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str) -> tuple[str, str]:
-        """(what the template puts before an answer, what behind it); around other words where the answer is
-        empty."""
+    def _affixes(
+        self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str
+    ) -> tuple[str, str]:
+        """Return what the template writes before and after the answer within its span `body`. An empty answer
+        is replaced by placeholder words to find out."""
         answer = messages[index]["content"].strip()
         if not answer and not marked:
-            other = _other_words(messages[index], index)
-            text, spans = self.compared([*messages[:index], other], {index: prompt})
-            answer, body = other["content"], text[slice(*spans[index])]
-        lead, _, rest = body.partition(answer) if answer else ("", "", body)
-        return lead, rest
+            altered = _other_words(messages[index], index)
+            text, spans = self.compared([*messages[:index], altered], {index: prompt})
+            answer, body = altered["content"], text[slice(*spans[index])]
+        lead, _, suffix = body.partition(answer) if answer else ("", "", body)
+        return lead, suffix
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """Raise DataError where the template writes words before an answer that its generation prompt
-        lacks."""
+        """Raise DataError if `lead`, which the template writes before the answer but not in its generation
+        prompt, holds words."""
         silent = prompt == self.chat.render(messages[:index], *self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
             bare = bare.replace(token, "")
         if bare.strip():
             raise DataError(
-                f"message {index} cannot be verified: the template writes {_short(lead)} before the answer, which its "
-                "generation prompt lacks; mark the answers in it with {% generation %}"
+                f"message {index} cannot be verified: the template writes {_short(lead)} before the answer, but not in "
+                "its generation prompt; mark the answers in the template with {% generation %}"
             )
 
 
 def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, index: int) -> bool:
-    """False when the trained text of a message ends in a stop token, True when the template has none there.
+    """Return whether an answer has no stop token: False if its trained text ends in one, else True.
 
-    Raises DataError when one stands right behind what is trained: the model would never learn to stop.
+    Raises DataError if a stop token follows that is not trained: the model would never learn to stop.
     """
     if chat.ends_with_stop_token(text[slice(*span)], message):
         return False
-    behind = text[span[1] :].lstrip()
+    following = text[span[1] :].lstrip()
     for token in chat.added:
-        if behind.startswith(token):
+        if following.startswith(token):
             raise DataError(
-                f"message {index} cannot be verified: {token} behind the answer is not trained, so that the model "
-                "would never stop; move it inside {% generation %}"
+                f"message {index} cannot be verified: {token} after the answer is not trained, so the model "
+                "would never stop; move it inside {% generation %} in the template"
             )
     return True
 
 
 def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span]) -> np.ndarray:
-    """Labels [n] int32, not shifted: the id of each token with a character in a span, MASKED elsewhere.
+    """Return labels [n] int32, not shifted: the id of each token with a character in a span, MASKED
+    elsewhere.
 
     ranges [n, 2]: the characters of each token. A token that begins in the prompt and ends in the answer is
-    trained. One that begins what follows the answer, and has of it only blanks that the tokenizer gives to
-    it, is not.
+    trained. A token that begins the text after the answer, and holds only trailing blanks of the answer, is
+    not.
     """
     trained = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         last = start + len(text[start:end].rstrip())
-        behind = _WORD.search(text, end)
-        inside = (ranges[:, 1] > start) & (ranges[:, 0] < end)
-        if behind:
-            inside &= (ranges[:, 0] < last) | (ranges[:, 1] <= behind.start())
-        trained |= inside
+        next_word = _WORD.search(text, end)
+        overlaps = (ranges[:, 1] > start) & (ranges[:, 0] < end)
+        if next_word:
+            overlaps &= (ranges[:, 0] < last) | (ranges[:, 1] <= next_word.start())
+        trained |= overlaps
     return np.where(trained, ids, MASKED).astype(np.int32)
 
 
-def completion_labels(prompts: Sequence[np.ndarray], wholes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Labels of each prompt+completion: what follows the prompt, as TRL 1.16.
+def completion_labels(prompts: Sequence[np.ndarray], full_rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the labels of each full row (prompt and completion): the prompt is masked, as in TRL 1.16.
 
-    The completion begins where prompt and whole part, which may be inside the prompt's tokens. Completions of
-    one prompt (chosen, rejected) begin at the same place, the first of theirs.
+    The completion begins where the tokens of the prompt and of the full row first differ, which may be inside
+    the prompt. If there are several rows (chosen, rejected), all begin at the earliest of these positions.
     """
-    length = min(common_prefix(prompt, whole) for prompt, whole in zip(prompts, wholes, strict=True))
-    return [np.where(np.arange(len(whole)) < length, MASKED, whole).astype(np.int32) for whole in wholes]
+    length = min(common_prefix(prompt, full_ids) for prompt, full_ids in zip(prompts, full_rows, strict=True))
+    return [np.where(np.arange(len(full_ids)) < length, MASKED, full_ids).astype(np.int32) for full_ids in full_rows]
 
 
 def delimiter_labels(ids: np.ndarray, delimiter: Sequence[int]) -> tuple[np.ndarray, bool]:
-    """(labels, found): all up to and with the first occurrence of `delimiter` is masked; without one nothing
-    is."""
+    """Return (labels, whether `delimiter` occurs). Tokens up to the end of its first occurrence are masked;
+    if it does not occur, no token is masked."""
     size = len(delimiter)
     labels = np.asarray(ids, dtype=np.int32).copy()
     if size and len(ids) >= size:
@@ -238,11 +249,11 @@ def _other_words(message: Message, number: int) -> Message:
 
 
 def _unstable(index: int, part: str, text: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
+    num_equal = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     return (
-        f"message {index} cannot be verified: rendered alone, the conversation reads {_short(part[same:])} where the "
-        f"whole reads {_short(text[same:])}: the template rewrites what came before (try --only-last, or a template "
-        "for training)"
+        f"message {index} cannot be verified: up to it the conversation renders as {_short(part[num_equal:])} where "
+        f"the full one renders as {_short(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
+        "template for training)"
     )
 
 

@@ -1,5 +1,5 @@
-"""What is made of rows of chat data: the options of
-`tools/datasets/preprocess_data_with_chat_template.py`."""
+"""The options of `tools/datasets/preprocess_data_with_chat_template.py`: how rows of chat data become
+documents."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,17 @@ SCOPES = ("completion", "all_assistant", "last_turn")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What to make of a row.
+    """Options that decide how a row becomes documents.
 
-    keys: columns, each a document of its own. scope: one of SCOPES; None: completion after a prompt, else
-    all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role,
-    text with {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG.
-    untrained: of UNTRAINED.
+    keys: the columns to read; each gives its own output files.
+    role: the role whose messages are trained.
+    scope: one of SCOPES; None: completion after a prompt, else all_assistant.
+    mask: label only the model's answers.
+    for_rm: label only the last token.
+    maps: messages as (role, text with {column}), which replace a column of messages.
+    max_length: the most tokens of a document; None: no limit.
+    overlong: one of OVERLONG, for longer documents.
+    untrained: one of UNTRAINED, for documents without a trained token.
     """
 
     keys: tuple[str, ...] = ("conversation",)
@@ -43,25 +48,25 @@ class ChatOptions:
         return self.scope == "all_assistant"
 
     def check(self) -> None:
-        """Raise DataError for what cannot be asked together."""
+        """Raise DataError for options that exclude each other."""
         several = len(self.keys) > 1 or self.reward_key is not None
         for wrong, message in (
             (self.binary_reward and self.reward_key is None, "--binary-reward needs --reward-key"),
             (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other"),
             (
                 self.scope is not None and (self.for_rm or not self.mask),
-                "--loss-scope and --only-last need a mask: no --for-rm, no --no-mask",
+                "--loss-scope and --only-last exclude --for-rm and --no-mask",
             ),
             (self.maps and len(self.keys) > 1, "--map makes one conversation a row; give one name in --jsonl-keys"),
-            (self.max_length is not None and self.max_length < 2, "--max-length: at least 2 tokens"),
+            (self.max_length is not None and self.max_length < 2, "--max-length must be at least 2 tokens"),
             (self.overlong != "refuse" and self.max_length is None, f"--overlong {self.overlong} needs --max-length"),
             (
                 self.overlong == "split" and several,
-                "--overlong split: several keys, or rewards, must stay side by side",
+                "--overlong split takes one key in --jsonl-keys, and no --reward-key",
             ),
             (
                 self.for_rm and self.overlong in ("truncate_right", "split"),
-                f"--overlong {self.overlong} cuts off the last token, which --for-rm is about",
+                f"--overlong {self.overlong} cuts off the last token, which --for-rm trains",
             ),
         ):
             if wrong:

@@ -1,4 +1,4 @@
-"""Rows of chat data -> the text of each document, and what of it is trained."""
+"""Turns rows of chat data into the text of each document, and its trained part."""
 
 import math
 import os
@@ -31,8 +31,12 @@ PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, w
 
 @dataclass(frozen=True)
 class TextToEncode:
-    """One document to be tokenised. spans: the character ranges that are trained; prompt: the beginning that
-    is not trained; without either, all of it is."""
+    """A document to tokenise.
+
+    spans: the ranges of characters that are trained.
+    prompt: the beginning of the text, which is not trained.
+    Without spans and prompt, the full text is trained.
+    """
 
     text: str
     prompt: str | None = None
@@ -43,19 +47,26 @@ class TextToEncode:
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """A row with its text for each key. counts: what happened to it, by the words of the report; where: gives
-    the name of the row in messages."""
+    """A row with its text for each key.
+
+    items: the text of each key.
+    counts: counts of events, by their names in the report.
+    location: returns the name of the row for messages.
+    """
 
     items: tuple[TextToEncode, ...]
     reward: float | None
     counts: Counter
-    where: Callable[[], str]
+    location: Callable[[], str]
 
 
 def prepare(
-    row: Any, chat: ChatTokenizer, options: ChatOptions, where: Callable[[], str] = lambda: "row"
+    row: Any, chat: ChatTokenizer, options: ChatOptions, location: Callable[[], str] = lambda: "row"
 ) -> PreparedRow:
-    """Render a row and find what of it is trained. Raises DataError, naming the row."""
+    """Render a row and find its trained part. Raises DataError, naming the row, if it cannot be used.
+
+    location: returns the name of the row for messages.
+    """
     counts: Counter = Counter()
     try:
         if not isinstance(row, dict):
@@ -67,70 +78,70 @@ def prepare(
             check_characters(item.text + (item.prompt or ""))
             chat.check_single_bos(item.text, special=item.special)
             if not item.text:
-                raise DataError("renders to no text")
+                raise DataError("its text is empty")
         reward = None if options.reward_key is None else _reward(row, options)
     except DataError as problem:
-        raise DataError(f"{where()}: {problem}") from None
-    return PreparedRow(items, reward, counts, where)
+        raise DataError(f"{location()}: {problem}") from None
+    return PreparedRow(items, reward, counts, location)
 
 
 def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOptions, counts: Counter) -> TextToEncode:
-    """The text of one key of a row, and what of it is trained. Raises DataError for what cannot be
-    verified."""
-    prompt, rest = _parts(row, key, options, counts)
-    if options.all_turns and isinstance(rest, str):
-        raise DataError(f'"{key}" is plain text: --loss-scope all_assistant is for conversations')
+    """Return the text of one key of a row, with its trained part. Raises DataError if the trained part cannot
+    be verified."""
+    prompt, completion = _parts(row, key, options, counts)
+    if options.all_turns and isinstance(completion, str):
+        raise DataError(f'"{key}" is plain text, but --loss-scope all_assistant is only for conversations')
     if options.scope == "completion" and prompt is None:
         raise DataError(f'"{key}" has no prompt before it: --loss-scope completion needs a column "prompt" or a pair')
-    if isinstance(rest, str):
-        return _plain(str(prompt), rest, chat, options)
+    if isinstance(completion, str):
+        return _plain_text(str(prompt), completion, chat, options)
     chat.require_template()
     tools, variables = template_settings(row)
-    before = prompt if isinstance(prompt, list) else []
+    prompt_messages = prompt if isinstance(prompt, list) else []
     if options.all_turns:
-        prompt, before, rest = None, [], [*before, *rest]
+        prompt, prompt_messages, completion = None, [], [*prompt_messages, *completion]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
-            chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
+            chat, completion, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
             unanswered=options.untrained == "keep",
         )  # fmt: skip
         start = trained.spans[-1][0] if trained.spans else 0
-        item = TextToEncode(trained.text, spans=trained.spans, eos=_eos(trained.text[start:], rest, chat))
+        item = TextToEncode(trained.text, spans=trained.spans, eos=_eos(trained.text[start:], completion, chat))
         closed = item.eos is not None and trained_to_the_end(item)
         counts.update(trained.counts)
         counts[UNSTOPPED] -= closed
         return item
     if options.only_last:
-        before, rest = before + rest[:-1], rest[-1:]
-    untrained = next((number for number, message in enumerate(rest) if not is_trained(message)), None)
+        prompt_messages, completion = prompt_messages + completion[:-1], completion[-1:]
+    untrained = next((number for number, message in enumerate(completion) if not is_trained(message)), None)
     if untrained is not None and not options.for_rm:
         raise DataError(
-            f'"{key}" message {untrained} is not to be trained (weight: 0), and all of "{key}" is; '
+            f'"{key}" message {untrained} has weight: 0, but all messages of "{key}" are trained; '
             "see --loss-scope all_assistant"
         )
-    text = chat.render(before + rest, tools, variables)
-    counts.update(chat.check_rendered(text, before + rest, tools, variables))
+    text = chat.render(prompt_messages + completion, tools, variables)
+    counts.update(chat.check_rendered(text, prompt_messages + completion, tools, variables))
     if prompt is None or not options.mask or options.for_rm:
-        return TextToEncode(text, eos=_eos(text, rest, chat))
-    others = sum(message["role"] != options.role for message in rest)
-    if others == len(rest):
+        return TextToEncode(text, eos=_eos(text, completion, chat))
+    other_turns = sum(message["role"] != options.role for message in completion)
+    if other_turns == len(completion):
         if options.untrained == "keep":
-            return TextToEncode(text, spans=(), eos=_eos(text, rest, chat))
+            return TextToEncode(text, spans=(), eos=_eos(text, completion, chat))
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
-    counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += others
-    rendered_prompt = chat.render(before, tools, variables, generation_prompt=True)
+    counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += other_turns
+    rendered_prompt = chat.render(prompt_messages, tools, variables, generation_prompt=True)
     start = len(os.path.commonprefix([rendered_prompt, text]))
-    for number, message in enumerate(rest):
+    for number, message in enumerate(completion):
         for part in message_texts(message):
             if part.strip() not in text[start:]:
-                raise DataError(f'"{key}" message {number} cannot be verified: its text is not behind the prompt')
-    return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], rest, chat))
+                raise DataError(f'"{key}" message {number} cannot be verified: its text is missing after the prompt')
+    return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], completion, chat))
 
 
 def _parts(
     row: Mapping[str, Any], key: str, options: ChatOptions, counts: Counter
 ) -> tuple[list[Message] | str | None, list[Message] | str]:
-    """(prompt or None, what follows it) of one key: both are texts, or both are messages."""
+    """Return (prompt or None, completion) of one key: both are texts, or both are messages."""
     if options.maps:
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], row, options, counts)
     value = _column(row, key)
@@ -141,10 +152,10 @@ def _parts(
     if implicit and all(side in row for side in PAIR):
         sides = [row[side] if isinstance(row[side], str) else conversation(row[side], side) for side in PAIR]
         if type(sides[0]) is not type(sides[1]):
-            raise DataError('of "chosen" and "rejected" one is text and one is a conversation')
+            raise DataError('"chosen" and "rejected" must both be text, or both be conversations')
         if isinstance(value, str) or set(PAIR) <= set(options.keys):
-            prompt, *both = shared_prompt(*sides)
-            value = both[PAIR.index(key)]
+            prompt, *answers = shared_prompt(*sides)
+            value = answers[PAIR.index(key)]
         else:
             prompt = None
     if isinstance(value, str):
@@ -154,23 +165,24 @@ def _parts(
                 "completion, chosen or rejected"
             )
         if options.system is not None:
-            raise DataError(f'"{key}" is plain text: --system-file is for conversations')
+            raise DataError(f'"{key}" is plain text, but --system-file is only for conversations')
         return prompt, value
     messages = conversation(value, key)
     if prompt is None:
         return None, _with_system(messages, row, options, counts)
     prompt_messages = conversation(prompt, "prompt")
     if messages[: len(prompt_messages)] == prompt_messages:
-        raise DataError(f'"{key}" begins with the messages of "prompt", which would be there twice; drop that column')
+        raise DataError(f'"{key}" begins with the messages of "prompt", which would come twice; drop column "prompt"')
     return _with_system(prompt_messages, row, options, counts), messages
 
 
-def _plain(prompt: str, rest: str, chat: ChatTokenizer, options: ChatOptions) -> TextToEncode:
-    """Prompt and completion of plain text, tokenised as one, with the eos_token at the end (as TRL)."""
+def _plain_text(prompt: str, completion: str, chat: ChatTokenizer, options: ChatOptions) -> TextToEncode:
+    """Return prompt and completion of plain text as one text to tokenise, with the eos_token at the end (as
+    TRL)."""
     chat.require_eos()
-    end = "" if rest.endswith(chat.hf.eos_token) else chat.hf.eos_token
+    end = "" if completion.endswith(chat.hf.eos_token) else chat.hf.eos_token
     masked = options.mask and not options.for_rm
-    return TextToEncode(prompt + rest + end, prompt=prompt if masked else None, special=True)
+    return TextToEncode(prompt + completion + end, prompt=prompt if masked else None, special=True)
 
 
 def _column(row: Mapping[str, Any], key: str) -> Any:
@@ -193,15 +205,16 @@ def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:
 def _with_system(
     messages: list[Message], row: Mapping[str, Any], options: ChatOptions, counts: Counter
 ) -> list[Message]:
-    """Behind the system message of the row's column, else that of the job; one among the messages stays."""
-    own = with_system(messages, None if options.maps else row_system(row))
-    whole = with_system(own, options.system)
-    counts["conversations that keep a system message of their own"] += options.system is not None and whole is own
-    return whole
+    """Return the messages with a system message put before them: that of the row's column `system`, else that
+    of the job. Messages that already begin with a system message are unchanged."""
+    with_own = with_system(messages, None if options.maps else row_system(row))
+    result = with_system(with_own, options.system)
+    counts["conversations that keep a system message of their own"] += options.system is not None and result is with_own
+    return result
 
 
 def _eos(text: str, messages: Sequence[Message], chat: ChatTokenizer) -> int | None:
-    """The eos_token to add at the end; None where the template ends the conversation itself (as TRL)."""
+    """Return the id of the eos_token to add at the end (as TRL); None if the text ends in a stop token."""
     return None if chat.ends_with_stop_token(text, messages[-1]) else chat.require_eos()
 
 
@@ -216,11 +229,11 @@ def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
         reward = float(value)
         if math.isfinite(reward) and abs(reward) <= float(np.finfo(np.float32).max):
             return reward
-    raise DataError(f'"{key}" is {"missing" if key not in row else repr(value)}: a reward is a finite number')
+    raise DataError(f'"{key}" is {"missing" if key not in row else repr(value)}: a reward must be a finite number')
 
 
 def _repaired(value: Any) -> Any:
-    """The value of a row with all text in it repaired by ftfy."""
+    """Return the value of a row with all its text repaired by ftfy."""
     if isinstance(value, str):
         return fix_text(value)
     if isinstance(value, dict):
@@ -229,5 +242,5 @@ def _repaired(value: Any) -> Any:
 
 
 def trained_to_the_end(item: TextToEncode) -> bool:
-    """Whether the last character of a text that is no white space is trained."""
+    """Return whether the last non-blank character of a text is trained; the text has spans or a prompt."""
     return item.prompt is not None or bool(item.spans and not item.text[item.spans[-1][1] :].strip())

@@ -1,4 +1,4 @@
-"""Conversations as text and tokens, through the chat template of a tokenizer."""
+"""Renders conversations as text and tokens, through the chat template of a tokenizer."""
 
 import hashlib
 import json
@@ -23,24 +23,27 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 
 
 class ChatTokenizer:
-    """A fast tokenizer of `transformers` and its chat template, in which the date of today is frozen.
+    """A fast tokenizer of `transformers` and its chat template, with today's date frozen.
 
-    date: the day that `strftime_now` in the template gives, None where it asks for none. added: texts of the
-    added tokens. source: where the template is from, for messages to people.
+    date: the day that `strftime_now` returns in the template; None if the template does not call it.
+    added: texts of the added tokens.
+    source: where the template comes from, for messages.
     """
 
     def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
         self.hf = hf
         self.source = source or hf.name_or_path
         if not hf.is_fast:
-            raise DataError("this tokenizer has no fast form (tokenizer.json), which tells where each token lies")
+            raise DataError(
+                f"{hf.name_or_path}: no tokenizer.json, which is needed to know the characters of each token"
+            )
         # A file saved with these would cut conversations off, or fill them up, without a word
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
         if getattr(hf.backend_tokenizer.model, "dropout", None):
             raise DataError(
-                f"{hf.name_or_path}: its model has dropout, with which each run reads other tokens; set model.dropout "
-                "to null in tokenizer.json"
+                f"{hf.name_or_path}: its model has dropout, so each run would get other tokens; set model.dropout to "
+                "null in tokenizer.json"
             )
         templates = template if template is not None else hf.chat_template
         texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
@@ -60,14 +63,14 @@ class ChatTokenizer:
         self._check = RenderedCheck()
 
     def require_template(self) -> None:
-        """Raise DataError where there is no chat template."""
+        """Raise DataError if there is no chat template."""
         if not self.hf.chat_template:
             raise DataError(
                 f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
             )
 
     def marks_generation(self, tools: list | None = None) -> bool:
-        """Whether the template says itself, by `{% generation %}`, what the model writes."""
+        """Return whether the template marks the text that the model writes with `{% generation %}`."""
         return bool(_GENERATION.search(self.hf.get_chat_template(None, tools)))
 
     def render(
@@ -78,7 +81,7 @@ class ChatTokenizer:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text. Raises DataError with the template's own complaint."""
+        """Return the conversation as text. Raises DataError with the template's own error message."""
         return self._guard(
             lambda: self.hf.apply_chat_template(
                 list(messages),
@@ -96,15 +99,15 @@ class ChatTokenizer:
         tools: list | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Counter:
-        """Compare a render with its messages. Returns what the template leaves out by design, counted; raises
-        DataError for all else that it leaves out."""
-        return self._check(messages, text, lambda others: self.render(others, tools, variables), tools)
+        """Check that `text`, rendered from `messages`, holds all of them; return counts of what the template
+        leaves out by design. Raises DataError for anything else that is left out."""
+        return self._check(messages, text, lambda altered: self.render(altered, tools, variables), tools)
 
     def render_generations(
         self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text, and the character ranges that the template marks as written by the model (adjacent ones
-        joined)."""
+        """Return the text, and the character ranges that the template marks as written by the model (adjacent
+        ones joined)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = self._guard(
@@ -127,9 +130,9 @@ class ChatTokenizer:
     def encode(
         self, texts: Sequence[str], *, special: bool = False, ranges: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids [n] int32, ranges [n, 2]) of each text; ranges are the characters that a token stands for, if
-        wanted.
+        """Return, for each text, (token ids [n] int32, the range of characters of each token [n, 2]).
 
+        ranges: False returns no ranges, which is faster.
         special: let the tokenizer add its own special tokens, as for plain text; a template writes them
         itself.
         """
@@ -144,9 +147,12 @@ class ChatTokenizer:
         return pairs
 
     def ends_with_stop_token(self, text: str, last: Message) -> bool:
-        """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token
-        of the template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`,
-        is none."""
+        """Return whether a render ends in the eos_token or in an added token that the template wrote (as
+        TRL).
+
+        last: the last message of the render. A token that ends this message itself, such as `</think>`, does
+          not count.
+        """
         bare, eos = text.rstrip(), self.hf.eos_token
         if eos and bare.endswith(eos):
             return True
@@ -154,13 +160,13 @@ class ChatTokenizer:
         return bare.endswith(self.added) and not bare.endswith(message_ends)
 
     def require_eos(self) -> int:
-        """The id of the eos_token. Raises DataError where the tokenizer has none."""
+        """Return the id of the eos_token. Raises DataError if the tokenizer has none."""
         if self.eos is None:
             raise DataError("the text does not end in a stop token, and the tokenizer has no eos_token to add")
         return self.eos
 
     def check_single_bos(self, text: str, *, special: bool) -> None:
-        """Raise DataError where a document would begin with two; special as in `encode`."""
+        """Raise DataError if a document would begin with two bos tokens; special as in `encode`."""
         bos = self.hf.bos_token
         if not bos:
             return
@@ -169,7 +175,7 @@ class ChatTokenizer:
             raise DataError(f"begins with {bos} twice; take it out of the data or of the template")
 
     def fingerprint(self) -> str:
-        """Hex SHA-256 over the tokenizer and its template."""
+        """Return the hex SHA-256 over the tokenizer and its template."""
         parts = [self.hf.backend_tokenizer.to_str(), json.dumps(self.hf.chat_template, sort_keys=True)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -185,7 +191,10 @@ class ChatTokenizer:
 
 
 def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
-    """The tokenizer of a folder, or of a name on the HuggingFace hub. Raises DataError with what to do."""
+    """Load a tokenizer from a folder, or by its name on the HuggingFace hub. Raises DataError if it fails.
+
+    template_file: a chat template that replaces the tokenizer's own. day: today's date for the template.
+    """
     missing = DataError("chat templates need the transformers package (pip install transformers)")
     transformers = import_optional("transformers", missing)
     local = Path(path).exists()
@@ -195,16 +204,18 @@ def load_chat_tokenizer(path: str, template_file: str | None = None, day: date |
         hf = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local)
     except Exception as problem:  # the library lets those of its many parsers through
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        what = (
-            "no tokenizer of transformers" if local else "neither a folder here nor to be had from the HuggingFace hub"
+        finding = (
+            "no tokenizer of transformers" if local else "neither a folder here nor available from the HuggingFace hub"
         )
-        raise DataError(f"{path}: {what} ({reason}); --tokenizer-path takes a folder, or a name while online") from None
+        raise DataError(
+            f"{path}: {finding} ({reason}); --tokenizer-path takes a folder, or a name while online"
+        ) from None
     template = None if template_file is None else read_template(template_file)
     return ChatTokenizer(hf, day or date.today(), template, template_file)
 
 
 def read_template(file: str) -> str:
-    """The text of --chat-template. Raises DataError, naming the flag."""
+    """Return the content of the file that --chat-template names. Raises DataError if it cannot be read."""
     if not Path(file).is_file():
         raise DataError(f"{file}: no such file (--chat-template)")
     try:
@@ -214,10 +225,8 @@ def read_template(file: str) -> str:
 
 
 def _freeze(template: str, day: date) -> str:
-    """The template with every `strftime_now("...")` replaced by what it gives on `day`."""
+    """Return the template with every `strftime_now("...")` replaced by its value on `day`."""
     frozen = _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), template)
     if "strftime_now(" in frozen:
-        raise DataError(
-            "the chat template gives strftime_now a format that is no plain text: its date cannot be frozen"
-        )
+        raise DataError("the chat template must call strftime_now with a quoted format: else its date cannot be frozen")
     return frozen

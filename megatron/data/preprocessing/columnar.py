@@ -1,4 +1,4 @@
-"""Parquet and Arrow tables as shards of rows."""
+"""Reads Parquet and Arrow tables as shards of rows."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Table(Shard):
-    """`length` rows of a table, from row `first` on. columns: those that are read, None for all."""
+    """Rows [first_row, first_row + length) of a table. columns: the columns to read, None for all."""
 
-    first: int
+    first_row: int
     length: int
     columns: tuple[str, ...] | None
 
@@ -26,7 +26,7 @@ class Table(Shard):
         return self.length
 
     def name(self, number: int) -> str:
-        return f"{self.source}: row {self.first + number} (from 0)"
+        return f"{self.source}: row {self.first_row + number} (from 0)"
 
     def _rows(self, batches: Iterator[Any]) -> Iterator[InputRow]:
         values = (value for batch in batches for value in batch.to_pylist())
@@ -35,7 +35,7 @@ class Table(Shard):
 
 @dataclass(frozen=True)
 class ParquetGroup(Table):
-    """One row group of a Parquet file."""
+    """A row group of a Parquet file."""
 
     group: int
 
@@ -61,10 +61,10 @@ class ArrowBatches(Table):
 
     def rows(self) -> Iterator[InputRow]:
         batches = (batch for i, batch in enumerate(_batches(Path(self.source))) if i >= self.batch)
-        wanted = (next(batches) for _ in range(self.batches))
+        selected = (next(batches) for _ in range(self.batches))
         small = (
             (batch.select(list(self.columns)) if self.columns else batch).slice(start, ROWS_AT_ONCE)
-            for batch in wanted
+            for batch in selected
             for start in range(0, batch.num_rows, ROWS_AT_ONCE)
         )
         with _damage_named(self.source, "Arrow"):
@@ -75,32 +75,34 @@ def parquet_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]
     parquet = _pyarrow(path).parquet
     with _damage_named(path, "Parquet"), parquet.ParquetFile(path) as file:
         names, metadata = file.schema_arrow.names, file.metadata
-    wanted = _checked(columns, names, path)
-    first = 0
+    read_columns = _checked(columns, names, path)
+    first_row = 0
     for group in range(metadata.num_row_groups):
         rows = metadata.row_group(group).num_rows
-        yield ParquetGroup(str(path), path.stat().st_size // metadata.num_row_groups, first, rows, wanted, group)
-        first += rows
+        yield ParquetGroup(
+            str(path), path.stat().st_size // metadata.num_row_groups, first_row, rows, read_columns, group
+        )
+        first_row += rows
 
 
 def arrow_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
     _pyarrow(path)
-    wanted: tuple[str, ...] | None = None
-    first = rows = size = start = count = 0
+    read_columns: tuple[str, ...] | None = None
+    first_row = rows = size = start = count = 0
     with _damage_named(path, "Arrow"):
         for index, batch in enumerate(_batches(path)):
-            wanted = _checked(columns, batch.schema.names, path)
+            read_columns = _checked(columns, batch.schema.names, path)
             rows, size, count = rows + batch.num_rows, size + batch.nbytes, count + 1
             if size >= shards.CHUNK_BYTES:
-                yield ArrowBatches(str(path), size, first, rows, wanted, start, count)
-                first, start, rows, size, count = first + rows, index + 1, 0, 0, 0
+                yield ArrowBatches(str(path), size, first_row, rows, read_columns, start, count)
+                first_row, start, rows, size, count = first_row + rows, index + 1, 0, 0, 0
     if count:
-        yield ArrowBatches(str(path), size, first, rows, wanted, start, count)
+        yield ArrowBatches(str(path), size, first_row, rows, read_columns, start, count)
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Record batches, mapped and not read; both of Arrow's layouts (a stream, as `datasets` writes, or a
-    file)."""
+    """Yield the record batches of an Arrow file, memory-mapped. It may have either of Arrow's formats:
+    stream, as `datasets` writes, or file."""
     pyarrow = _pyarrow(path)
     with pyarrow.memory_map(str(path)) as source:
         if bytes(source.read(6)) == b"ARROW1":
@@ -133,7 +135,7 @@ def _damage_named(path: str | Path, kind: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, pyarrow.ArrowException) as problem:
         reason = str(problem).strip().split("\n")[0]
-        raise DataError(f"{path}: damaged, or no {kind} file ({reason})") from None
+        raise DataError(f"{path}: damaged, or not in {kind} format ({reason})") from None
 
 
 def _pyarrow(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Streams of compressed files: gzip and zstd."""
+"""Decompresses gzip and zstd files as streams."""
 
 import gzip
 import io
@@ -15,8 +15,7 @@ ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousan
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a zstd stream, unpacked. The package's own reader takes a frame without its end as
-    whole."""
+    """Reads all frames of a zstd stream. The package's own reader accepts a truncated frame as complete."""
 
     def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]):
         self.packed, self.new_frame = packed, new_frame
@@ -33,7 +32,7 @@ class _ZstdReader(io.RawIOBase):
             self.block = self.block or self.packed.read(ZSTD_BYTES)
             if not self.block:
                 if self.frame is not None:
-                    raise EOFError("the last frame has no end")
+                    raise EOFError("the last zstd frame is incomplete")
                 return 0
             self.frame = self.frame or self.new_frame()
             self.unpacked, self.block = memoryview(self.frame.decompress(self.block)), b""
@@ -44,9 +43,9 @@ class _ZstdReader(io.RawIOBase):
 
 @contextmanager
 def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]:
-    """The content of a file. compression: `.gz`, `.zst` or "" for none.
+    """Yield the content of a file as a stream. compression: `.gz`, `.zst` or "" for none.
 
-    Raises DataError for damaged zstd data, and where the zstandard package is missing.
+    Raises DataError for damaged zstd data, and if the zstandard package is missing.
     """
     if compression == ".gz":
         with gzip.GzipFile(fileobj=raw) as stream:
@@ -58,6 +57,6 @@ def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]
             frames = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
             yield io.BufferedReader(_ZstdReader(raw, frames), ZSTD_BYTES)
         except zstandard.ZstdError as problem:
-            raise DataError(f"{source}: damaged or cut off ({problem})") from problem
+            raise DataError(f"{source}: damaged or truncated ({problem})") from problem
     else:
         yield raw

@@ -1,9 +1,8 @@
-"""Raw inputs -> documents of tokens -> `.bin/.idx`, in processes that each write their own shards.
+"""Defines preprocessing jobs: raw inputs -> documents of tokens -> `.bin/.idx`.
 
-The input is cut into shards (`readers.py`); a worker turns one into part files; in their order these are
-appended by copy to the files of the job, kept in a hidden folder beside the output until all is there. A job
-that was killed goes on from the last appended shard, and the result is the same byte for byte, for any number
-of workers.
+The input is split into shards (`readers.py`); a worker turns each into part files. These are appended in
+order to the files of the job, in a hidden folder next to the output until all are complete. A killed job
+resumes at the last appended shard, and the result is the same byte for byte, for any number of workers.
 """
 
 import functools
@@ -23,8 +22,8 @@ from megatron.neox_arguments.optional_packages import import_optional
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
 SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation
 WHITE = "documents of white space only"  # how this is called among the counts of a job
-AROUND = 256  # characters on either side of a place to cut that are tokenised to see whether it is one
-NEAR = 1 << 13  # characters at the end of a piece that are searched for such places
+CONTEXT_CHARS = 256  # characters on either side of a place to cut that are tokenised to see whether it is one
+SEARCH_CHARS = 1 << 13  # characters at the end of a piece that are searched for such places
 SEAMS_TRIED = 16  # of each kind
 SHIFTS = (0, 1, 3, 7)  # what hangs on where a text begins, as pairs in "xxxx", shows when it begins elsewhere
 
@@ -32,9 +31,10 @@ JoinedDocuments = tuple[np.ndarray, np.ndarray]  # documents joined, and the len
 
 
 class Job(Protocol):
-    """How rows become documents: one output for each of `dtypes`. Pickled with every shard, so it is small.
+    """Defines how rows become documents, with one output for each of `dtypes`. It is pickled with every
+    shard, so it must be small.
 
-    fields: the columns that are read of a table, None for all.
+    fields: the columns of a table to read; None: all.
     """
 
     @property
@@ -43,20 +43,25 @@ class Job(Protocol):
     def dtypes(self) -> tuple[np.dtype, ...]: ...
 
     def notes(self, columns: Collection[str]) -> list[str]:
-        """What a person should know before the job begins. columns: of the first rows."""
+        """Return notes to show the user before the job begins. columns: the columns of the first rows."""
 
     def prepare(self, row: InputRow) -> Any | None:
-        """What `encode` needs of one row, None for a row to leave out. Raises DataError, naming the row."""
+        """Return the value that `encode` takes for this row; None drops the row. Raises DataError for a bad
+        row, naming it."""
 
     def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[JoinedDocuments], dict[str, int]]:
-        """The documents of some rows, for each output; and things to count in the report, by name."""
+        """Return (the documents of these rows for each output, {name: count} of events for the report).
+
+        prepared: results of `prepare`.
+        """
 
     def describe(self) -> dict[str, Any]:
-        """All that decides the output besides the input, as JSON: another description is another job."""
+        """Return all settings that decide the output, besides the input, as JSON values. A job resumes only
+        if they are equal."""
 
 
 class Encoder(Protocol):
-    """What preprocessing needs of a tokenizer."""
+    """The interface of a tokenizer that preprocessing needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -68,7 +73,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Plain text: each key its own output, all with the same number of documents.
+    """A job for plain text: each key is its own output, all with the same number of documents.
 
     make_tokenizer: an importable function, called with tokenizer_args once in every process.
     """
@@ -99,7 +104,7 @@ class EncodeJob:
         return texts if any(texts) else None  # a row without text is left out, as in NeoX
 
     def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[JoinedDocuments], dict[str, int]]:
-        """An EOD follows every document that has tokens."""
+        """Tokenise texts. With `append_eod` an end-of-document token follows each document with tokens."""
         tokenizer, end = self.tokenizer(), [self.tokenizer().eod] if self.append_eod else []
         columns = []
         for dtype, texts in zip(self.dtypes(), zip(*prepared, strict=True), strict=True):
@@ -115,9 +120,9 @@ class EncodeJob:
     def describe(self) -> dict[str, Any]:
         kind, *files = self.tokenizer_args
         tokenizer = self.tokenizer()
-        named = {"type": kind, "files": [file for file in files if file], "vocab_size": tokenizer.vocab_size}
+        tokenizer_facts = {"type": kind, "files": [file for file in files if file], "vocab_size": tokenizer.vocab_size}
         return {
-            "tokenizer": named | {"sha256": tokenizer.fingerprint()},
+            "tokenizer": tokenizer_facts | {"sha256": tokenizer.fingerprint()},
             "keys": list(self.keys),
             "append_eod": self.append_eod,
             "ftfy": self.ftfy,
@@ -125,7 +130,8 @@ class EncodeJob:
 
 
 def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> JoinedDocuments:
-    """Lists of ids as one array and their lengths. Raises DataError for an id that does not fit."""
+    """Join lists of ids into one array of `dtype`, and return it with their lengths. Raises DataError for an
+    id that does not fit `dtype`."""
     try:
         arrays = [np.array(row, dtype=dtype) for row in rows]
     except OverflowError:
@@ -135,18 +141,21 @@ def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) 
 
 
 def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
-    """The ids of a text of any length, tokenised in pieces where that gives the same ids: a tokenizer holds
-    some 120 bytes for each byte of a text."""
+    """Return the ids of a text of any length; it is tokenised in pieces if that gives the same ids.
+
+    A tokenizer needs about 120 bytes of memory for each byte of text.
+    """
     return np.concatenate(
         [join_documents(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)]
     )
 
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:
-    """The text cut where the tokenizer cuts as well, best before blanks; whole where it never does."""
+    """Split a text into pieces of at most LONG characters where no token crosses the split, preferably before
+    blanks. If no such position is found, the full text is returned as one piece."""
     parts, start = [], 0
     while len(text) - start > LONG:
-        seams = _seams(text, start + LONG - min(LONG // 2, NEAR), start + LONG)
+        seams = _seams(text, start + LONG - min(LONG // 2, SEARCH_CHARS), start + LONG)
         seam = next((seam for seam in seams if _cuts(text, seam, tokenizer)), 0)
         if not seam:
             return [text]
@@ -156,7 +165,8 @@ def pieces(text: str, tokenizer: Encoder) -> list[str]:
 
 
 def _seams(text: str, start: int, stop: int) -> Iterator[int]:
-    """Places to cut text[start:stop], the best first, each kind from behind."""
+    """Yield positions to try for a split of text[start:stop], the best kind of position first; within a kind,
+    later positions come first."""
     for kind in SEAMS:
         last = deque((match.start() for match in kind.finditer(text[start:stop])), SEAMS_TRIED)
         yield from (start + place for place in reversed(last))
@@ -164,12 +174,12 @@ def _seams(text: str, start: int, stop: int) -> Iterator[int]:
 
 
 def _cuts(text: str, seam: int, tokenizer: Encoder) -> bool:
-    """Whether the tokens before and after `seam` are those of both together; how words are parted is a local
-    matter."""
+    """Return whether the text can be split at `seam`: the text around it gives the same tokens split and
+    unsplit."""
     for shift in SHIFTS:
-        left, right = text[max(seam - AROUND + shift, 0) : seam], text[seam : seam + AROUND - shift]
-        before, after, both = tokenizer.tokenize_batch([left, right, left + right])
-        if [*before, *after] != [*both]:
+        left, right = text[max(seam - CONTEXT_CHARS + shift, 0) : seam], text[seam : seam + CONTEXT_CHARS - shift]
+        left_ids, right_ids, joined_ids = tokenizer.tokenize_batch([left, right, left + right])
+        if [*left_ids, *right_ids] != [*joined_ids]:
             return False
     return True
 
@@ -180,5 +190,5 @@ def _build(make_tokenizer: Callable[..., Encoder], tokenizer_args: tuple[str | N
 
 
 def fix_text(text: str) -> str:
-    """Text with broken encodings repaired."""
+    """Return the text with wrongly decoded characters repaired by ftfy."""
     return import_optional("ftfy", DataError("--ftfy needs the ftfy package (pip install ftfy)")).fix_text(text)

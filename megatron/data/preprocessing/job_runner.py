@@ -1,11 +1,10 @@
-"""Running a preprocess job: shards to worker processes, their parts appended in order, and going on after a
-crash.
+"""Runs a preprocessing job: sends shards to workers, appends their parts in order, and resumes after a crash.
 
-While it runs, everything lies in `.<name>.parts-<digest of the job>/` beside the output:
-  journal.json       what the files hold of finished shards; the truth after a crash, they are cut back to it
-  <i>.bin, <i>.len   of output i: the tokens, and the length of each document (int32)
-  bad.jsonl          rows that were left out
-  part-<pid>-<n>.*   of shards that are finished but not yet appended
+While it runs, everything lies in `.<name>.parts-<digest of the job>/` next to the output:
+  journal.json       sizes of the files at the last finished shard; after a crash they are truncated to these
+  <i>.bin, <i>.len   output i: the tokens, and the length of each document (int32)
+  bad.jsonl          dropped rows
+  part-<pid>-<n>.*   shards that are finished but not yet appended
 """
 
 import itertools
@@ -42,10 +41,12 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 
 @dataclass
 class PreprocessProgress:
-    """How much of a job is done, by all of its runs. The names of the fields are those in its journal.
+    """The progress of a job, summed over its runs. The field names are those in its journal.
 
-    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards of earlier
-    runs.
+    skipped: bad rows that were dropped.
+    text_bytes: bytes of text read.
+    disk_bytes: bytes of the input files read, of total_bytes.
+    resumed: shards that earlier runs finished.
     """
 
     shards: int = 0
@@ -60,8 +61,8 @@ class PreprocessProgress:
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """One written `.bin/.idx` pair. empty: documents without a single token, which are boundaries without an
-    EOD."""
+    """A written `.bin/.idx` pair. empty: number of documents without tokens; each is stored as a boundary
+    without an end-of-document token."""
 
     prefix: str
     documents: int
@@ -72,7 +73,7 @@ class WrittenPair:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """All that a job made. counts: what it counted, by the words of its report."""
+    """The result of a job. counts: counts of events, by their names in the report."""
 
     outputs: list[WrittenPair]
     progress: PreprocessProgress
@@ -91,37 +92,38 @@ def preprocess(
     arguments: dict[str, Any] | None = None,
     progress: Callable[[PreprocessProgress], None] = lambda state: None,
 ) -> PreprocessResult:
-    """Write one `.bin/.idx` pair for each of the job's outputs; they appear at the end, or not at all.
+    """Write one `.bin/.idx` pair for each of the job's outputs. All files appear at the end, or none.
 
-    max_bad_rows: so many are left out and written to errors_file, one more raises DataError; None: all are.
-    metadata_file: where to describe the result in JSON, `arguments` with it. progress is called after each
-    shard.
+    max_bad_rows: at most that many bad rows are dropped and written to errors_file; one more raises
+      DataError. None: no limit.
+    metadata_file: gets a JSON description of the result, with `arguments`.
+    progress: called after each shard.
     """
     files = [file for item in inputs for file in ([item] if isinstance(item, InputFile) else resolve([item]))]
     prefixes = [str(prefix) for prefix in output_prefixes]
     if len(set(prefixes)) < len(prefixes):
-        raise DataError(f"{', '.join(prefixes)}: the same name twice; each key needs a pair of its own")
+        raise DataError(f"{', '.join(prefixes)}: two keys write the same files; name each key once, or rename a column")
     if workers < 1:
-        raise DataError(f"{workers} workers: at least 1 is wanted")
+        raise DataError(f"--workers {workers}: must be at least 1")
     with _work_folder(prefixes, job, files) as folder:
         run = _JobRun(folder, job, files, prefixes, max_bad_rows)
         if not run.journal["published"]:
-            run.check_space(first=True)
+            run.check_space(initial=True)
             try:
                 run.encode_shards(workers, progress)
             except BrokenProcessPool:
-                raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
+                raise DataError(f"a worker process died (out of memory?){run.resume_hint()}") from None
             except OSError as problem:
-                raise DataError(f"{os_error(problem, folder)}{run.how_to_go_on()}") from None
+                raise DataError(f"{os_error(problem, folder)}{run.resume_hint()}") from None
             except BadRow as problem:
-                raise DataError(f"{problem}{run.how_to_go_on(' with --on-bad-row drop')}") from None
+                raise DataError(f"{problem}{run.resume_hint(' with --on-bad-row drop')}") from None
             finally:
                 run.close()
         return run.finish(errors_file, metadata_file, arguments or {})
 
 
 class _JobRun:
-    """One run of a preprocessing job in its work folder, from its journal on."""
+    """A run of a preprocessing job in its work folder, continuing from its journal."""
 
     def __init__(
         self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], max_bad_rows: int | None
@@ -134,7 +136,7 @@ class _JobRun:
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
             "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
-            "part": asdict(ShardCounts.of_outputs(len(prefixes))),
+            "part": asdict(ShardCounts.zeros(len(prefixes))),
         }
         path = folder / "journal.json"
         if path.is_file():
@@ -162,7 +164,10 @@ class _JobRun:
             self._append(self.state.shards, part)
             if self.max_bad_rows is not None and self.state.skipped > self.max_bad_rows:
                 self._save()
-                raise BadRow(f"{self.state.skipped} bad rows, the first: {self._first_problem()}")
+                raise BadRow(
+                    f"{self.state.skipped} bad rows, but --on-bad-row allows {self.max_bad_rows}; the first: "
+                    f"{self._first_problem()}"
+                )
             if time.monotonic() - self.saved >= JOURNAL_SECONDS:
                 self._save()
             progress(self.state)
@@ -180,8 +185,8 @@ class _JobRun:
             os.unlink(f"{self._part(number)}.{name}")
         self.journal["sizes"] = {name: handle.tell() for name, handle in self.handles.items()}
         total, state = self.total, self.state
-        for mine, new in ((total.tokens, part.tokens), (total.documents, part.documents), (total.empty, part.empty)):
-            mine[:] = map(sum, zip(mine, new, strict=True))
+        for totals, new in ((total.tokens, part.tokens), (total.documents, part.documents), (total.empty, part.empty)):
+            totals[:] = map(sum, zip(totals, new, strict=True))
         total.counts = dict(Counter(total.counts) + Counter(part.counts))
         state.shards, state.documents = state.shards + 1, total.documents[0]
         state.skipped += part.skipped
@@ -195,7 +200,7 @@ class _JobRun:
             return json.loads(bad.readline())["problem"]
 
     def _save(self) -> None:
-        """Sync the files, then let the journal vouch for them."""
+        """Sync the files, then record their sizes in the journal."""
         for handle in self.handles.values():
             handle.flush()
             os.fsync(handle.fileno())
@@ -203,10 +208,10 @@ class _JobRun:
         self.journal |= {"progress": asdict(self.state), "part": asdict(self.total)}
         write_json(self.folder / "journal.json", self.journal)
 
-    def check_space(self, first: bool = False) -> None:
-        """Refuse a job that the disk cannot hold, judged by what was written so far."""
+    def check_space(self, initial: bool = False) -> None:
+        """Raise DataError if the disk cannot hold the result, estimated from what is written so far."""
         left = self.state.total_bytes - self.state.disk_bytes
-        if first:
+        if initial:
             need = left * LEAST_TOKENS_PER_BYTE * sum(dtype.itemsize for dtype in self.dtypes)
         else:
             written = sum(self.journal["sizes"].values())
@@ -215,18 +220,23 @@ class _JobRun:
         if need > free:
             raise DataError(
                 f"{self.folder.parent}: disk full: about {need / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
-                + ("" if first else f" (at {self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input)")
-                + self.how_to_go_on()
+                + (
+                    ""
+                    if initial
+                    else f" (at {self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input)"
+                )
+                + self.resume_hint()
             )
 
-    def how_to_go_on(self, options: str = "") -> str:
+    def resume_hint(self, options: str = "") -> str:
         if not self.state.shards:
             return ""
         done = f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input is done and kept"
         return f"; {done}: the same command{options} goes on from there"
 
     def close(self) -> None:
-        """Keep what is done, also after a failure; on a full disk, what the journal holds already."""
+        """Record finished work in the journal, after a failure too, and close the files. On a full disk the
+        journal stays as it was last written."""
         with suppress(OSError):
             if self.state.shards > self.state.resumed:
                 self._save()
@@ -238,7 +248,8 @@ class _JobRun:
     def finish(
         self, errors_file: str | Path | None, metadata_file: str | Path | None, arguments: dict
     ) -> PreprocessResult:
-        """Write the indexes, then give all files their names; may be called again where it was cut short."""
+        """Write the `.idx` files, then rename all files to their final names. If interrupted, it may be
+        called again."""
         outputs = [
             WrittenPair(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
             for i, prefix in enumerate(self.prefixes)
@@ -252,7 +263,7 @@ class _JobRun:
                 if metadata_file:
                     write_json(self.folder / "metadata.json", self._metadata(result, arguments))
             except OSError as problem:
-                raise DataError(f"{os_error(problem, self.folder)}{self.how_to_go_on()}") from None
+                raise DataError(f"{os_error(problem, self.folder)}{self.resume_hint()}") from None
             self.journal["published"] = True
             self._save()
         for i, prefix in enumerate(self.prefixes):
@@ -267,7 +278,7 @@ class _JobRun:
     def _check_result(self, outputs: list[WrittenPair]) -> None:
         problem = ""
         for file in self.files:
-            if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
+            if not file.path.exists() or InputFile.from_path(file.path, file.rows) != file:
                 problem = f"{file.path}: changed while it was read; run again"
         for output in outputs:
             if not output.tokens:
@@ -282,7 +293,10 @@ class _JobRun:
             raise DataError(problem)
 
     def _metadata(self, result: PreprocessResult, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The fork's names, and what tells how the files came to be."""
+        """Return the content of `metadata_file`; the key names are those of the fork of GPT-NeoX.
+
+        It holds counts, settings, `arguments`, timing, and path, size and SHA-256 of each input file.
+        """
         names = [Path(prefix).name for prefix in self.prefixes]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             digests = list(pool.map(sha256, [file.path for file in self.files]))
@@ -317,7 +331,8 @@ def _documents(path: Path) -> Iterator[DocumentBlock]:
 
 
 def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> AbstractContextManager[Path]:
-    """The folder of this very job: same input, same description."""
+    """Return the context manager of the job's work folder; a job with the same input, outputs and description
+    has the same folder."""
     identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), [file.version() for file in files]]
     target = data_path(prefixes[0]).absolute()
     return work_folder(

@@ -1,4 +1,4 @@
-"""One JSON array as a stream of its elements, without holding the array."""
+"""Reads a JSON array as a stream of its elements, without holding the array."""
 
 import codecs
 import json
@@ -15,53 +15,53 @@ STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)  # of JSON
 
 
 def begins_array(content: bytes) -> bool:
-    """Whether the first bytes of a file are those of a JSON array."""
+    """Return whether the first bytes of a file begin a JSON array."""
     return content.removeprefix(BOM).lstrip()[:1] == b"["
 
 
 class _ElementReader:
-    """A window of the text of a stream in which the elements of one JSON array are found."""
+    """Finds the elements of one JSON array in a stream, of which only a window of text is in memory."""
 
     def __init__(self, stream: IO[bytes], source: str):
         self.stream, self.source = stream, source
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        # Where an element ends is all that is wanted of the scanner; InputRow.value judges its numbers
+        # The scanner only has to find the end of an element; InputRow.value parses and checks its numbers
         self.scanner = json.JSONDecoder(parse_int=len, parse_float=len)
-        self.text, self.ended = "", False
+        self.text, self.at_end = "", False
 
     def read_more(self) -> None:
-        """Lengthen the window by as much as it holds, at least READ_BYTES."""
+        """Read more of the stream: at least READ_BYTES, and as many bytes as the window has characters."""
         block = self.stream.read(max(len(self.text), READ_BYTES))
-        self.text, self.ended = self.text + self.decoder.decode(block, final=not block), not block
+        self.text, self.at_end = self.text + self.decoder.decode(block, final=not block), not block
 
     def skip_blanks(self, position: int) -> int:
-        """The first place from `position` on that is no white space, or the end of the text."""
+        """Return the first position from `position` on that is not white space, or the end of the text."""
         while True:
             while position < len(self.text) and self.text[position] in BLANKS:
                 position += 1
-            if position < len(self.text) or self.ended:
+            if position < len(self.text) or self.at_end:
                 return position
             self.read_more()
 
     def element_end(self, position: int, number: int) -> tuple[int, str | None]:
-        """(where the element that begins at `position` ends, why it is bad or None), reading on as far as
-        needed.
+        """Return (end of the element at `position`, why it is bad, or None if it is good). It reads more of
+        the stream if needed.
 
-        Raises DataError for a bad element without an end.
+        Raises DataError for a bad element whose end cannot be found.
         """
         while True:
-            end, reason, may_be_cut = self._scan(position)
-            if end < 0 and (self.ended or not may_be_cut):
+            end, reason, may_be_incomplete = self._scan(position)
+            if end < 0 and (self.at_end or not may_be_incomplete):
                 end = _balanced_end(self.text, position)
             if end >= 0:
                 return end, reason
-            if self.ended:
+            if self.at_end:
                 raise DataError(f"{self.source}: element {number}: {reason}")
             self.read_more()
 
     def _scan(self, position: int) -> tuple[int, str | None, bool]:
-        """(end of the element at `position` or -1, why it cannot be read, whether more text may mend
-        that)."""
+        """Return (end of the element at `position` or -1, why it cannot be parsed or None, whether more text
+        may help)."""
         try:
             return self.scanner.raw_decode(self.text, position)[1], None, False
         except RecursionError as problem:
@@ -72,7 +72,7 @@ class _ElementReader:
             return -1, f"not valid JSON ({problem.msg})", near_end or problem.msg.startswith("Unterminated string")
 
     def drop(self, position: int) -> int:
-        """Forget the text before `position` once that is much; gives the position in what is left."""
+        """Drop the text before `position` if it is long; return `position` in the remaining text."""
         if position <= READ_BYTES:
             return position
         self.text = self.text[position:]
@@ -80,8 +80,7 @@ class _ElementReader:
 
 
 def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
-    """The elements of one JSON array, as text. Raises DataError for an array that cannot be cut into
-    elements."""
+    """Yield the elements of one JSON array, as text. Raises DataError for an array that cannot be split."""
     reader, number = _ElementReader(stream, source), 0
     position = reader.skip_blanks(0) + 1  # behind the bracket
     while True:
@@ -89,16 +88,16 @@ def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
         if reader.text[position : position + 1] == "]":
             return
         end, reason = reader.element_end(position, number)
-        after = reader.skip_blanks(end)
-        if reader.text[after : after + 1] not in (",", "]"):
-            raise DataError(f"{source}: element {number}: neither a comma nor the end of the array after it")
+        next_position = reader.skip_blanks(end)
+        if reader.text[next_position : next_position + 1] not in (",", "]"):
+            raise DataError(f"{source}: element {number}: a comma or the end of the array must follow it")
         yield number, reader.text[position:end].encode(), reason
-        position, number = reader.drop(after + (reader.text[after] == ",")), number + 1
+        position, number = reader.drop(next_position + (reader.text[next_position] == ",")), number + 1
 
 
 def _balanced_end(text: str, position: int) -> int:
-    """Where the element of an array that begins at `position` ends, judged by strings and brackets; -1: not
-    in text."""
+    """Return the end of the array element at `position` by counting brackets outside strings; -1 if text ends
+    before it."""
     depth = 0
     for match in STRUCTURE.finditer(text, position):
         mark = match[0]

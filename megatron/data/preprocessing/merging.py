@@ -1,4 +1,4 @@
-"""Several `.bin/.idx` pairs as one, by copying: the documents stay what they were, in the order of the
+"""Merges several `.bin/.idx` pairs into one, by copying: documents are unchanged, in the order of the
 pairs."""
 
 import os
@@ -13,18 +13,18 @@ from megatron.data.inspection.file_groups import COMPANIONS
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
-    """Write the pair `output_prefix`. Raises DataError for pairs of different types, or text and labels in
-    one."""
+    """Join the pairs `prefixes`, in their order, into the pair `output_prefix`, and open it. Raises DataError
+    if their types differ, or if text is mixed with labels or rewards."""
     if not prefixes:
-        raise DataError("nothing to merge: no pair of .bin and .idx")
+        raise DataError("nothing to merge: no pair of .bin and .idx files was found")
     kinds = {next((end for end in COMPANIONS if str(prefix).endswith(end)), "_document"): prefix for prefix in prefixes}
     if len(kinds) > 1:
-        raise DataError(f"{' and '.join(map(str, kinds.values()))} are of different kinds: merge each kind by itself")
+        raise DataError(f"{' and '.join(map(str, kinds.values()))} are of different kinds: merge each kind separately")
     sets = [IndexedDataset(prefix) for prefix in prefixes]
-    for other in sets[1:]:
-        if other.dtype != sets[0].dtype:
+    for dataset in sets[1:]:
+        if dataset.dtype != sets[0].dtype:
             raise DataError(
-                f"{other.prefix} holds {other.dtype}, {sets[0].prefix} {sets[0].dtype}: not the same tokenizer"
+                f"{dataset.prefix} holds {dataset.dtype}, {sets[0].prefix} {sets[0].dtype}: the tokenizers differ"
             )
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     data, index = temporary(data_path(output_prefix)), temporary(index_path(output_prefix))

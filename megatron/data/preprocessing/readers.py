@@ -1,7 +1,8 @@
-"""Files as shards: lines of JSON, JSON arrays, CSV, plain text and archives of these, compressed or not.
+"""Reads files as shards: lines of JSON, JSON arrays, CSV, plain text and archives of these, compressed or
+not.
 
-Parquet and Arrow are in `columnar.py`. Nothing here holds more than a shard in memory, and the same files
-always give the same shards.
+Parquet and Arrow are in `columnar.py`. No reader holds more than a shard in memory, and the same files always
+give the same shards.
 """
 
 import csv
@@ -41,18 +42,19 @@ IN_ARCHIVES = ("lines", "json", "csv", "text")
 
 
 def file_kind(name: str | PurePath) -> tuple[str, str]:
-    """(kind, compression) by a file's name. Raises DataError for a kind that is not read."""
+    """Return (kind, compression suffix or "") of a file, told by its name. Raises DataError for an
+    unsupported kind."""
     path = PurePath(name)
     compression = path.suffix if path.suffix in COMPRESSED else ""
     kind = KINDS.get(PurePath(path.stem).suffix if compression else path.suffix)
     if kind is None or compression and kind not in MAY_BE_COMPRESSED:
-        known = f"{', '.join(SUFFIXES)}; {', '.join(COMPRESSED)} after .jsonl, .json, .csv, .tsv, .txt and .tar"
-        raise DataError(f"{name}: cannot be read; the kinds known by name are {known}")
+        supported = f"{', '.join(SUFFIXES)}; {', '.join(COMPRESSED)} after .jsonl, .json, .csv, .tsv, .txt and .tar"
+        raise DataError(f"{name}: unsupported kind of file; supported suffixes are {supported}")
     return kind, compression
 
 
 def file_shards(path: Path) -> Iterator[Shard]:
-    """The shards of one file, Parquet and Arrow aside. Raises DataError for a damaged one."""
+    """Yield the shards of one file, except Parquet and Arrow. Raises DataError for a damaged file."""
     kind, compression = file_kind(path)
     size = path.stat().st_size
     try:
@@ -68,7 +70,7 @@ def file_shards(path: Path) -> Iterator[Shard]:
     except UnicodeDecodeError as problem:
         raise DataError(f"{path}: not UTF-8 ({problem.reason})") from None
     except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.ReadError, zlib.error) as problem:
-        raise DataError(f"{path}: damaged or cut off ({problem})") from problem
+        raise DataError(f"{path}: damaged or truncated ({problem})") from problem
 
 
 def _holds_array(path: Path) -> bool:
@@ -77,21 +79,21 @@ def _holds_array(path: Path) -> bool:
 
 
 def _bytes_consumed(raw: IO[bytes]) -> Callable[[], int]:
-    """A function that gives the bytes read from a file since its last call."""
+    """Return a function that returns how many bytes of a file were read since its last call."""
     last = 0
 
-    def since() -> int:
+    def bytes_since_last_call() -> int:
         nonlocal last
-        last, before = raw.tell(), last
-        return max(last - before, 0)
+        last, previous = raw.tell(), last
+        return max(last - previous, 0)
 
-    return since
+    return bytes_since_last_call
 
 
 def _stream_shards(
     kind: str, compression: str, raw: IO[bytes], source: str, consumed: Callable[[], int]
 ) -> Iterator[Shard]:
-    """The shards of an open file that must be read in order. consumed: see `_bytes_consumed`."""
+    """Yield the shards of an open file that must be read in order. consumed: see `_bytes_consumed`."""
     with decompressed(raw, compression, source) as stream:
         match kind:
             case "text":
@@ -134,16 +136,16 @@ def _tar_shards(stream: IO[bytes], source: str, consumed: Callable[[], int]) -> 
 
 
 def _member_shards(name: str, stream: IO[bytes], source: str, consumed: Callable[[], int]) -> Iterator[Shard]:
-    """The shards of a file in an archive; one whose name has an unknown ending is a text, as in NeoX."""
+    """Yield the shards of a file in an archive; a file with an unknown suffix is a text, as in NeoX."""
     suffixes = [suffix for suffix in PurePath(name).suffixes if suffix in KINDS or suffix in COMPRESSED]
     kind, compression = file_kind("x" + "".join(suffixes[-2:]))
     if kind not in IN_ARCHIVES:
-        raise DataError(f"{source}: {name} in it is not read from inside an archive; unpack it first")
+        raise DataError(f"{source}: {name} cannot be read inside an archive; unpack the archive first")
     yield from _stream_shards(kind, compression, stream, f"{source}/{name}", consumed)
 
 
 def _record_shards(records: Iterator[Record], source: str, unit: str, consumed: Callable[[], int]) -> Iterator[Shard]:
-    """Shards of about CHUNK_BYTES of records. unit: see `RecordShard`."""
+    """Yield shards of about CHUNK_BYTES of records. unit: see `RecordShard`."""
     records_held: list[Record] = []
     size = 0
     for record in records:
@@ -167,8 +169,8 @@ def _lines(stream: IO[bytes]) -> Iterator[Record]:
 
 
 def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
-    """Rows by the names in the first line. Bytes that are not UTF-8 come through, to be refused with the
-    row."""
+    """Yield the rows of a CSV or TSV file as {column name: value}; the first line holds the names. Bytes that
+    are not UTF-8 are kept here, so that only their row is refused later."""
     csv.field_size_limit(min(CSV_FIELD_BYTES, sys.maxsize))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter="\t" if ".tsv" in PurePath(source).suffixes else ",", strict=True)

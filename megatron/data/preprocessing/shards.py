@@ -1,4 +1,4 @@
-"""Raw inputs as shards: pieces that a worker reads by itself, each a sequence of rows."""
+"""Splits raw inputs into shards: pieces that a worker reads by itself, each a sequence of rows."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,11 @@ Record = tuple[int, Any, str | None]  # a row that was read in order: its number
 
 @dataclass(frozen=True)
 class InputRow:
-    """One row of an input.
+    """A row of an input.
 
-    content: a line of JSON, a whole text, or the columns of a table. number: of the row in its shard, as
-    `Shard.name` counts. problem: why the row is bad, None if it is not.
+    content: a line of JSON, a full text, or the columns of a table.
+    number: number of the row in its shard, as `Shard.name` takes it.
+    problem: why the row is bad; None if it is not.
     """
 
     content: bytes | str | dict[str, Any]
@@ -28,74 +29,75 @@ class InputRow:
     number: int
     problem: str | None = None
 
-    def where(self) -> str:
-        """The name of the row in messages: file:line."""
+    def location(self) -> str:
+        """Return the name of the row in messages: file:line."""
         return self.shard.name(self.number)
 
     @property
     def size(self) -> int:
-        """About how many bytes of text the row holds."""
+        """The approximate number of bytes of text in the row."""
         if isinstance(self.content, dict):
             return sum(len(value) if isinstance(value, str) else 8 for value in self.content.values())
         return len(self.content)
 
     def value(self) -> Any:
-        """The decoded row. Raises DataError, which names the row, for a bad one."""
+        """Return the decoded row. Raises DataError, naming the row, for a bad one."""
         if self.problem:
-            raise DataError(f"{self.where()}: {self.problem}")
+            raise DataError(f"{self.location()}: {self.problem}")
         if not isinstance(self.content, bytes):
             return self.content
         try:
             return json.loads(self.content.decode("utf-8"))
         except UnicodeDecodeError as problem:
-            raise DataError(f"{self.where()}: not UTF-8 ({problem.reason} at byte {problem.start})") from None
+            raise DataError(f"{self.location()}: not UTF-8 ({problem.reason} at byte {problem.start})") from None
         except json.JSONDecodeError as problem:
-            raise DataError(f"{self.where()}: not valid JSON ({problem.msg} at column {problem.colno})") from None
+            raise DataError(f"{self.location()}: not valid JSON ({problem.msg} at column {problem.colno})") from None
         except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or nested without end
-            raise DataError(f"{self.where()}: not usable JSON ({problem})") from None
+            raise DataError(f"{self.location()}: not usable JSON ({problem})") from None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of the input that is read by itself. disk_bytes: its share of the file `source`, for
-    progress."""
+    """A piece of the input that a worker reads by itself. disk_bytes: how many bytes of the file `source`
+    count for it in the progress."""
 
     source: str
     disk_bytes: int
 
     def rows(self) -> Iterator[InputRow]:
-        """The rows in their order."""
+        """Yield the rows in order."""
         raise NotImplementedError
 
     def count(self) -> int:
-        """How many rows the shard has."""
+        """Return the number of rows."""
         return sum(1 for _ in self.rows())
 
     def name(self, number: int) -> str:
-        """The name of row `number` in messages."""
+        """Return the name of row `number` in messages."""
         raise NotImplementedError
 
 
 def read_line(file: IO[bytes]) -> tuple[bytes, int, str | None]:
-    """(the next line, how many bytes it has, why it is bad or None); one that is too long is passed over."""
+    """Return (next line, its number of bytes, why it is bad or None). Of a line that is too long only the
+    beginning is returned."""
     line = file.readline(DOCUMENT_BYTES)
     size, end = len(line), line[-1:]
     if size < DOCUMENT_BYTES or end == b"\n":
         return line, size, None
     while end and end != b"\n":
-        rest = file.readline(CHUNK_BYTES)
-        size, end = size + len(rest), rest[-1:]
+        block = file.readline(CHUNK_BYTES)
+        size, end = size + len(block), block[-1:]
     return line[:CHUNK_BYTES], size, too_long(size)
 
 
 def too_long(size: int) -> str:
-    """Why a document of so many bytes is bad."""
+    """Return the error message for a document of `size` bytes, which is too long."""
     return f"{size} bytes in one document, more than {DOCUMENT_BYTES}; cut it into several"
 
 
 @dataclass(frozen=True)
 class LineRange(Shard):
-    """The lines of a plain file that begin within [start, stop) bytes."""
+    """The lines of an uncompressed file that begin at bytes [start, stop)."""
 
     start: int
     stop: int
@@ -117,20 +119,20 @@ class LineRange(Shard):
                     yield InputRow(row, self, number, problem)
 
     def name(self, number: int) -> str:
-        """file:line; the lines before this range are counted only now."""
+        """Return file:line. For that the lines before this range are counted, at each call."""
         if not self.start:
             return f"{self.source}:{number}"
         lines, left, last = 0, self.start, b""
         with open(self.source, "rb") as file:
             while left and (block := file.read(min(left, CHUNK_BYTES))):
                 lines, left, last = lines + block.count(b"\n"), left - len(block), block[-1:]
-        cut = last != b"\n"  # a line across `start` belongs to the range before
-        return f"{self.source}:{lines + cut + number}"
+        is_mid_line = last != b"\n"  # a line across `start` belongs to the range before
+        return f"{self.source}:{lines + is_mid_line + number}"
 
 
 @dataclass(frozen=True)
 class RecordShard(Shard):
-    """Rows that had to be read in order (a compressed stream, an archive, CSV); each with its number."""
+    """Rows that had to be read in order (a compressed stream, an archive, CSV), each with its number."""
 
     unit: str  # between the source's name and a row's number
     records: tuple[tuple[int, Any, str | None], ...] = field(repr=False)
@@ -145,7 +147,7 @@ class RecordShard(Shard):
 
 @dataclass(frozen=True)
 class TextFile(Shard):
-    """A plain file as one document; `data` when it comes out of a stream."""
+    """A text file as one document. data: its content if it was read from a stream; None: read `source`."""
 
     data: bytes | None = field(default=None, repr=False)
 
@@ -168,10 +170,10 @@ class TextFile(Shard):
 
 
 def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") -> tuple[str, ...]:
-    """The text under each key; a list of texts is joined by empty lines (NeoX); a bare text serves a single
-    key. flag: by which a user names keys.
+    """Return the text under each key of a row. flag: the option that names the keys, for errors.
 
-    Raises DataError, naming the row, for a key that is missing or holds no text.
+    A list of texts is joined by empty lines (NeoX). A row that is only a text is taken as that of a single
+    key. Raises DataError, naming the row, for a key that is missing or holds no text.
     """
     value = row.value()
     if isinstance(value, str) and len(keys) == 1:
@@ -180,17 +182,19 @@ def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") ->
     for key in keys:
         if not isinstance(value, dict) or key not in value:
             present = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f'{row.where()}: no key "{key}" (found: {present}); name the right one with {flag}')
+            raise DataError(f'{row.location()}: no key "{key}" (found: {present}); name the right one with {flag}')
         text = value[key]
         if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
             text = "\n\n".join(text)
         if not isinstance(text, str):
-            raise DataError(f'{row.where()}: "{key}" is {type(text).__name__}, not text')
+            raise DataError(f'{row.location()}: "{key}" is {type(text).__name__}, not text')
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as problem:
             if isinstance(row.content, dict):  # of a table: bytes that were no UTF-8
-                raise DataError(f'{row.where()}: "{key}" is not UTF-8 (at character {problem.start})') from None
-            raise DataError(f'{row.where()}: "{key}" holds half of a surrogate pair, which is no character') from None
+                raise DataError(f'{row.location()}: "{key}" is not UTF-8 (at character {problem.start})') from None
+            raise DataError(
+                f'{row.location()}: "{key}" holds half of a surrogate pair, which is not a character; remove it'
+            ) from None
         texts.append(text)
     return tuple(texts)

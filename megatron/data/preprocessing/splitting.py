@@ -1,7 +1,7 @@
-"""Cutting data into training, validation and test parts, document by document: labels, rewards, the other
-side of pairs and a reference model's log-probabilities follow their documents.
+"""Splits data into training, validation and test parts, document by document.
 
-Each part is a folder in which the files keep their names, so that what belongs together is found as before.
+Labels, rewards, the other side of pairs and a reference model's log-probabilities follow their documents.
+Each part is a folder in which the files keep their names, so companions are found as before.
 """
 
 import json
@@ -24,7 +24,7 @@ CHUNK = 1 << 24  # tokens copied between two reports of progress
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """One file pair of one part."""
+    """A file pair of one part, as it was written."""
 
     prefix: str
     documents: int
@@ -32,11 +32,11 @@ class WrittenPart:
 
 
 def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
-    """The documents of each part, their numbers rising: those of `shares`, drawn at random, and `train`, the
-    rest.
+    """Return {part: its documents in ascending order}. The documents of the parts in `shares` are drawn at
+    random; `train` gets the remaining documents.
 
-    A share below 1 is of all documents, rounded; from 1 on it is a number of them. The same seed and shares
-    give the same parts. Raises DataError where a part would be empty.
+    A share below 1 is a fraction of all documents, rounded; from 1 on it is a number of documents. The same
+    seed and shares give the same parts. Raises DataError if a part would be empty.
     """
     counts = {}
     for name, share in shares.items():
@@ -46,31 +46,32 @@ def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, 
         if not counts[name]:
             raise DataError(f"--{name} {share:g} of {documents} documents is none; give a number of documents")
     if sum(counts.values()) >= documents:
-        asked = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise DataError(f"nothing is left for training of {documents} documents ({asked})")
-    drawn = np.random.RandomState(seed).permutation(documents)
+        counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise DataError(f"{counts_text}: none of {documents} documents is left for training; use smaller parts")
+    shuffled = np.random.RandomState(seed).permutation(documents)
     ends = np.cumsum(list(counts.values()))
-    *others, train = np.split(drawn, ends)
-    return {"train": np.sort(train), **{name: np.sort(part) for name, part in zip(counts, others, strict=True)}}
+    *parts, train = np.split(shuffled, ends)
+    return {"train": np.sort(train), **{name: np.sort(part) for name, part in zip(counts, parts, strict=True)}}
 
 
 def files_of(prefixes: Sequence[str]) -> dict[str, list[str]]:
-    """Prefix of each text -> all file pairs that hold something for each of its documents, itself first.
+    """Return {prefix of a text: prefixes of all pairs that belong to its documents}: the text itself, its
+    labels, its rewards and so on.
 
     Raises DataError for a prefix without files.
     """
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for prefix in prefixes:
         for group in find_file_groups(prefix):
-            beside = [path for path in (group.label, group.reward) if path is not None]
+            companions = [path for path in (group.label, group.reward) if path is not None]
             text = Path(group.text)
             references = sorted(
                 str(file).removesuffix(".idx")
                 for file in text.parent.glob("*.idx")
                 if file.name.startswith(f"{text.name}_")
             )
-            found[group.text] = [group.text, *beside, *references]
-    return found
+            files[group.text] = [group.text, *companions, *references]
+    return files
 
 
 def split(
@@ -82,12 +83,12 @@ def split(
     overwrite: bool = False,
     progress: Callable[[str, float], None] = lambda name, share: None,
 ) -> list[WrittenPart]:
-    """Cut the texts of `prefixes` (see `files_of`) alike into FOLDER/train, FOLDER/valid, ...; the files
-    appear when all are written.
+    """Split the texts of `prefixes` and their companions (see `files_of`) into FOLDER/train, FOLDER/valid,
+    ..., all by the same documents.
 
-    shares: see `assign`. progress: called with a file's name and the share of it that is copied. Raises
-    DataError for texts of different numbers of documents, companions that do not fit, and files that exist
-    already unless `overwrite`. Memory: some 50 bytes a document.
+    The files appear when all are written. shares: see `assign`. progress: called with a file's name and the
+    share of it that is copied. Raises DataError for texts with different numbers of documents, companions
+    that do not fit, and files that already exist unless `overwrite`. Memory: some 50 bytes per document.
     """
     files = files_of(prefixes)
     sets = {path: IndexedDataset(path) for paths in files.values() for path in paths}
@@ -95,13 +96,13 @@ def split(
     parts = assign(len(boundaries) - 1, shares, seed)
     targets = {(name, path): str(Path(folder) / name / Path(path).name) for name in parts for path in sets}
     if len(set(targets.values())) < len(targets):
-        raise DataError(f"{', '.join(sets)}: two have one name, but all parts are written to one folder; rename one")
+        raise DataError(f"{', '.join(sets)}: two files have one name, but each part is one folder; rename a file")
     for target in targets.values():
         if not overwrite and (index_path(target).exists() or data_path(target).exists()):
-            raise DataError(f"{target}.bin, .idx: exist already; --overwrite replaces them")
+            raise DataError(f"{target}.bin, .idx: exist already; add --overwrite to replace them")
     for target, path in ((target, path) for (_, path), target in targets.items()):
         if Path(target).resolve() == Path(path).resolve():
-            raise DataError(f"{target}: would replace what is split; give another --output-dir")
+            raise DataError(f"{target}: would overwrite the input; give another --output-dir")
     written, unfinished = [], {target: (temporary(data_path(target)), temporary(index_path(target)))
                                for target in targets.values()}  # fmt: skip
     try:
@@ -123,22 +124,24 @@ def split(
 
 
 def _boundaries(files: Mapping[str, Sequence[str]], sets: Mapping[str, IndexedDataset]) -> np.ndarray:
-    """The document boundaries that all texts have, in sequences."""
-    first, *_ = files
-    boundaries = sets[first].doc_idx
-    for text, beside in files.items():
-        here = sets[text].doc_idx
-        if not np.array_equal(here, boundaries):
-            counts = f"{len(here) - 1} documents in {len(sets[text])} sequences, {first} {len(boundaries) - 1} in "
-            raise DataError(f"{text}: {counts}{len(sets[first])}: they do not belong together; name one data path")
-        for path in beside:
+    """Return the document boundaries of all texts, in sequences. Raises DataError if they differ."""
+    first_text, *_ = files
+    boundaries = sets[first_text].doc_idx
+    for text, companions in files.items():
+        text_boundaries = sets[text].doc_idx
+        if not np.array_equal(text_boundaries, boundaries):
+            raise DataError(
+                f"{text}: {len(text_boundaries) - 1} documents in {len(sets[text])} sequences, but {first_text} has "
+                f"{len(boundaries) - 1} in {len(sets[first_text])}: they do not belong together; split each by itself"
+            )
+        for path in companions:
             if len(sets[path]) != len(sets[text]):
                 raise DataError(
-                    f"{path}: {len(sets[path])} sequences, but {text}, whose name it begins with or shares, has "
-                    f"{len(sets[text])}; make both again in one go, or take it away from beside the text"
+                    f"{path}: {len(sets[path])} sequences, but {text}, to which it belongs by its name, has "
+                    f"{len(sets[text])}; make both again in one go, or move this file to another folder"
                 )
             if sets[path].dtype.newbyteorder("=") not in CODES:
-                raise DataError(f"{path}: {sets[path].dtype} cannot be written; make it again as float32")
+                raise DataError(f"{path}: its type {sets[path].dtype} cannot be written; make it again as float32")
     return boundaries
 
 
@@ -150,23 +153,27 @@ def _write(
     index: Path,
     progress: Callable[[float], None],
 ) -> int:
-    """Write the two files of some documents, numbers rising, and sync them; returns the number of tokens."""
+    """Copy some documents of `source` to the files `data` and `index`, and sync them; return the token count.
+
+    boundaries: the document boundaries of the source, in sequences. documents: which ones, ascending.
+    progress: called with the share that is copied.
+    """
     counts = np.diff(boundaries)[documents]
     # Neighbours are copied in one go: a run ends where the next document is not the next one of the source
     breaks = np.flatnonzero(np.diff(documents) != 1) + 1
     firsts, lasts = np.append(0, breaks), np.append(breaks, len(documents))
-    total, done, told = len(documents), 0, 0
+    total, done, reported_tokens = len(documents), 0, 0
     sizes, tokens = [], 0
     with open(data, "wb") as file:
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            begin, end = int(boundaries[documents[first]]), int(boundaries[documents[last - 1] + 1])
+        for run_start, run_end in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            begin, end = int(boundaries[documents[run_start]]), int(boundaries[documents[run_end - 1] + 1])
             sizes.append(np.asarray(source.sizes[begin:end]))
             for block in _blocks(source.span(begin, end)):
                 file.write(block.tobytes())
                 tokens += len(block)
-            done = last
-            if tokens - told >= CHUNK:
-                told = tokens
+            done = run_end
+            if tokens - reported_tokens >= CHUNK:
+                reported_tokens = tokens
                 progress(done / total)
         file.flush()
         os.fsync(file.fileno())
@@ -177,26 +184,26 @@ def _write(
 
 
 def _blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    return (tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK))
+    return (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK))
 
 
 def _describe(text: str, folder: Path, parts: Mapping[str, np.ndarray], choice: Mapping[str, Any]) -> None:
-    """Write the text's `_metadata.json`, where it has one, into every part, with how it was split."""
-    name, beside = Path(text).name.removesuffix("_document"), None
-    while beside is None and name:
+    """If a text has a `_metadata.json`, write it into the folder of every part, with the split noted."""
+    name, metadata_file = Path(text).name.removesuffix("_document"), None
+    while metadata_file is None and name:
         candidate = Path(text).with_name(f"{name}_metadata.json")
-        beside = candidate if candidate.is_file() else None
+        metadata_file = candidate if candidate.is_file() else None
         name = name.rpartition("_")[0]
-    if beside is None:
+    if metadata_file is None:
         return
     try:
-        facts = json.loads(beside.read_text())
+        facts = json.loads(metadata_file.read_text())
     except ValueError as problem:
-        raise DataError(f"{beside}: not JSON ({problem}); take it away, or make the data again") from None
+        raise DataError(f"{metadata_file}: not JSON ({problem}); move this file away, or make the data again") from None
     for part, documents in parts.items():
-        target = folder / part / beside.name
+        target = folder / part / metadata_file.name
         unfinished = temporary(target)
-        about = {"of": text, "part": part, "documents": len(documents), **choice}
-        unfinished.write_text(json.dumps({**facts, "split": about}, indent=1) + "\n")
+        split_facts = {"of": text, "part": part, "documents": len(documents), **choice}
+        unfinished.write_text(json.dumps({**facts, "split": split_facts}, indent=1) + "\n")
         sync(unfinished)
         os.replace(unfinished, target)

@@ -1,5 +1,4 @@
-"""Python code that is stopped when its time is over: chat templates are programs, and may loop without
-end."""
+"""Stops Python code after a time limit: chat templates are programs, and may loop forever."""
 
 import signal
 import sys
@@ -15,7 +14,7 @@ TEMPLATE = "<template>"  # the file name that jinja gives to compiled templates
 
 
 class RenderTimeout(Exception):
-    """A template that was stopped."""
+    """Raised in a template that exceeds the time limit."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"stopped after {seconds:g} s: it loops without end, or nearly so")
@@ -23,47 +22,48 @@ class RenderTimeout(Exception):
 
 @contextmanager
 def render_limit(seconds: float | None = None) -> Iterator[None]:
-    """Raise RenderTimeout in what renders a jinja template for longer than `seconds` (None: RENDER_SECONDS).
+    """Raise RenderTimeout if the block renders a jinja template for longer than `seconds` (None:
+    RENDER_SECONDS).
 
-    The main thread is stopped by a timer's signal, which costs nothing; any other, as those of the server, by
-    a trace function, which makes rendering some five times slower. Neither ends a single operation of
-    Python's own, such as 9 ** 9 ** 9: only between operations is there a place to stop.
+    The main thread is stopped by a timer signal, which costs nothing; other threads, as those of the server,
+    by a trace function, which makes rendering about five times slower. Neither interrupts a single Python
+    operation such as 9 ** 9 ** 9.
     """
     limit = RENDER_SECONDS if seconds is None else seconds
-    stop = _by_signal if threading.current_thread() is threading.main_thread() else _by_trace
+    stop = _signal_limit if threading.current_thread() is threading.main_thread() else _trace_limit
     with stop(limit):
         yield
 
 
 @contextmanager
-def _by_signal(seconds: float) -> Iterator[None]:
-    def ended(number: int, frame: FrameType | None) -> None:
+def _signal_limit(seconds: float) -> Iterator[None]:
+    def on_alarm(number: int, frame: FrameType | None) -> None:
         raise RenderTimeout(seconds)
 
-    before = signal.signal(signal.SIGALRM, ended)
+    previous_handler = signal.signal(signal.SIGALRM, on_alarm)
     started = time.monotonic()
     others_left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
         if others_left:  # a timer of others goes on; one that was due in between rings now
             signal.setitimer(signal.ITIMER_REAL, max(others_left - (time.monotonic() - started), 1e-6), interval)
 
 
 @contextmanager
-def _by_trace(seconds: float) -> Iterator[None]:
+def _trace_limit(seconds: float) -> Iterator[None]:
     end = time.monotonic() + seconds
 
-    def inside(frame: FrameType, event: str, value: Any) -> Any:
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
         if time.monotonic() > end:
             raise RenderTimeout(seconds)
-        return inside if frame.f_code.co_filename == TEMPLATE else None
+        return trace if frame.f_code.co_filename == TEMPLATE else None
 
-    before = sys.gettrace()
-    sys.settrace(inside)
+    previous_trace = sys.gettrace()
+    sys.settrace(trace)
     try:
         yield
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)

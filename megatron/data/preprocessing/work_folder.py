@@ -1,4 +1,5 @@
-"""The folder in which a job over files keeps what it has done, so that the same job given again goes on."""
+"""Manages the folder in which a job keeps finished work, so that the same job resumes when it is run
+again."""
 
 import fcntl
 import hashlib
@@ -14,7 +15,7 @@ from megatron.data.errors import DataError
 
 
 def digest(identity: Any) -> str:
-    """A short name for what JSON values say of a job."""
+    """Return a short hash of `identity`, the JSON values that identify a job."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -27,19 +28,20 @@ def work_folder(
     is_worth_keeping: Callable[[Path], bool],
     keep_others: bool = False,
 ) -> Iterator[Path]:
-    """The folder, as an earlier run of the job left it or new; gone when the block is done.
+    """Yield the job's folder, new or left by an earlier run, and delete it when the block succeeds.
 
-    Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this target,
-    beside it by `pattern`, go first; with keep_others, once this one is done. target: what the job writes, as
-    messages call it. advice: for a place that cannot be written. Raises DataError where another process has
-    one of them.
+    After a failure it is deleted too, unless `is_worth_keeping` returns True for it. Folders of other jobs
+    for this target, found by `pattern`, are deleted before the block; with keep_others, only after success.
+    target: the output's name in messages.
+    advice: ends the message if the folder cannot be written.
+    Raises DataError if another process uses one of the folders.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for other in folder.parent.glob(pattern):
-            with _locked(other, target):
-                if other != folder and not keep_others:
-                    _remove(other)
+        for sibling in folder.parent.glob(pattern):
+            with _locked(sibling, target):
+                if sibling != folder and not keep_others:
+                    _remove(sibling)
         folder.mkdir(exist_ok=True)
         lock = _locked(folder, target)
     except OSError as problem:
@@ -48,9 +50,9 @@ def work_folder(
     try:
         yield folder
         done = True
-        for other in folder.parent.glob(pattern):
-            if other != folder:
-                _remove(other)
+        for sibling in folder.parent.glob(pattern):
+            if sibling != folder:
+                _remove(sibling)
     finally:
         if done or not is_worth_keeping(folder):
             _remove(folder)
@@ -58,23 +60,24 @@ def work_folder(
 
 
 def os_error(problem: OSError, folder: Path) -> str:
-    """What the system says, and of which file."""
+    """Return "FILE: REASON" for an OSError; without a file name, FILE is the parent of `folder`."""
     return f"{problem.filename or folder.parent}: {problem.strerror}"
 
 
 def _locked(folder: Path, target: str) -> IO[str]:
-    """A record lock: unlike others it dies with this process, whatever its workers do."""
+    """Lock a folder for this process; closing the returned file unlocks it. Raises DataError if another
+    process holds the lock. The lock ends with this process, even if its workers live on."""
     lock = open(folder / "lock", "w")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise DataError(f"{target}: another process is writing it ({folder})") from None
+        raise DataError(f"{target}: another process is writing it ({folder}); wait for it, or stop it") from None
     return lock
 
 
 def _remove(folder: Path) -> None:
-    """A worker of a killed run may write one more file while this goes on."""
+    """Remove a folder, with retries: a worker of a killed run may write one more file meanwhile."""
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

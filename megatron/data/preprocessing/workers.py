@@ -1,4 +1,4 @@
-"""Worker processes: each turns shards into part files of its own, so that no loop of one process sees every
+"""Worker processes: each turns shards into its own part files, so that no single process handles every
 token."""
 
 import itertools
@@ -17,27 +17,28 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import fits
+from megatron.data.indexed_dataset import can_store
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.shards import InputRow, Shard
 
 SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
 BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
 LEFT_OUT = "empty rows left out"  # how this is called among the counts of a job
-ROW_SHOWN = 1 << 16  # characters of a bad row that the side file keeps
+MAX_ROW_CHARS = 1 << 16  # characters of a bad row that the side file keeps
 
 Done = TypeVar("Done")
 
 
 class BadRow(DataError):
-    """A bad row, which ends the job; `--on-bad-row drop` would leave it out."""
+    """Raised for a bad row that ends the job. With `--on-bad-row drop` the row would be dropped instead."""
 
 
 @dataclass
 class ShardCounts:
-    """What one shard, or a whole job, adds up to: bytes read, rows skipped, and for each output its sizes.
+    """Counts of one shard, or of a job: bytes read, bad rows dropped, and the tokens, documents and empty
+    documents of each output.
 
-    The names of the fields are those in the journal of a job.
+    The field names are those in the journal of a job.
     """
 
     text_bytes: int = 0
@@ -49,8 +50,8 @@ class ShardCounts:
     counts: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of_outputs(cls, outputs: int, disk_bytes: int = 0) -> "ShardCounts":
-        """Zeros for so many outputs."""
+    def zeros(cls, outputs: int, disk_bytes: int = 0) -> "ShardCounts":
+        """Return zero counts for this many outputs."""
         return cls(0, disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
 
 
@@ -58,9 +59,10 @@ def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, ou
     """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a
     worker.
 
-    max_bad_rows: so many are left out, one more raises BadRow; None: all. outputs: how many the job has.
+    max_bad_rows: this many bad rows are dropped, one more raises BadRow; None: no limit. outputs: number of
+    the job's outputs.
     """
-    part = ShardCounts.of_outputs(outputs, shard.disk_bytes)
+    part = ShardCounts.zeros(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
     handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
     bad = open(f"{stem}.bad.jsonl", "wb")
@@ -75,14 +77,14 @@ def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, ou
 
     def write(batch: list[tuple[InputRow, Any]]) -> None:
         try:
-            columns, counted = job.encode([item for _, item in batch])
+            columns, batch_counts = job.encode([item for _, item in batch])
         except DataError as problem:
             if len(batch) == 1:
                 return refuse(batch[0][0], problem)
-            for one in batch:  # to find the bad ones
-                write([one])
+            for pair in batch:  # to find the bad ones
+                write([pair])
             return
-        counts.update(counted)
+        counts.update(batch_counts)
         for i, (values, lengths) in enumerate(columns):
             _store(values, lengths, dtypes[i], *handles[i])
             part.tokens[i] += len(values)
@@ -115,11 +117,14 @@ def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, ou
 def _store(values: np.ndarray, lengths: np.ndarray, dtype: np.dtype, data: IO[bytes], sizes: IO[bytes]) -> None:
     lengths = np.asarray(lengths, np.int64)
     if lengths.sum() != len(values):
-        raise DataError(f"{len(values)} tokens for documents of {lengths.sum()} in all")
+        raise DataError(f"{len(values)} tokens, but the document lengths sum to {lengths.sum()}")
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-        raise DataError(f"a document of {lengths.max()} tokens; the format ends at 2,147,483,647")
-    if values.dtype != dtype and not fits(values, dtype):
-        raise DataError(f"values do not fit {dtype}: {values.min()} to {values.max()}")
+        raise DataError(f"a document has {lengths.max()} tokens; at most 2,147,483,647 fit; split it")
+    if values.dtype != dtype and not can_store(values, dtype):
+        raise DataError(
+            f"output values from {values.min()} to {values.max()} do not fit the type of the file, {dtype}; check the "
+            "tokenizer's vocabulary size, or the rewards"
+        )
     data.write(np.ascontiguousarray(values, dtype.newbyteorder("<")).data)
     sizes.write(lengths.astype("<i4").data)
 
@@ -128,11 +133,14 @@ def _bad_row(row: InputRow, problem: DataError) -> bytes:
     content = row.content.decode("utf-8", "backslashreplace") if isinstance(row.content, bytes) else row.content
     if not isinstance(content, str):
         content = json.dumps(content, default=str)
-    return (json.dumps({"problem": str(problem), "row": content[:ROW_SHOWN]}) + "\n").encode()
+    return (json.dumps({"problem": str(problem), "row": content[:MAX_ROW_CHARS]}) + "\n").encode()
 
 
 def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Done]:
-    """call(*task) of all tasks, in their order; at most SHARDS_AHEAD a worker are under way."""
+    """Run call(*task) for all tasks in `workers` processes (1: in this one), and yield the results in order.
+
+    At most about SHARDS_AHEAD tasks per worker are in progress.
+    """
     if workers <= 1:
         yield from itertools.starmap(call, tasks)
         return
@@ -151,8 +159,8 @@ def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], worker
 
 
 def _start_worker(parent: int) -> None:
-    """Prepare a worker: its tokenizer uses one thread, as processes share the cores, and it ends with its
-    parent."""
+    """Prepare a worker: its tokenizer uses one thread, because processes share the cores, and it ends with
+    its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def follow() -> None:

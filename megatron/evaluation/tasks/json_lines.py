@@ -1,12 +1,12 @@
-"""Data of the shipped tasks: JSON lines beside this file, wherever the working folder is."""
+"""Loads the data of the shipped tasks from JSON lines in this folder, independent of the working folder."""
 
 from pathlib import Path
 from typing import Any
 
 
-def documents(file: str, **others: Any) -> dict[str, Any]:
-    """The documents of a task from JSON lines beside this file, in the form that lm-eval's `custom_dataset`
-    returns."""
+def documents(file: str, **options: Any) -> dict[str, Any]:
+    """Returns {"test": dataset}, read from a JSON-lines file in this folder. lm-eval calls it as a task's
+    `custom_dataset`."""
     import json
 
     from datasets import Dataset

@@ -7,6 +7,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.generation.batching.block_allocator import BLOCK_SIZE, BlockAllocator
+from megatron.generation.batching.captured_decode import CapturedDecode, captures_decode
 from megatron.generation.batching.forward import DecodeBatch, Forward, RowOutput, run_forwards
 from megatron.generation.batching.memory_budget import cache_blocks
 from megatron.generation.batching.requests import Event, FinishReason, Logprob, Request
@@ -22,14 +23,16 @@ _FORWARD_TOKENS = 8192  # of one forward, with padding
 
 
 class Batcher:
-    """Requests of one model. Every rank of its tensor and pipe groups (with `model.lockstep`, every rank)
-    makes one, and calls the same methods with the same arguments in the same order; the constructor and
-    `step` are collective.
+    """Continuous batching of one model's requests: `add` queues a request, `step` generates tokens for all.
 
-    A KV cache in blocks is shared by all; requests that begin alike share blocks, but in models with states
-    (Mamba's), of which each row has its own. A row takes a block when it needs one; where none is left, the
-    youngest row gives its own back and is run again later. What a request becomes depends on its own values
-    and seed alone.
+    Every rank of the tensor and pipe groups (with `model.lockstep`, every rank of the run) makes a batcher
+    and calls the same methods with the same arguments in the same order. The constructor and `step` are
+    collective.
+
+    All requests share a paged KV cache. Requests with a common prefix share its blocks, except in models with
+    Mamba states: there each row has its own states. A row allocates blocks as it grows. If no block is free,
+    the youngest row is preempted: it frees its blocks and is recomputed later. The output of a request
+    depends only on the request and its seed.
     """
 
     def __init__(
@@ -41,10 +44,15 @@ class Batcher:
         cache_gb: float | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        """maximum_rows: requests that run at once, others wait. tokens: of all requests there will be,
-        prompts and what is generated, if that is known: the cache need hold no more. cache_gb: of keys,
-        values and states on this rank, None: as `kv_cache_gb` says. log: called with an automatic choice.
-        Raises ConfigError for a cache that holds nothing, or not the states of so many rows."""
+        """Allocates the KV cache and starts with no requests.
+
+        maximum_rows: requests that run at once; further requests wait.
+        tokens: total of prompt and generated tokens of all requests, if known; limits the size of the cache.
+        cache_gb: GB for keys, values and states on this rank; None: `kv_cache_gb` of the configuration.
+        log: called with a line about each automatic choice.
+
+        Raises ConfigError if the cache has no room for one block, or for the states of `maximum_rows` rows.
+        """
         self.model, self.device = model, model.groups.device
         limit, scaling = rope_length_limit(model.args), model.args.rope_scaling or {}
         self.longest_cached = limit if scaling.get("rope_type") == "dynamic" else None
@@ -52,21 +60,25 @@ class Batcher:
         # Blocks of the longest text
         self.capacity = -(-model.positions // BLOCK_SIZE) if model.args.attends else 0
         self.cache: KVCache | None = None
+        self.captured: CapturedDecode | None = None
         self.blocks = BlockAllocator(0, BLOCK_SIZE)
         if not model.args.recompute:
-            most = maximum_rows * self.capacity
+            max_blocks = maximum_rows * self.capacity
             if tokens is not None:  # each row may leave a block half full
-                most = min(most, tokens // BLOCK_SIZE + maximum_rows)
-            texts = maximum_rows if model.args.mamba_blocks else 0
-            self.blocks = BlockAllocator(cache_blocks(model, most, texts, cache_gb, log), BLOCK_SIZE)
+                max_blocks = min(max_blocks, tokens // BLOCK_SIZE + maximum_rows)
+            captured = captures_decode(model, log)
+            texts = maximum_rows + captured if model.args.mamba_blocks else 0  # padding has a state too
+            self.blocks = BlockAllocator(cache_blocks(model, max_blocks, texts, cache_gb, log), BLOCK_SIZE)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
+            if captured:
+                self.captured = CapturedDecode(model, self.cache, maximum_rows, self.capacity, maximum_rows)
         self.scheduler = Scheduler(self.blocks, maximum_rows)
         self._last_id = -1
         self._cancelled: list[Event] = []  # for the next step to return
         self._decoding: list[tuple[list[SequenceState], DecodeBatch, TokenSampler, int | None]] = []
 
     def add(self, request: Request) -> int:
-        """Let a request wait for its turn; its id. Raises RequestError, and keeps nothing of it, where it
+        """Queues a request and returns its id. Raises RequestError, without queueing it, for a request that
         cannot be served (`check_request`)."""
         sequence = SequenceState(self._last_id + 1, request, self.model, self.longest_cached, self.longest_short)
         check_request(sequence, self.model, self.blocks.total)
@@ -75,31 +87,30 @@ class Batcher:
         return sequence.id
 
     def cancel(self, id: int) -> None:
-        """Give the request's blocks back now; the next step returns its last event. Does nothing for an id
-        that is unknown or has ended."""
+        """Drops a request and frees its blocks now; the next step returns its last event, "cancelled". Does
+        nothing for an id that is unknown or has ended."""
         if self.scheduler.cancel(id):
             self._cancelled.append(Event(id, finish_reason="cancelled"))
 
     @property
     def busy(self) -> bool:
-        """Whether a step would bring events, or bring them nearer."""
+        """Whether requests run or wait, or `step` has still to return events of cancelled requests."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._cancelled)
 
     @property
     def running(self) -> int:
-        """How many requests have a row."""
+        """How many requests run, each in a row of the batch."""
         return len(self.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a row."""
+        """How many requests wait for a free row or for free KV-cache blocks."""
         return len(self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """A token for every row whose prompt has been read, after admitting those that wait as far as there
-        is room.
+        """Admits waiting requests if there is room, decodes one token per row, and prefills unread prompts.
 
-        Raises CheckpointError when logits are not numbers; whatever is raised, all requests are gone.
+        Returns the new events. Raises CheckpointError if logits are NaN; any error drops all requests.
         """
         events, self._cancelled = self._cancelled, []
         try:
@@ -124,8 +135,11 @@ class Batcher:
     # -- forwards --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[tuple[list[SequenceState], Forward]]:
-        """The rows of which only the last token is to be run, as a forward for each pipeline stage to work
-        on."""
+        """Returns (rows, forward) pairs for the rows that have only their last token to compute.
+
+        The rows are split evenly, shortest first, into one pair per pipeline stage, so that no stage is idle.
+        The arrays are reused while the same rows run together.
+        """
         ready = [row for row in self.scheduler.running if row.decodes]
         ready.sort(key=lambda row: row.computed)
         parts = min(self.model.groups.size("pipe"), len(ready))
@@ -140,7 +154,9 @@ class Batcher:
                         self.capacity,
                         BLOCK_SIZE,
                         self._adapters(rows),
-                        self._state_slots(rows),
+                        _state_slots(rows),
+                        self.device,
+                        self.captured,
                     ),
                     self._sampler(rows),
                     _top(rows),
@@ -154,12 +170,15 @@ class Batcher:
                 decoding.extend(place, row.blocks)
             assert self.cache is not None
             draws, divisors = _draw(rows, sampler), self._divisors(rows)
-            work.append((rows, decoding.forward(self.cache, self.device, sampler, draws, top, divisors)))
+            work.append((rows, decoding.forward(self.cache, sampler, draws, top, divisors)))
         return work
 
     def _prefill(self) -> list[tuple[list[SequenceState], Forward]]:
-        """The rows that have more tokens to run, up to `_PREFILL` tokens in all; rows of similar lengths
-        together."""
+        """Returns (rows, forward) pairs for the rows that have more to compute than their last token.
+
+        Rows of similar lengths share a forward. Rows with a cache compute up to `_PREFILL` tokens in all;
+        rows without a cache are always run in full.
+        """
         tokens_left = _PREFILL[self.device.type]
         chunks: list[tuple[tuple[bool, bool, bool, int], int, SequenceState]] = []
         for row in self.scheduler.running:
@@ -170,8 +189,8 @@ class Batcher:
             if row.cached:
                 tokens_left -= count
             if count > 0:
-                alone = row.id if row.scoring_prompt and not row.cached else -1  # so that no row pads it
-                chunks.append(((row.cached, row.computed == 0, row.scoring_prompt, alone), count, row))
+                unbatched_id = row.id if row.scoring_prompt and not row.cached else -1  # so that no row pads it
+                chunks.append(((row.cached, row.computed == 0, row.scoring_prompt, unbatched_id), count, row))
         chunks.sort(key=lambda chunk: (chunk[0], chunk[1], chunk[2].id))
         work = []
         for (cached, fresh, scoring, _), group in groupby(chunks, key=lambda chunk: chunk[0]):
@@ -182,7 +201,11 @@ class Batcher:
         return work
 
     def _chunk(self, chunks: Sequence[tuple[int, SequenceState]], cached: bool, fresh: bool, scoring: bool) -> Forward:
-        """A forward over the next `count` tokens of each (count, row)."""
+        """Returns a forward that computes the next `count` tokens of each row. chunks: (count, row) pairs.
+
+        cached: the rows use the KV cache. fresh: none of their tokens is computed yet. scoring:
+            log-probabilities of the prompt are wanted.
+        """
         rows = [row for _, row in chunks]
         width = max(count for count, _ in chunks)
         tokens = torch.zeros(len(rows), width, dtype=torch.long)
@@ -206,7 +229,9 @@ class Batcher:
         if cached:
             assert self.cache is not None
             slots, table = slots.flatten().to(self.device), table.to(self.device)
-            view = self.cache.of(slots, table, states=self._state_slots(rows))
+            states = _state_slots(rows)
+            state_slots = None if states is None else torch.tensor(states, device=self.device)
+            view = self.cache.with_rows(slots, table, states=state_slots)
         sampler = self._sampler(rows)
         last = torch.tensor([count - 1 for count, _ in chunks], device=self.device)
         finished = [row if row.computed + count == len(row.tokens) else None for count, row in chunks]
@@ -222,19 +247,15 @@ class Batcher:
         return torch.tensor(numbers, device=self.device) if any(numbers) else None
 
     def _divisors(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
-        """`Forward.divisors`: the temperatures of rows that want `processed_logprobs`."""
+        """Returns `Forward.divisors`: the temperature of each row that wants `processed_logprobs`, 1 for
+        other rows. None if no row wants them."""
         if not any(row.request.processed_logprobs for row in rows):
             return None
-        asked = [row.request.sampling.temperature if row.request.processed_logprobs else 1.0 for row in rows]
-        return torch.tensor([temperature or 1.0 for temperature in asked], device=self.device)
-
-    def _state_slots(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
-        """`[rows]` int64, where each row's states stand in the cache; None for models without."""
-        slots = [row.state_slot for row in rows if row.state_slot is not None]
-        return torch.tensor(slots, device=self.device) if slots else None
+        temperatures = [row.request.sampling.temperature if row.request.processed_logprobs else 1.0 for row in rows]
+        return torch.tensor([temperature or 1.0 for temperature in temperatures], device=self.device)
 
     def _sampler(self, rows: Sequence[SequenceState]) -> TokenSampler:
-        """A sampler of the next tokens for rows that run together."""
+        """Returns a sampler that chooses the next token of each of these rows."""
         texts = [(row.prompt_length, row.tokens) for row in rows]
         minimums = [(row.request.minimum_tokens, row.stop_token_ids) for row in rows]
         vocab = self.model.tokenizer.vocab_size
@@ -243,13 +264,17 @@ class Batcher:
     # -- what comes of it ------------------------------------------------------------------------------------
 
     def _advance(self, sequence: SequenceState, output: RowOutput) -> Event | None:
-        """Take in what a forward gave for a row; None while its prompt is not read to the end."""
+        """Adds the output of a forward to a request, and ends the request if it is complete.
+
+        Returns the request's event; None while tokens of its prompt are still to be computed. Raises
+        CheckpointError if logits are NaN.
+        """
         request, start = sequence.request, sequence.computed
         if sequence.cached:
             sequence.computed += sequence.last_column + 1
             while sequence.shares_blocks and (sequence.registered + 1) * BLOCK_SIZE <= sequence.computed:
-                first = sequence.registered * BLOCK_SIZE
-                block_tokens = sequence.tokens[first : first + BLOCK_SIZE]
+                block_start = sequence.registered * BLOCK_SIZE
+                block_tokens = sequence.tokens[block_start : block_start + BLOCK_SIZE]
                 sequence.prefix_id = self.blocks.register(
                     sequence.blocks[sequence.registered], sequence.prefix_id, block_tokens
                 )
@@ -262,8 +287,8 @@ class Batcher:
             return None
         if output.token < 0:
             raise CheckpointError(
-                f"the model gives NaN as logits in {self.model.args.params_dtype}: the checkpoint's weights are "
-                "damaged or precision cannot hold its activations; load another `iteration`, or set precision"
+                f"the model's logits are NaN in {self.model.args.params_dtype}: its weights are damaged, or "
+                "activations overflow this precision; load another `iteration`, or set precision: fp32"
             )
         prompt_logprobs, text = None, ""
         finish_reason: FinishReason | None = None
@@ -274,13 +299,13 @@ class Batcher:
             return Event(sequence.id, finish_reason="length", prompt_logprobs=prompt_logprobs)
         was_long = sequence.is_long
         sequence.tokens.append(output.token)
-        ended = output.token in sequence.stop_token_ids
-        if ended:
+        is_stop_token = output.token in sequence.stop_token_ids
+        if is_stop_token:
             finish_reason = "stop"
         elif len(sequence.tokens) - sequence.prompt_length >= request.maximum_tokens:
             finish_reason = "length"
         if sequence.detokenizer is not None:
-            text = "" if ended else sequence.detokenizer.add(output.token)
+            text = "" if is_stop_token else sequence.detokenizer.add(output.token)
             if finish_reason is not None:
                 text += sequence.detokenizer.finish()
             if sequence.detokenizer.stopped:
@@ -295,30 +320,44 @@ class Batcher:
         return Event(sequence.id, (output.token,), text, logprobs, finish_reason, prompt_logprobs)
 
 
+def _state_slots(rows: Sequence[SequenceState]) -> list[int] | None:
+    """Returns the index of each row's Mamba states in the cache; None for models without Mamba states."""
+    return [row.state_slot for row in rows if row.state_slot is not None] or None
+
+
 def _top(rows: Sequence[SequenceState]) -> int | None:
-    """How many most likely tokens the row that asks for most wants; None: none wants log-probabilities."""
+    """Returns the largest `top` of the rows, the number of most likely tokens to report; None if no row
+    requests log-probabilities."""
     return max((row.top for row in rows if row.top is not None), default=None)
 
 
 def _only_top(logprob: Logprob, top: int) -> Logprob:
-    """With `top` most likely tokens, without more that another row asked for."""
+    """Returns `logprob` with only the first `top` of its most likely tokens."""
     return logprob if len(logprob.top) == top else logprob._replace(top=logprob.top[:top])
 
 
 def _draw(rows: Sequence[SequenceState | None], sampler: TokenSampler) -> list[float]:
-    """A uniform number in [0, 1) for each row that is sampled; None for a row: its token is not taken, and no
-    number of its generator is used up."""
+    """Returns a random number in [0, 1) for each row with temperature above 0, from the row's own generator.
+
+    A row that is None gets 0: its token is not used, and its generator does not advance.
+    """
     generators = [row.rng if row is not None else None for row in (rows[i] for i in sampler.sampled_rows)]
     return [0.0 if rng is None else rng.random() for rng in generators]
 
 
-def _similar_lengths(chunks: Sequence[tuple[int, SequenceState]], most: int) -> list[list[tuple[int, SequenceState]]]:
-    """Batches of (count, row) in order of count: neighbours are batched while padding is less than half of
-    what is run, and while a batch has no more than `most` tokens."""
+def _similar_lengths(
+    chunks: Sequence[tuple[int, SequenceState]], max_tokens: int
+) -> list[list[tuple[int, SequenceState]]]:
+    """Groups (count, row) pairs, sorted by count, into batches with little padding.
+
+    count: tokens of the row that the forward computes.
+    max_tokens: most tokens of a batch with several rows, padding included. A batch may also have at most 64
+        padding tokens plus half as many as its other tokens.
+    """
     batches: list[list[tuple[int, SequenceState]]] = []
     for count, row in chunks:
         padded = (len(batches[-1]) + 1) * count if batches else 0
-        if batches and padded <= min(most, 64 + 1.5 * (sum(n for n, _ in batches[-1]) + count)):
+        if batches and padded <= min(max_tokens, 64 + 1.5 * (sum(n for n, _ in batches[-1]) + count)):
             batches[-1].append((count, row))
         else:
             batches.append([(count, row)])

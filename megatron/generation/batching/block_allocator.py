@@ -1,5 +1,5 @@
-"""Which blocks of the KV cache are held by which requests, and which blocks hold a prefix that others can
-share."""
+"""Tracks which blocks of the KV cache are held by which requests, and which blocks hold a prefix that others
+can share."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ _Key = tuple[int, tuple[int, ...]]  # prefix id of the block before (0 or less: 
 
 
 class BlockAllocator:
-    """Reference counts of the blocks 1 to `total`, each of `size` tokens; block 0 takes what padding writes.
+    """Allocates blocks 1 to `total` of the KV cache, each of `size` tokens, and counts references to them.
+    Padding writes to block 0.
 
-    A full block can be registered under all tokens up to its end (its prefix); requests that begin alike then
-    share it. It stays registered after the last of them has released it, until it is needed for something
-    else: the least recently used goes first (as vLLM's automatic prefix caching).
+    A full block can be registered under all tokens up to its end (its prefix), so that later requests with
+    this prefix share it. A registered block without references stays registered until `allocate` needs it;
+    the least recently used is taken first (vLLM's automatic prefix caching).
     """
 
     def __init__(self, total: int, size: int) -> None:
@@ -27,15 +28,16 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks nobody holds."""
+        """The number of blocks without a reference, registered ones included."""
         return len(self._unregistered) + len(self._registered)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` free blocks, each with a reference count of 1; None, and nothing taken, where there
-        are fewer."""
+        """Returns `count` free blocks, each with a reference count of 1. Returns None and allocates nothing
+        if fewer are free.
+        """
         if count > self.free_blocks:
             return None
-        taken = []
+        allocated = []
         for _ in range(count):
             if self._unregistered:
                 block = self._unregistered.pop()
@@ -43,11 +45,11 @@ class BlockAllocator:
                 block, _ = self._registered.popitem(last=False)
                 del self._prefixes[self._keys.pop(block)]
             self._ref_counts[block] = 1
-            taken.append(block)
-        return taken
+            allocated.append(block)
+        return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back a reference to each of these blocks."""
+        """Drops one reference to each of these blocks. A block without references is free."""
         for block in reversed(blocks):  # the end of a text is of less use than its beginning
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -56,12 +58,15 @@ class BlockAllocator:
                 else:
                     self._unregistered.append(block)
 
-    def share_prefix(self, tokens: Sequence[int], first: int = 0) -> tuple[list[int], int]:
-        """Take a reference to each registered block that holds the beginning of `tokens`; the last token is
-        never part of it, since its logits are wanted. Returns the blocks and the prefix id of the last one,
-        without any `first`: 0 or less, the texts under another one are others."""
+    def share_prefix(self, tokens: Sequence[int], root_id: int = 0) -> tuple[list[int], int]:
+        """Finds the registered blocks that hold the beginning of `tokens`, and adds a reference to each.
+
+        Returns these blocks, and the prefix id of the last one (`root_id` if there is none). The last token
+        is never in them, since its logits must be computed. Prefixes under different root ids (0 or less)
+        never match.
+        """
         blocks: list[int] = []
-        prefix_id = first
+        prefix_id = root_id
         for start in range(0, len(tokens) - self.size, self.size):
             registered = self._prefixes.get((prefix_id, tuple(tokens[start : start + self.size])))
             if registered is None:
@@ -74,14 +79,17 @@ class BlockAllocator:
         return blocks, prefix_id
 
     def forget_prefixes(self) -> None:
-        """Share nothing that was written so far: it is of other weights. Nobody holds a block."""
+        """Unregisters all blocks, because the weights have changed. No block may have a reference."""
         self._unregistered += self._registered
-        for known in (self._registered, self._prefixes, self._keys):
-            known.clear()
+        for table in (self._registered, self._prefixes, self._keys):
+            table.clear()
 
     def register(self, block: int, prefix_id: int, tokens: Sequence[int]) -> int:
-        """Let others share a held block, which is full of `tokens` behind the prefix `prefix_id`; its own
-        prefix id."""
+        """Registers a full block that a request holds, so that other requests can share it. Returns its
+        prefix id.
+
+        tokens: the block's own tokens. prefix_id: id of the prefix before them.
+        """
         key = (prefix_id, tuple(tokens))
         registered = self._prefixes.get(key)
         if registered is not None:

@@ -6,12 +6,19 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes become whose character is not 
 
 
 class IncrementalDetokenizer:
-    """Pieces of text that are safe to show: whole characters, and nothing that may turn out to begin a stop
-    string."""
+    """Turns generated tokens into text, piece by piece, and ends it at a stop string.
+
+    A piece holds whole characters only. Text that may be the beginning of a stop string is held back. After a
+    stop string, `stopped` is true.
+    """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = (), minimum: int = 0) -> None:
-        """minimum: tokens before stop strings count (vLLM's min_tokens: one that ends within them is passed
-        over)."""
+        """Starts with no tokens.
+
+        detokenize: returns the text of token ids.
+        stop: strings that end the text and are left out of it.
+        minimum: number of tokens before which stop strings are ignored (vLLM's `min_tokens`).
+        """
         self.minimum = minimum
         self.detokenize, self.stop = detokenize, [string for string in stop if string]
         self.tokens: list[int] = []
@@ -22,8 +29,9 @@ class IncrementalDetokenizer:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is not whole, or a stop string may have
-        begun."""
+        """Adds a token and returns the new text; empty while a character is incomplete or a stop string may
+        have begun.
+        """
         self.tokens.append(token)
         text = self.detokenize(self.tokens[self.start :])
         if text.endswith(_HALF):
@@ -31,7 +39,7 @@ class IncrementalDetokenizer:
         return self._show(text, final=False)
 
     def finish(self) -> str:
-        """The text that was held back, at the end; bytes that are no whole character become U+FFFD."""
+        """Returns the text held back, with U+FFFD for incomplete characters; empty after a stop string."""
         return "" if self.stopped else self._show(self.detokenize(self.tokens[self.start :]), final=True)
 
     def _show(self, text: str, final: bool) -> str:
@@ -52,7 +60,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, string: str) -> int:
-    """Characters at the end of text that may begin the string."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `string`."""
     for length in range(min(len(text), len(string) - 1), 0, -1):
         if text.endswith(string[:length]):
             return length

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.generation.batching.captured_decode import CapturedDecode, DecodeRows
 from megatron.generation.batching.requests import Logprob
 from megatron.generation.sampling import TokenSampler
 from megatron.model import HiddenStates, InferenceContext, KVCache, Model, forward_only
@@ -17,15 +19,22 @@ from megatron.mpu import HeadInput, gather_from_tensor
 
 @dataclass(frozen=True)
 class Forward:
-    """Rows that run together, padded on the right, each up to the token whose successor is chosen.
+    """The inputs of one forward over several rows, padded on the right. It gives the next token of each row.
 
-    tokens: `[rows, seq]` int64; positions: theirs, None: texts from their beginning; last: `[rows]`, each
-    row's last column; uniforms: as `TokenSampler.sample`. top: how many most likely tokens are reported,
-    None: no log-probabilities. targets: `[rows, seq]`, tokens that log-probabilities are wanted of
-    everywhere, or None. adapters: `[rows]` int64, the number of each row's (`Request.adapter`); None: none.
-    lengths: `[rows]` int64, tokens of the whole text of each row, of which these may be a part; None: rows
-    end with their texts. divisors: `[rows]` fp32, of logits before log-probabilities of chosen tokens; None:
-    1."""
+    tokens: `[rows, seq]` int64.
+    positions: `[rows, seq]`; None: every row begins at position 0.
+    last: `[rows]`, the last unpadded column of each row.
+    cache: the KV cache as these rows use it; None: no cache.
+    sampler, uniforms: choose the next tokens (`TokenSampler.sample`).
+    top: number of most likely tokens to report; None: no log-probabilities.
+    targets: `[rows, seq]`, a token per column to report the log-probability of; None: none.
+    adapters: `[rows]` int64, `Request.adapter` of each row; None: no adapters.
+    lengths: `[rows]` int64, tokens of each row's whole text, if `tokens` may hold only its beginning; None:
+        `tokens` reach the end.
+    divisors: `[rows]` fp32, temperatures that divide logits before log-probabilities of chosen tokens; None:
+        1.
+    captured: replays a CUDA graph and returns the logits, `[rows, 1, vocab]`; None: run the stage.
+    """
 
     tokens: Tensor
     positions: Tensor | None
@@ -38,19 +47,27 @@ class Forward:
     adapters: Tensor | None = None
     lengths: Tensor | None = None
     divisors: Tensor | None = None
+    captured: Callable[[], Tensor] | None = None
 
     @property
     def width(self) -> int:
-        """Numbers a row: the token, then of it and of each target a log-probability and the top's ids and
-        theirs."""
+        """The number of values reported per row: the chosen token and, with `top`, log-probabilities.
+
+        These are 1 + 2 `top` values for the chosen token and for each target: its log-probability, the top
+        ids and their log-probabilities.
+        """
         reported = 0 if self.targets is None else self.targets.shape[1]
         return 1 + (0 if self.top is None else (1 + reported) * (1 + 2 * self.top))
 
 
 @dataclass(frozen=True)
 class RowOutput:
-    """What a forward gave for one row. token: the chosen one, -1 where logits are not numbers; logprob: the
-    token's; targets: log-probabilities of the targets of every column but the last."""
+    """The result of a forward for one row.
+
+    token: the chosen token, -1 if logits are NaN.
+    logprob: the log-probability of the chosen token, if requested.
+    targets: for each column, padding included, the log-probability of its token of `Forward.targets`.
+    """
 
     token: int
     logprob: Logprob | None = None
@@ -58,13 +75,16 @@ class RowOutput:
 
 
 def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
-    """Run forwards in turn, on several pipeline stages at a time; the outputs of every row of each, the same
-    on every rank. All ranks of the model call it together."""
+    """Runs forwards, pipelined over the stages, and returns the outputs of every row of each forward.
+
+    It also updates each forward's sampler with the chosen tokens. Results are equal on all ranks of the
+    model, which all call it together.
+    """
     current = forwards[0]
 
     def batches() -> Iterator[Batch]:
         nonlocal current
-        for current in forwards:
+        for current in (forward for forward in forwards if forward.captured is None):
             tokens = current.tokens
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
@@ -74,14 +94,14 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
         if model.adapter_rows is not None:
             model.adapter_rows.rows = current.adapters
         rows = torch.arange(len(current.last), device=current.last.device)
-        wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
+        read_positions = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
         lengths = None if current.lengths is None else current.lengths.to(current.last.device)
         context = InferenceContext(
-            cache=current.cache, last_tokens=current.last, logit_positions=wanted, text_lengths=lengths
+            cache=current.cache, last_tokens=current.last, logit_positions=read_positions, text_lengths=lengths
         )
         return model.stage(hidden, batch, finish, context)
 
-    numbers = forward_only(
+    run = forward_only(
         stage,
         batches(),
         model.args,
@@ -90,22 +110,33 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
         dtype=model.dtype,
         shape=lambda _: (len(current.tokens), current.width),
     )
+    waiting = iter(run)
+    with torch.no_grad():
+        numbers = [
+            next(waiting) if forward.captured is None else _read(model, forward, forward.captured())
+            for forward in forwards
+        ]
     # One copy from the device a step.
-    flat = (torch.cat([one.flatten() for one in numbers]) if len(numbers) > 1 else numbers[0].flatten()).cpu()
+    flat = (torch.cat([values.flatten() for values in numbers]) if len(numbers) > 1 else numbers[0].flatten()).cpu()
     results, start = [], 0
-    for forward, one in zip(forwards, numbers, strict=True):
-        row_values = flat[start : start + one.numel()].view(one.shape)
+    for forward, values in zip(forwards, numbers, strict=True):
+        row_values = flat[start : start + values.numel()].view(values.shape)
         forward.sampler.update(row_values[:, 0].long().clamp(min=0))
         results.append(_rows(forward, row_values))
-        start += one.numel()
+        start += values.numel()
     return results
 
 
 def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
-    """`[rows, width]` of `[rows, 1, vocab/T]`, or with targets `[seq, rows, vocab/T]`."""
+    """Samples the next tokens and returns the values to report, `[rows, width]` (`Forward.width`).
+
+    logits: `[rows, 1, vocab/T]`; with targets `[seq, rows, vocab/T]`.
+    """
     group = model.groups.group("tensor")
-    whole = gather_from_tensor(logits, group)[..., : model.columns].float()
-    logits = whole[:, 0] if forward.targets is None else whole[forward.last, torch.arange(len(forward.last))]
+    full_logits = gather_from_tensor(logits, group)[..., : model.columns].float()
+    logits = (
+        full_logits[:, 0] if forward.targets is None else full_logits[forward.last, torch.arange(len(forward.last))]
+    )
     vocab = model.tokenizer.vocab_size
     chosen = forward.sampler.sample(logits[:, :vocab], forward.uniforms)
     parts = [chosen.unsqueeze(1).float()]
@@ -114,7 +145,7 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
         parts.append(_logprobs(divided, chosen.clamp(min=0), forward.top, vocab))
     if forward.top is not None and forward.targets is not None:
         for row, targets in enumerate(forward.targets.to(logits.device)):  # one at a time: these are many logits
-            parts.append(_logprobs(whole[:, row], targets, forward.top, vocab).flatten().unsqueeze(0))
+            parts.append(_logprobs(full_logits[:, row], targets, forward.top, vocab).flatten().unsqueeze(0))
         parts[2:] = [torch.cat(parts[2:])]
     numbers = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if group is not None:  # so that no rank's sums come out otherwise
@@ -123,8 +154,9 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, top: int, vocab: int) -> Tensor:
-    """`[rows, 1 + 2 top]`: log-probability of the token, most likely ids below `vocab`, their
-    log-probabilities."""
+    """Returns `[rows, 1 + 2 top]`: the log-probability of each row's token, the `top` most likely ids below
+    `vocab`, and their log-probabilities.
+    """
     total = logits.logsumexp(-1, keepdim=True)
     best, ids = logits[:, :vocab].topk(top)
     return torch.cat([logits.gather(1, tokens.unsqueeze(1)) - total, ids.float(), best - total], dim=1)
@@ -152,7 +184,7 @@ def _logprob(token: int, values: Sequence[float]) -> Logprob:
 
 
 class DecodeBatch:
-    """Rows that go on by a token a step. Its arrays serve for as long as the same rows run together."""
+    """Rows that decode one token per step. Its arrays are reused while the same rows run together."""
 
     def __init__(
         self,
@@ -160,31 +192,38 @@ class DecodeBatch:
         capacity: int,
         block_size: int,
         adapters: Tensor | None,
-        states: Tensor | None,
+        state_slots: Sequence[int] | None,
+        device: torch.device,
+        captured: CapturedDecode | None,
     ) -> None:
-        """rows: the last token, its place, and the blocks of each, in order of length; capacity: of blocks a
-        row, 0 without attention. adapters: as of `Forward`; states: as of `CacheRows`."""
-        self.block_size, self.adapters, self.states = block_size, adapters, states
+        """Allocates the arrays and fills them for the rows' last tokens.
+
+        rows: (last token, its position, its cache blocks) of each row, shortest first. capacity: most cache
+            blocks of a row, 0 without attention. adapters: as in `Forward`. state_slots: `CacheRows.states`.
+            captured: CUDA graphs for the steps; None: run the stage.
+        """
+        self.block_size, self.adapters, self.state_slots = block_size, adapters, state_slots
+        self.states = None if state_slots is None else torch.tensor(state_slots, device=device)
+        self.device, self.captured = device, captured
         self.tokens = np.array([token for token, _, _ in rows], np.int64).reshape(-1, 1)
         self.positions = np.array([place for _, place, _ in rows], np.int64).reshape(-1, 1)
         self.table = np.zeros((len(rows), capacity), np.int64)
         self.blocks = [0] * len(rows)
         self.row_numbers = np.arange(len(rows))
-        self.last = torch.zeros(len(rows), dtype=torch.long)
+        self.last = torch.zeros(len(rows), dtype=torch.long, device=device)
         for row, (_, _, blocks) in enumerate(rows):
             self.extend(row, blocks)
 
     def extend(self, row: int, blocks: list[int]) -> None:
-        """Take note of blocks that a row has got since."""
-        known = self.blocks[row]
-        if len(blocks) > known:
-            self.table[row, known : len(blocks)] = blocks[known:]
+        """Adds a row's newly allocated blocks to the block table. blocks: all blocks of the row."""
+        num_blocks = self.blocks[row]
+        if len(blocks) > num_blocks:
+            self.table[row, num_blocks : len(blocks)] = blocks[num_blocks:]
             self.blocks[row] = len(blocks)
 
     def forward(
         self,
         cache: KVCache,
-        device: torch.device,
         sampler: TokenSampler,
         uniforms: Sequence[float],
         top: int | None,
@@ -194,16 +233,25 @@ class DecodeBatch:
         slots = places[:0]
         if self.table.shape[1]:
             slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size
-        table = torch.from_numpy(np.ascontiguousarray(self.table[:, : max(self.blocks)]))
-        view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks), self.states)
+        used_table = self.table[:, : max(self.blocks)]
+        if self.captured is not None:
+            rows = DecodeRows(self.tokens[:, 0], places, slots, used_table, self.state_slots)
+            run = partial(self.captured.logits, rows)
+            return Forward(
+                torch.from_numpy(self.tokens), None, self.last, None, sampler, uniforms, top, divisors=divisors,
+                captured=run,
+            )  # fmt: skip
+        table = torch.from_numpy(np.ascontiguousarray(used_table))
+        slots_tensor, table = torch.from_numpy(slots).to(self.device), table.to(self.device)
+        view = cache.with_rows(slots_tensor, table, _parts(self.blocks), self.states)
         tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
         return Forward(
-            tokens, positions, self.last.to(device), view, sampler, uniforms, top, adapters=self.adapters,
-            divisors=divisors,
+            tokens, positions, self.last, view, sampler, uniforms, top, adapters=self.adapters, divisors=divisors
         )  # fmt: skip
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The next token of each row."""
+        """Sets the last token of each row, and increases its position by one. tokens: the new token of each
+        row."""
         self.tokens[:, 0] = tokens
         self.positions += 1
 
@@ -211,12 +259,16 @@ class DecodeBatch:
 _PART = 24  # blocks that may be read for nothing before it is worth to attend in one part more
 
 
-def _parts(blocks: Sequence[int], first: int = 0) -> list[tuple[int, int, int]]:
-    """`CacheRows.parts` of rows in order of length."""
-    together, longest = len(blocks) * blocks[-1], blocks[-1]
+def _parts(blocks: Sequence[int], first_row: int = 0) -> list[tuple[int, int, int]]:
+    """Returns `CacheRows.parts`: splits rows, sorted by length, into groups that attend together with little
+    padding.
+
+    blocks: number of blocks of each row. first_row: number of the first row.
+    """
+    single_part_cost, longest = len(blocks) * blocks[-1], blocks[-1]
     costs = [i * blocks[i - 1] + (len(blocks) - i) * longest for i in range(1, len(blocks))]
-    least = min(costs, default=together)
-    if together - least < _PART:
-        return [(first, first + len(blocks), longest)]
-    cut = costs.index(least) + 1
-    return [*_parts(blocks[:cut], first), *_parts(blocks[cut:], first + cut)]
+    lowest_cost = min(costs, default=single_part_cost)
+    if single_part_cost - lowest_cost < _PART:
+        return [(first_row, first_row + len(blocks), longest)]
+    split_row = costs.index(lowest_cost) + 1
+    return [*_parts(blocks[:split_row], first_row), *_parts(blocks[split_row:], first_row + split_row)]

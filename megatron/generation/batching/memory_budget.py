@@ -1,5 +1,5 @@
-"""What memory allows: how many rows of tokens one forward may run, and how many blocks the KV cache may
-have."""
+"""Computes from free memory how many rows of tokens a forward may run, and how many blocks the KV cache
+has."""
 
 import logging
 from collections.abc import Callable
@@ -27,11 +27,14 @@ _STATES_AT_ONCE, _DECAYS_AT_ONCE = 8, 6
 
 @dataclass(frozen=True)
 class ForwardBudget:
-    """The limits of one forward. bytes: for what it holds at a time; tokens: at most, with padding; rows: at
-    most, None: what memory allows.
+    """The limits of one forward on this rank.
 
-    token_bytes, key_bytes and logits_bytes are the memory of a token, of a pair of query and key (where rows
-    have branches, and so a mask), and of a token whose logits are read.
+    bytes: memory for activations and logits.
+    tokens: most tokens, padding included.
+    rows: fixed limit of rows, which replaces the limits of memory and tokens; None: no such limit.
+    token_bytes: memory per token.
+    key_bytes: memory per pair of query and key, counted only for rows with branches, which need a mask.
+    logits_bytes: memory per token whose logits are read.
     """
 
     bytes: int
@@ -41,20 +44,21 @@ class ForwardBudget:
     key_bytes: int
     logits_bytes: int
 
-    def allows(self, rows: int, width: int, wanted: int, branched: bool) -> bool:
-        """Whether so many rows of `width` tokens can be run together, with the logits of `wanted` tokens."""
+    def allows(self, rows: int, width: int, num_logits: int, branched: bool) -> bool:
+        """Returns whether `rows` rows of `width` tokens fit, if logits of `num_logits` tokens are read."""
         if self.rows is not None:
             return rows <= self.rows
         keys = width * self.key_bytes if branched else 0
-        needed = rows * width * (self.token_bytes + keys) + wanted * self.logits_bytes
-        return needed <= self.bytes and rows * width <= self.tokens
+        required_bytes = rows * width * (self.token_bytes + keys) + num_logits * self.logits_bytes
+        return required_bytes <= self.bytes and rows * width <= self.tokens
 
 
 def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget:
-    """The limits of a forward, the same on every rank: those of the rank with the least memory; all ranks
-    call it.
+    """Returns how many rows and tokens a forward may have: the limits of the rank with the least free memory.
 
-    batch_size: a fixed number of rows instead of what memory allows.
+    All ranks call it together.
+
+    batch_size: a fixed number of rows instead of the limits of memory; None: automatic, and logged.
     """
     args, groups = model.args, model.groups
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
@@ -63,18 +67,18 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     widths = [_inner_width(block.feed_forward) for block in blocks]
     heads = max((mixer.heads for mixer in mixers), default=0) // tensor
-    mixed, scanned = (max(sizes) for sizes in zip(*(_of_mixer(block.mixer) for block in blocks), strict=True))
+    mixed, scanned = (max(sizes) for sizes in zip(*(_mixer_sizes(block.mixer) for block in blocks), strict=True))
     inner = (3 * max(widths) + mixed) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
     scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
     share = int(_FORWARD_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
-    least = min(run_on_all_ranks(groups, lambda: share // ranks_here))
+    least_memory = min(run_on_all_ranks(groups, lambda: share // ranks_here))
     # Mamba's states of so many tokens, however many there are
     scanned_states = [spec.inner * spec.state for block in blocks if isinstance(spec := block.mixer, MambaSpec)]
     held = 4 * _STATES_AT_ONCE * AT_A_TIME * max(scanned_states, default=0) // tensor
     budget = ForwardBudget(
-        bytes=max(least - held, least // 2), tokens=_TOKENS[device.type], rows=batch_size,
+        bytes=max(least_memory - held, least_memory // 2), tokens=_TOKENS[device.type], rows=batch_size,
         token_bytes=values * size + scanned // tensor, key_bytes=scores,
         logits_bytes=args.padded_vocab_size // tensor * (size + 4),
     )  # fmt: skip
@@ -85,9 +89,9 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     return budget
 
 
-def _of_mixer(mixer: MixerSpec | None) -> tuple[int, int]:
-    """Numbers that a token has within a mixer, and the bytes beside these that its scan takes in torch's own
-    operations."""
+def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
+    """Returns the memory of an attention or Mamba layer: (values per token, further bytes per token of
+    Mamba-2's scan)."""
     match mixer:
         case AttentionSpec():
             return 4 * mixer.heads * mixer.head_dim, 0
@@ -103,8 +107,10 @@ def _of_mixer(mixer: MixerSpec | None) -> tuple[int, int]:
 
 
 def _inner_width(feed_forward: FeedForwardSpec | None) -> int:
-    """Numbers that a token has within a feed-forward, over all of its experts, in units of what a gated one
-    of that width has."""
+    """Returns the width of the gated dense feed-forward whose activations take as much memory as this one's.
+
+    A mixture of experts counts `top_k` experts, their inputs and outputs, and the shared expert.
+    """
     if feed_forward is None:
         return 0
     if isinstance(feed_forward, DenseSpec):
@@ -116,16 +122,20 @@ def _inner_width(feed_forward: FeedForwardSpec | None) -> int:
 
 def cache_blocks(
     model: Model,
-    most: int,
+    max_blocks: int,
     texts: int = 0,
     cache_gb: float | None = None,
     log: Callable[[str], None] | None = None,
 ) -> int:
-    """How many blocks the KV cache gets, at most `most`: what the rank with the least memory has room for
-    beside the states of so many texts. All ranks of the model call it together.
+    """Returns how many blocks the KV cache gets: as many as fit beside the Mamba states of `texts` texts, at
+    most `max_blocks`.
 
-    cache_gb: of keys, values and states on this rank; None: as `kv_cache_gb` says. log: called with an
-    automatic choice. Raises ConfigError where the states, or not one block of `most`, do not fit.
+    The rank with the least memory decides. All ranks of the model call it together.
+
+    cache_gb: GB for keys, values and states on this rank; None: `kv_cache_gb` of the configuration.
+    log: called with a line about an automatic choice.
+
+    Raises ConfigError if the states do not fit, or not even one block.
     """
     args, groups, device = model.args, model.groups, model.groups.device
     block_bytes, state_bytes = model.stage.cache_bytes * BLOCK_SIZE, texts * model.stage.state_bytes
@@ -136,29 +146,32 @@ def cache_blocks(
     else:
         available = int(float(args.kv_cache_gb if cache_gb is None else cache_gb) * 1e9)
     left = available - state_bytes
-    room = min(left // block_bytes, most) if block_bytes else most if left >= 0 else -1
-    least = torch.tensor([room], device=device)
+    room = min(left // block_bytes, max_blocks) if block_bytes else max_blocks if left >= 0 else -1
+    num_blocks = torch.tensor([room], device=device)
     for axis in ("tensor", "pipe", "data") if model.lockstep else ("tensor", "pipe"):
         if groups.group(axis) is not None:
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
-    blocks = int(least)
+            dist.all_reduce(num_blocks, dist.ReduceOp.MIN, group=groups.group(axis))
+    blocks = int(num_blocks)
     if blocks < 0:
-        needed = f"the states of {texts} texts at once, which take {state_bytes / 1e9:.3g} on this rank"
+        states_text = f"the Mamba states of {texts} texts at once, which need {state_bytes / 1e9:.3g} GB on this rank"
         raise args.error(
-            "kv_cache_gb", f"{available / 1e9:.3g} GB do not hold {needed}; set it higher (a server: or serve_max_rows "
-            "lower)"
+            "kv_cache_gb", f"{available / 1e9:.3g} GB cannot hold {states_text}; set it higher (or, in a "
+            "server, serve_max_rows lower)"
         )  # fmt: skip
-    if blocks < min(most, 1):
-        beside = f" beside the states of {texts} texts, {state_bytes / 1e9:.3g} GB" if texts else ""
-        raise args.error("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens{beside}; set it higher")
+    if blocks < min(max_blocks, 1):
+        states_suffix = f" beside {state_bytes / 1e9:.3g} GB of Mamba states of {texts} texts" if texts else ""
+        raise args.error(
+            "kv_cache_gb", f"{available / 1e9:.3g} GB cannot hold {BLOCK_SIZE} tokens{states_suffix}; set it higher"
+        )
     if auto and log is not None:
-        held = [f"{blocks * BLOCK_SIZE} tokens"] * (most > 0) + [f"the states of {texts} texts"] * (texts > 0)
+        held = [f"{blocks * BLOCK_SIZE} tokens"] * (max_blocks > 0) + [f"the states of {texts} texts"] * (texts > 0)
         log(f"kv_cache_gb: auto chose {(blocks * block_bytes + state_bytes) / 1e9:.3g}, for {' and '.join(held)}")
     return blocks
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take, on the device or of the machine."""
+    """Returns the bytes that this process can still allocate: GPU memory for a CUDA device, else host
+    memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

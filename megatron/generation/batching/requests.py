@@ -11,21 +11,27 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class RequestError(UserError, ValueError):
-    """A request that cannot be served; the message says why and what would be."""
+    """Raised for a request that cannot be served. The message says why, and which values are allowed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue, and how.
+    """A prompt to continue, and the settings of its generation.
 
-    tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of
-    its own random generator, so that the result depends on nothing else in the batch. stop: the text ends
-    before the first of these strings. stop_token_ids: ids that end the text, None: the model's. logprobs: how
-    many most likely tokens are reported beside each generated one; 0: its own log-probability alone, None:
-    nothing. processed_logprobs: these are of the logits divided by the temperature (vLLM's word), without
-    filters and penalties. prompt_logprobs: the same of the prompt's tokens. text: whether events hold text;
-    stop strings need it. minimum_tokens: generated before a stop token or stop string counts.
-    adapter: the number of its adapters among those that are served at once; 0: none.
+    tokens: of the prompt, at least one.
+    maximum_tokens: most tokens to generate; 0 only with prompt_logprobs.
+    sampling: how tokens are chosen.
+    seed: of the request's own random generator; the result does not depend on other requests.
+    stop: strings; the text ends before the first of them.
+    stop_token_ids: ids that end the text; None: the model's.
+    logprobs: report each generated token's log-probability and this many most likely tokens; 0: only its
+        log-probability; None: neither.
+    processed_logprobs: log-probabilities use logits divided by the temperature (vLLM's word), without filters
+        and penalties.
+    prompt_logprobs: also report log-probabilities of the prompt's tokens.
+    text: whether events hold text; required by `stop`.
+    minimum_tokens: number of generated tokens before which stop tokens and stop strings are ignored.
+    adapter: number of the LoRA adapter, if several are served; 0: none.
     """
 
     tokens: Sequence[int]
@@ -43,8 +49,11 @@ class Request:
 
 
 class Logprob(NamedTuple):
-    """The model's own log-probability of a token (before temperature and penalties, unless
-    `Request.processed_logprobs`), and the most likely ones with theirs, best first."""
+    """The model's log-probability of a token, before temperature and penalties (unless
+    `Request.processed_logprobs`).
+
+    top: (id, log-probability) of the most likely tokens, best first.
+    """
 
     token: int
     logprob: float
@@ -52,13 +61,16 @@ class Logprob(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a step brought to the request `id`.
+    """The output of one step for the request `id`.
 
-    tokens: new ones, the one that ends the text among them. text: new, held back while it may be the
-    beginning of a stop string or half a character; all texts of a request together are its text. logprobs:
-    one a token, if asked for. finish_reason: None while more may come; "stop" after a stop token or stop
-    string, "length" after maximum_tokens, "cancelled". prompt_logprobs: in the first event, if asked for;
-    None for the first token, which has nothing before it.
+    tokens: new tokens, including a stop token.
+    text: new text; empty while a character is incomplete or the text may begin a stop string. The texts of
+        all events join to the result.
+    logprobs: one per token, if requested.
+    finish_reason: None if more events follow; "stop" after a stop token or stop string, "length" after
+        maximum_tokens, "cancelled" after a cancellation.
+    prompt_logprobs: only in the first event, if requested; None for the first token, which has no token
+        before it.
     """
 
     id: int

@@ -1,5 +1,7 @@
-"""Which requests run in the next step: first come, first served, as far as rows and blocks of the KV cache
-reach; each of a model with states has a slot for its own as long as it runs."""
+"""Schedules the requests of the next step: first come, first served, while rows and KV-cache blocks last.
+
+A request to a model with states has a slot of its own while it runs.
+"""
 
 from collections import deque
 
@@ -8,7 +10,8 @@ from megatron.generation.batching.sequence import SequenceState
 
 
 class Scheduler:
-    """Sequences that run (a row each, at most `maximum_rows`) and those that wait for a row or for blocks."""
+    """Holds the running sequences, at most `maximum_rows`, and the sequences that wait for a row or for
+    KV-cache blocks."""
 
     def __init__(self, blocks: BlockAllocator, maximum_rows: int) -> None:
         self.blocks, self.maximum_rows = blocks, maximum_rows
@@ -17,7 +20,7 @@ class Scheduler:
         self.free_slots = list(range(maximum_rows - 1, -1, -1))  # of states
 
     def admit(self) -> None:
-        """Let those that wait run, in order, until rows or blocks run out."""
+        """Moves waiting sequences to rows, in order, until rows or blocks run out."""
         being_prefilled = {row.beginning for row in self.running if row.shares_blocks and row.computed < BLOCK_SIZE}
         while self.waiting and len(self.running) < self.maximum_rows:
             sequence = self.waiting[0]
@@ -26,16 +29,16 @@ class Scheduler:
                 shared, prefix_id = list[int](), sequence.first_prefix_id
                 if shares:
                     shared, prefix_id = self.blocks.share_prefix(sequence.tokens, prefix_id)
-                needed = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
+                num_new_blocks = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
                 # One row more must not preempt those that run in the very next step: a block is left for
                 # each.
-                wanted = needed + (len(self.running) if self.running else 0)
+                num_required_blocks = num_new_blocks + (len(self.running) if self.running else 0)
                 # A row that runs is about to write what this one could share: wait a step for it.
                 sharable_soon = shares and not shared and beginning in being_prefilled
                 sharable_soon = sharable_soon and len(sequence.tokens) > BLOCK_SIZE
                 allocated = None
-                if not sharable_soon and wanted <= self.blocks.free_blocks:
-                    allocated = self.blocks.allocate(needed)
+                if not sharable_soon and num_required_blocks <= self.blocks.free_blocks:
+                    allocated = self.blocks.allocate(num_new_blocks)
                 if allocated is None:
                     self.blocks.release(shared)
                     return
@@ -47,8 +50,11 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def grow(self) -> None:
-        """Allocate a block for every row whose last token begins one; where none is left, the youngest row is
-        preempted: it gives its blocks back and waits in front of all others, to be run again."""
+        """Allocates a KV-cache block for every row whose blocks have no room for its last token.
+
+        If no block is free, the youngest row is preempted: it frees its blocks, and waits in front of all
+        others to be run again.
+        """
         preempted: set[SequenceState] = set()
         for sequence in list(self.running):
             while (
@@ -65,18 +71,17 @@ class Scheduler:
                 self.preempt(youngest)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence off its row, give its blocks and slot back, and let it wait in front of all others,
-        to be run again."""
+        """Stops a sequence, frees its blocks and slot, and puts it first in the queue, to be recomputed."""
         self.finish(sequence)
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: SequenceState) -> None:
-        """Take a sequence off its row, and give its blocks and slot back."""
+        """Removes a running sequence, and frees its blocks and state slot."""
         self.running.remove(sequence)
         self.release(sequence)
 
     def release(self, sequence: SequenceState) -> None:
-        """Give back a sequence's blocks and slot: if it is to run again, it begins anew."""
+        """Frees a sequence's blocks and state slot, and marks all its tokens as not computed."""
         self.blocks.release(sequence.blocks)
         if sequence.state_slot is not None:
             self.free_slots.append(sequence.state_slot)
@@ -86,7 +91,9 @@ class Scheduler:
             sequence.prompt_logprobs = [None]
 
     def cancel(self, id: int) -> bool:
-        """Drop the sequence of this id; False where none runs or waits."""
+        """Drops the sequence of this id and frees its blocks. Returns False if no such sequence runs or
+        waits.
+        """
         for sequences in (self.running, self.waiting):
             for sequence in sequences:
                 if sequence.id == id:
@@ -96,7 +103,7 @@ class Scheduler:
         return False
 
     def clear(self) -> None:
-        """Drop all sequences."""
+        """Drops all running and waiting sequences, and frees their blocks and state slots."""
         for sequence in self.running:
             self.release(sequence)
         self.running.clear()

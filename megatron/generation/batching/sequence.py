@@ -9,15 +9,18 @@ from megatron.model import Model
 
 
 class SequenceState:
-    """The state of one request between steps. Only its last column in a forward gives a new token."""
+    """The state of one request between steps: its tokens, its KV-cache blocks, and how many tokens are
+    computed."""
 
     def __init__(
         self, id: int, request: Request, model: Model, longest_cached: int | None, longest_short: int | None
     ) -> None:
-        """longest_cached: tokens of the longest text that may use the cache, None: any. Longer ones have
-        rotary frequencies of their own (dynamic NTK), and keys in a cache would keep those of a shorter
-        text. longest_short: tokens up to which texts have one set of frequencies, and beyond which another
-        (LongRoPE); None: all have the same."""
+        """longest_cached: most tokens of a text that may use the KV cache; None: any length. Longer texts
+        have other rotary frequencies (dynamic NTK), for which cached keys are wrong.
+
+        longest_short: texts up to this length use one set of rotary frequencies, longer texts another
+            (LongRoPE); None: all use the same.
+        """
         self.id, self.request = id, request
         self.tokens = list(request.tokens)
         self.prompt_length = len(self.tokens)
@@ -44,69 +47,74 @@ class SequenceState:
 
     @property
     def is_long(self) -> bool:
-        """Whether its tokens have the frequencies of texts beyond `longest_short`."""
+        """Whether the text is longer than `longest_short` and so uses LongRoPE's other frequencies."""
         return self.longest_short is not None and len(self.tokens) > self.longest_short
 
     @property
     def first_prefix_id(self) -> int:
-        """What its blocks are registered behind: keys and values are other ones under other adapters, and
-        with other rotary frequencies."""
+        """The `root_id` of this request for `BlockAllocator.share_prefix`.
+
+        It differs between adapters and between rotary frequencies, because keys and values do.
+        """
         return -2 * self.request.adapter - self.is_long
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether texts that begin alike may share its blocks: a state belongs to one text, and is there of
-        its last token alone."""
+        """Whether requests with the same prefix may share this request's blocks. False for models with Mamba
+        states, which are kept only for a text's last token."""
         return self.paged and not self.has_state
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token alone is to be run, behind what the cache holds of it. States are made by a
-        text's beginning, also where this is a single token."""
+        """Whether only the last token is still to be computed, from the cache. False for the first token of a
+        text with Mamba states, which a prefill must create."""
         return self.cached and self.computed == len(self.tokens) - 1 and (self.computed > 0 or not self.has_state)
 
     @property
     def beginning(self) -> tuple[int, ...]:
-        """What requests have in common that can share their first block."""
+        """A key that is equal for requests that can share their first block."""
         return (self.first_prefix_id, *self.tokens[:BLOCK_SIZE])
 
     @property
     def longest(self) -> int:
-        """Tokens that are run at most: all but the last one."""
+        """The most tokens that this request may have to compute: its prompt and generated tokens, without the
+        last."""
         return self.prompt_length + max(self.request.maximum_tokens - 1, 0)
 
     @property
     def scoring_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are still to come."""
+        """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
 
 
 def check_request(sequence: SequenceState, model: Model, cache_blocks: int) -> None:
-    """Raise RequestError for an empty prompt, for tokens that do not exist, for values that contradict each
-    other, and where prompt and maximum_tokens fit neither the model's positions nor a cache of so many
-    blocks."""
+    """Raises RequestError for a request that cannot be served.
+
+    Such a request has an empty prompt, an unknown token id or contradicting values. Or its prompt and
+    `maximum_tokens` exceed the model's positions or a KV cache of `cache_blocks` blocks.
+    """
     request, vocab, positions = sequence.request, model.tokenizer.vocab_size, model.positions
     if not request.tokens:
-        raise RequestError("the prompt is empty: it needs a token at least, as the one that begins a document")
+        raise RequestError("the prompt is empty: give at least one token, such as the one that begins a document")
     if min(request.tokens) < 0 or max(request.tokens) >= vocab:
-        raise RequestError(f"the prompt has tokens that do not exist: they go from 0 to {vocab - 1}")
+        raise RequestError(f"the prompt has token ids that do not exist: use 0 to {vocab - 1}")
     if request.maximum_tokens < (0 if request.prompt_logprobs else 1):
-        raise RequestError(f"maximum_tokens is {request.maximum_tokens}: nothing is asked for")
+        raise RequestError(f"maximum_tokens is {request.maximum_tokens}: set it to 1 or more")
     if request.minimum_tokens > request.maximum_tokens:
-        raise RequestError(f"minimum_tokens is {request.minimum_tokens} and maximum_tokens is {request.maximum_tokens}")
+        raise RequestError(f"minimum_tokens {request.minimum_tokens} is above maximum_tokens {request.maximum_tokens}")
     if not all(0 <= token < vocab for token, _ in request.sampling.logit_bias):
-        raise RequestError(f"logit_bias has tokens that do not exist: they go from 0 to {vocab - 1}")
+        raise RequestError(f"logit_bias has token ids that do not exist: use 0 to {vocab - 1}")
     if request.logprobs is not None and not 0 <= request.logprobs <= vocab:
         raise RequestError(f"logprobs is {request.logprobs}: expected 0 to {vocab}")
     if request.stop and not request.text:
-        raise RequestError("stop strings are looked for in the text, and text is False")
+        raise RequestError("stop strings need text=True: they are searched for in the text")
     if sequence.longest > positions:
         raise RequestError(
             f"the prompt has {sequence.prompt_length} tokens and maximum_tokens is {request.maximum_tokens}; the model "
-            f"has {positions} positions, and all tokens but the last one take one"
+            f"has {positions} positions and needs {sequence.longest}; shorten the prompt or ask for fewer tokens"
         )
     if sequence.paged and -(-sequence.longest // BLOCK_SIZE) > cache_blocks:
         raise RequestError(
-            f"the prompt has {sequence.prompt_length} tokens and maximum_tokens is {request.maximum_tokens}; the whole "
-            f"cache holds {cache_blocks * BLOCK_SIZE} (kv_cache_gb)"
+            f"the prompt has {sequence.prompt_length} tokens and maximum_tokens is {request.maximum_tokens}, but the "
+            f"whole KV cache holds {cache_blocks * BLOCK_SIZE} tokens; ask for fewer, or set kv_cache_gb higher"
         )

@@ -24,8 +24,11 @@ _UNIQUE = "\x02answer\x03"  # in no conversation
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template as transformers renders it. tokenizer: whose special tokens it names; source: the
-    file or folder it is from, for messages."""
+    """A Jinja chat template, rendered as by transformers.
+
+    tokenizer: its special tokens are available to the template. source: the template's file or folder, for
+        messages.
+    """
 
     text: str
     tokenizer: Tokenizer
@@ -41,14 +44,16 @@ class ChatTemplate:
         generation_prompt: bool = True,
         open_end: bool = False,
     ) -> str:
-        """The conversation as text; generation_prompt: up to where an answer begins; open_end: the last
-        message is the beginning of one, and goes on.
+        """Returns the conversation as text.
 
-        Raises RequestError with the template's own complaint, and where it leaves out a message.
+        generation_prompt: the text ends where an answer begins.
+        open_end: the last message is the beginning of an answer, so no end is written after it.
+
+        Raises RequestError with the template's error, or if the template omits a message.
         """
 
-        def render(others: Sequence[Message]) -> str:
-            return self._render(others, settings, generation_prompt, open_end)
+        def render(rendered_messages: Sequence[Message]) -> str:
+            return self._render(rendered_messages, settings, generation_prompt, open_end)
 
         text = render(messages)
         self._compare(self._check, messages, text, render, settings.tools)
@@ -83,7 +88,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template fails: {problem} ({self.source})") from None
         except Exception as problem:  # a template is a program: it can raise anything
             reason = " ".join(str(problem).split()) or type(problem).__name__
-            raise RequestError(f"the chat template refuses these messages: {reason}") from None
+            raise RequestError(f"the chat template raises an error for these messages: {reason}") from None
         return rendered[0][0]
 
     def tokens(
@@ -91,47 +96,56 @@ class ChatTemplate:
         messages: Sequence[Message],
         settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
     ) -> list[int]:
-        """The conversation as token ids, up to where an answer begins. Raises RequestError."""
+        """Returns the token ids of a conversation, up to where the model's next answer begins. Raises
+        RequestError."""
         return self.tokenizer.tokenize_bare(self.render(messages, settings))
 
     def tokens_after(
         self, messages: Sequence[Message], settings: TemplateSettings, last: int, replies: Sequence[Message]
     ) -> list[int]:
-        """The token ids that follow an answer to `messages`, up to where the next answer begins, when
-        `replies` come after it. last: the answer's last token, which is left out if the template ends
-        answers with it. Raises RequestError."""
+        """Returns the token ids between two answers: the end of the answer to `messages`, the `replies`, and
+        the beginning of the next answer.
 
-        def render(others: Sequence[Message]) -> str:
-            answered = [*messages, {"role": "assistant", "content": _UNIQUE}, *others]
-            return self._render(answered, settings, generation_prompt=True, open_end=False)
+        last: the last token of the answer to `messages`. If the template ends answers with this token, it is
+            not repeated. Raises RequestError.
+        """
 
-        before, mark, after = render(replies).rpartition(_UNIQUE)
-        if not mark or _UNIQUE in before:
-            raise RequestError("the chat template does not write an answer before others once, as it stands")
-        self._compare(self._check_replies, replies, after, render)
+        def render(following: Sequence[Message]) -> str:
+            conversation = [*messages, {"role": "assistant", "content": _UNIQUE}, *following]
+            return self._render(conversation, settings, generation_prompt=True, open_end=False)
+
+        text_above, mark, text_below = render(replies).rpartition(_UNIQUE)
+        if not mark or _UNIQUE in text_above:
+            raise RequestError(
+                "the chat template must render each earlier answer verbatim and once, so that its tokens can be found"
+            )
+        self._compare(self._check_replies, replies, text_below, render)
         end = self.tokenizer.special_tokens.get(last) or self.tokenizer.detokenize([last])
-        bare = after.lstrip()
-        return self.tokenizer.tokenize_bare(bare.removeprefix(end) if bare.startswith(end) else after)
+        bare = text_below.lstrip()
+        return self.tokenizer.tokenize_bare(bare.removeprefix(end) if bare.startswith(end) else text_below)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the tokenizer's, and the special token that the template writes after
-        one."""
+        """The ids that end an answer: the tokenizer's, and the special token that the template writes after
+        an answer."""
         stop_tokens = {self.tokenizer.eod, self.tokenizer.eos}
         try:
             conversation: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-            whole = self.render(conversation, generation_prompt=False)
+            text = self.render(conversation, generation_prompt=False)
         except RequestError:
             return tuple(sorted(stop_tokens))
-        after = self.tokenizer.tokenize_bare(whole.rpartition(_ANSWER)[2].lstrip())[:1]
-        return tuple(sorted(stop_tokens | {token for token in after if token in self.tokenizer.special_tokens}))
+        end_tokens = self.tokenizer.tokenize_bare(text.rpartition(_ANSWER)[2].lstrip())[:1]
+        return tuple(sorted(stop_tokens | {token for token in end_tokens if token in self.tokenizer.special_tokens}))
 
 
 def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:
-    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded
-    carries (in training: `carried`, its files by name).
+    """Returns the chat template: the file `chat_template`, else the template beside `vocab_file`, else the
+    loaded model's.
 
-    Raises ConfigError when there is none, and for a file that cannot be read.
+    carried: in training, the tokenizer files of the trained model, by name; None: they are read from its
+        folder.
+
+    Raises ConfigError if there is no template, or if its file cannot be read.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(["chat templates need the transformers package: pip install 'neox[serve]'"])
@@ -142,15 +156,15 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
         if template is not None:
             return ChatTemplate(template, tokenizer, source)
     raise ConfigError(
-        ["there is no chat template beside vocab_file or with the model that is loaded; set chat_template to a file"]
+        ["no chat template was found beside vocab_file or in the loaded model's folder; set chat_template to a file"]
     )
 
 
 def _template_sources(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)
-        beside = vocab if vocab.is_dir() else vocab.parent
-        yield str(beside), read_companion_files(beside)
+        vocab_folder = vocab if vocab.is_dir() else vocab.parent
+        yield str(vocab_folder), read_companion_files(vocab_folder)
     if carried is not None:
         yield "the model that is trained", carried
         return
@@ -169,7 +183,11 @@ def _folders(args: NeoXArgs) -> Iterator[Path]:
 
 
 def _template_of(files: Mapping[str, bytes]) -> str | None:
-    """The template among a tokenizer's files; of several the one called default."""
+    """Returns the chat template in a tokenizer's files; None if they have none. Of several templates, it
+    returns `default`.
+
+    files: content by file name.
+    """
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -179,7 +197,7 @@ def _template_of(files: Mapping[str, bytes]) -> str | None:
             continue
         template = content.get("chat_template") if isinstance(content, dict) else None
         if isinstance(template, list):  # of {name, template}
-            template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get(
+            template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get(
                 "default"
             )
         if isinstance(template, str):

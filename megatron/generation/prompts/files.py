@@ -13,8 +13,12 @@ NOT_STARTED = "WARNING: text generation did not start: the first token ended the
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue. tokens: at least one, or none for a prompt that is skipped; message: a warning for
-    the output."""
+    """A text to continue.
+
+    context: the text.
+    tokens: its token ids, at least one; empty if the prompt is skipped.
+    message: a warning for the output file.
+    """
 
     context: str
     tokens: list[int]
@@ -22,8 +26,12 @@ class Prompt:
 
 
 def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of `sample_input_file`, or empty ones. Raises ConfigError for a file that cannot be read or
-    holds no prompt, or with `eval_overlong: refuse` one that is too long."""
+    """Returns the prompts of `sample_input_file`; for `text_gen_type: unconditional`, `num_samples` empty
+    prompts.
+
+    Raises ConfigError if the file cannot be read or holds no prompt. With `eval_overlong: refuse` it also
+    raises ConfigError if a prompt is too long.
+    """
     texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
     prompts = make_prompts(texts, args, tokenizer)
     too_long = [i for i, prompt in enumerate(prompts) if prompt.message is not None]
@@ -47,8 +55,11 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so;
-    an empty one begins a document."""
+    """Returns a prompt for each text.
+
+    A prompt that leaves no room for `maximum_tokens` is truncated on the left, with a message. An empty text
+    becomes the token that begins a document.
+    """
     positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
     max_prompt_tokens = positions - args.maximum_tokens
     prompts = []
@@ -73,12 +84,12 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
         raise args.error(key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
     if not texts:
-        raise args.error(key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
+        raise args.error(key, f"{file}: holds no prompt (prompts are separated by prompt_end {args.prompt_end!r})")
     return texts
 
 
 def read_key_file(args: NeoXArgs, key: str) -> str:
-    """The text of the file that the configuration key `key` names. Raises ConfigError where it cannot be
+    """Returns the text of the file that the configuration key `key` names. Raises ConfigError if it cannot be
     read."""
     file = getattr(args, key)
     try:

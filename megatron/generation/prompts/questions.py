@@ -21,34 +21,38 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """text: as it is shown, of a conversation the user's last words; messages: a conversation that goes
-    through the chat template with `settings`, empty: the text is continued as it stands."""
+    """A prompt or a conversation.
+
+    text: the text to show; for a conversation its last message.
+    messages: a conversation, rendered by the chat template with `settings`; if empty, the model continues
+        `text`.
+    """
 
     text: str
     messages: tuple[Message, ...] = ()
     settings: TemplateSettings = TemplateSettings()
 
     def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int) -> list[int]:
-        """The prompt as token ids. Raises RequestError for one of more than `max_prompt_tokens`, and what the
-        template refuses."""
+        """Returns the prompt as token ids. Raises RequestError if it has more than `max_prompt_tokens`, or if
+        the template refuses it."""
         if self.messages:
             assert template is not None
             tokens = template.tokens(self.messages, self.settings)
         else:
             tokens = tokenizer.tokenize(self.text)
         if len(tokens) > max_prompt_tokens:
-            raise RequestError(f"has {len(tokens)} tokens, {max_prompt_tokens} fit beside maximum_tokens")
+            raise RequestError(f"has {len(tokens)} tokens; at most {max_prompt_tokens} fit beside maximum_tokens")
         return tokens
 
 
 def ask(text: str, system: str | None = None) -> Question:
-    """A user's words as a conversation of their own."""
-    before: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    return Question(text, (*before, {"role": "user", "content": text}))
+    """Returns a question that is a conversation of one user message, after an optional system message."""
+    system_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return Question(text, (*system_messages, {"role": "user", "content": text}))
 
 
 def read_text(file: str | Path) -> str:
-    """The text of a file, UTF-8. Raises RequestError where it cannot be read."""
+    """Returns the text of a UTF-8 file. Raises RequestError if it cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
@@ -56,11 +60,13 @@ def read_text(file: str | Path) -> str:
 
 
 def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
-    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` as training data has them (a last
-    answer is left out), any other file texts. chat: texts are a user's words; system: what conversations
-    without a system message begin with.
+    """Reads a question from each line of a file. Raises RequestError with file and line.
 
-    Raises RequestError with file and line.
+    In a `.jsonl` file a line is `{"prompt": text}` or `{"messages": [...]}` as in training data; a last
+    message of the assistant is left out. In any other file a line is a text.
+
+    chat: True: a text is a user's message; False: the model continues it.
+    system: the system message of conversations that have none.
     """
     path, questions = Path(file), []
     for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other separators of lines
@@ -72,7 +78,7 @@ def read_questions(file: str | Path, chat: bool, system: str | None = None) -> l
         except ValueError as problem:
             raise RequestError(f"{path}:{number}: {problem}") from problem
     if not questions:
-        raise RequestError(f"{path}: holds no question")
+        raise RequestError(f"{path}: holds no question; write one a line")
     return questions
 
 
@@ -87,15 +93,15 @@ def _question(entry: Any, chat: bool, system: str | None) -> Question:
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("messages must end with a user's or a tool's, or with the answer to it")
+        raise ValueError("the last message must be of a user or a tool, or the assistant's answer to it")
     return Question(messages[-1]["content"], tuple(messages), template_settings(entry))
 
 
 def all_tokens(
     questions: Sequence[Question], tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int
 ) -> list[list[int]]:
-    """The prompt of each question, as token ids. Raises RequestError with the number of the first that cannot
-    be asked."""
+    """Returns the prompt of each question as token ids. Raises RequestError for an invalid question, with its
+    number."""
     prompts = []
     for number, question in enumerate(questions, 1):
         try:

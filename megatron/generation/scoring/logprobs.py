@@ -30,11 +30,12 @@ _VALUES_AT_ONCE = 1 << 26  # of logits, when they are read in fp32
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """The log-probability of each token of a continuation, in nats. greedy: of each, whether no token was
-    more likely.
+    """The scores of one continuation.
 
-    truncated: tokens at the beginning of the context that were left out; skipped: the request was too long
-    and not run, logprobs are -inf and greedy is False.
+    logprobs: log-probability of each token, in nats.
+    greedy: for each token, whether it is the model's most likely token.
+    truncated: number of tokens removed from the beginning of the context.
+    skipped: the request was too long and not run; logprobs are -inf and greedy is False.
     """
 
     logprobs: list[float]
@@ -52,22 +53,27 @@ def score(
     budget: ForwardBudget | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[ContinuationScore]:
-    """Score every request, the same on every rank and in every layout; all ranks call it together.
+    """Returns the score of every request, the same on every rank and in every layout. All ranks call it
+    together.
 
-    Requests of equal contexts share its run, but in models with states (Mamba's). batch_size: rows (contexts)
-    of a forward; None: as many as memory allows. overlong: what is done with more tokens than the model has
-    positions. budget: of an earlier call, instead of asking for memory again. on_progress: told on every rank
-    about how many requests are done. Raises ConfigError for a text that is too long and may not be cut,
-    CheckpointError when logits are not numbers.
+    Requests with the same context share its forward, except in models with Mamba states.
+
+    batch_size: rows (contexts) per forward; None: as many as memory allows.
+    overlong: if a request exceeds the model's positions: truncate_left, refuse (ConfigError) or skip.
+    budget: a result of `forward_budget`; None: measured now.
+    on_progress: called on every rank with the approximate number of finished requests.
+
+    Raises CheckpointError for NaN logits, ConfigError also for a request that is too long even when
+    truncated.
     """
     fitting: dict[int, _Fitting] = {}
     for i, request in enumerate(requests):
-        fits = _fit(i, request, model.positions, overlong)
-        if fits is not None:
-            fitting[i] = fits
+        fitted = _fit(i, request, model.positions, overlong)
+        if fitted is not None:
+            fitting[i] = fitted
     ntk = rope_length_limit(model.args)
     rows = make_tree_rows(
-        [(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk,
+        [(i, fitted.request) for i, fitted in fitting.items()], model.args.hidden_size, ntk,
         branching=not model.args.mamba_blocks,
     )  # fmt: skip
     budget = budget or forward_budget(model, batch_size)
@@ -84,8 +90,8 @@ def score(
     results = {i: scored for share in run_on_all_ranks(model.groups, run) for i, scored in share.items()}
     if any(value != value for logprobs, _ in results.values() for value in logprobs):
         raise CheckpointError(
-            f"the model gives NaN as logits in {model.args.params_dtype}: its weights are damaged or precision cannot "
-            "hold its activations; load another `iteration`, or set precision"
+            f"the model's logits are NaN in {model.args.params_dtype}: its weights are damaged, or activations "
+            "overflow this precision; load another `iteration`, or set precision: fp32"
         )
     on_progress(len(requests))
     _report(fitting, requests, model.positions)
@@ -105,7 +111,11 @@ def score_texts(
     budget: ForwardBudget,
     on_progress: Callable[[float], None],
 ) -> list[list[ContinuationScore]]:
-    """`score` for texts of several requests each. on_progress: told about the share that is done."""
+    """Scores texts that are split into several requests each, by `score`. Returns the scores of each text's
+    requests.
+
+    on_progress: called with the finished share, 0 to 1.
+    """
     requests = [request for text in texts for request in text]
 
     def report(done: int) -> None:
@@ -125,28 +135,35 @@ class _Fitting:
 
 
 def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong) -> _Fitting | None:
-    """A request that the model has positions for (the last token is not run); None: it is skipped."""
+    """Returns a request, with its context truncated on the left if it exceeds the model's positions; None to
+    skip it.
+
+    The last token needs no position. Raises ConfigError if the request is too long and may not be truncated.
+    """
     context, continuation = request
     if not len(context):
         raise ValueError(f"request {number} has no context; give it the token that begins a document")
-    over = len(context) + len(continuation) - 1 - positions
-    if over <= 0:
+    excess = len(context) + len(continuation) - 1 - positions
+    if excess <= 0:
         return _Fitting(request)
     if overlong == "skip":
         return None
-    if overlong == "refuse" or over >= len(context):
-        what = f"{len(context)} tokens and {len(continuation)} to be scored"
-        fix = "set truncate_left or skip" if over < len(context) else "set skip"
+    if overlong == "refuse" or excess >= len(context):
+        lengths = f"a context of {len(context)} tokens and {len(continuation)} to be scored"
+        fix = "set truncate_left or skip" if excess < len(context) else "set skip"
         raise ConfigError(
-            [f"eval_overlong: {overlong}: text {number} has {what}, the model {positions} positions; {fix}"]
+            [f"eval_overlong: {overlong}: text {number} has {lengths}, but the model has {positions} positions; {fix}"]
         )
-    return _Fitting((context[over:], continuation), over)
+    return _Fitting((context[excess:], continuation), excess)
 
 
 def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], positions: int) -> None:
-    skipped, cut = len(requests) - len(fitting), sum(fit.truncated > 0 for fit in fitting.values())
-    if skipped or cut:
-        done = " and ".join([f"{cut} lost their beginning"] * (cut > 0) + [f"{skipped} were skipped"] * (skipped > 0))
+    skipped, num_truncated = len(requests) - len(fitting), sum(fit.truncated > 0 for fit in fitting.values())
+    if skipped or num_truncated:
+        done = " and ".join(
+            [f"{num_truncated} lost their beginning"] * (num_truncated > 0)
+            + [f"{skipped} were skipped"] * (skipped > 0)
+        )
         logging.getLogger("megatron").info(
             f"eval_overlong: of {len(requests)} texts, {done}: longer than the model's {positions} positions"
         )
@@ -156,30 +173,39 @@ def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], posi
 
 
 def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[TreeRow]]:
-    """Neighbours in length, as many as the budget allows and at least one."""
+    """Yields batches of adjacent rows, each as large as the budget allows and at least one row.
+
+    Rows with branches and rows without are not mixed.
+    """
     batch: list[TreeRow] = []
-    wanted = 0
+    num_logits = 0
     for row in rows:
         width = max(len(row.tokens), len(batch[0].tokens)) if batch else len(row.tokens)
-        same = not batch or row.branched == batch[0].branched
-        if batch and not (same and budget.allows(len(batch) + 1, width, wanted + len(row.wanted), row.branched)):
+        same_kind = not batch or row.branched == batch[0].branched
+        if batch and not (
+            same_kind and budget.allows(len(batch) + 1, width, num_logits + len(row.logit_columns), row.branched)
+        ):
             yield batch
-            batch, wanted = [], 0
+            batch, num_logits = [], 0
         batch.append(row)
-        wanted += len(row.wanted)
+        num_logits += len(row.logit_columns)
     if batch:
         yield batch
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Batch):
-    """Rows padded on the right. branches, last, wanted: as of `InferenceContext`; rows of texts have neither
-    branches nor positions, others no last token. places, targets: `[m]` int64, which of the `wanted` logits
-    are read, at which token."""
+    """`TreeRow`s padded on the right.
+
+    branches, last, logit_positions: as in `InferenceContext`. Rows without branches have no `branches` and no
+        `positions`; rows with branches have no `last`.
+    targets: `[m]` int64, the tokens to score.
+    places: `[m]` int64, for each target the index in `logit_positions` of the logits that predict it.
+    """
 
     branches: Tensor | None = None
     last: Tensor | None = None
-    wanted: Tensor | None = None
+    logit_positions: Tensor | None = None
     places: Tensor | None = None
     targets: Tensor | None = None
 
@@ -194,20 +220,20 @@ def _batch(rows: list[TreeRow], on_gpu: bool) -> _Batch:
 
     places: list[int] = []
     targets: list[int] = []
-    wanted: list[int] = []
+    logit_positions: list[int] = []
     for number, row in enumerate(rows):
         for _, columns_read, labels in row.picks:
-            places += [len(wanted) + place for place in columns_read]
+            places += [len(logit_positions) + place for place in columns_read]
             targets += labels
-        wanted += [number * width + column for column in row.wanted]
+        logit_positions += [number * width + column for column in row.logit_columns]
     tokens = padded("tokens", 0)
-    nothing = torch.zeros_like(tokens)
+    zeros = torch.zeros_like(tokens)
     return _Batch(
-        tokens, nothing, nothing,
+        tokens, zeros, zeros,
         positions=padded("positions", 0) if branched else None,
         branches=padded("branches", PADDING) if branched else None,
         last=None if branched else torch.tensor([len(row.tokens) - 1 for row in rows]),
-        wanted=torch.tensor(wanted, dtype=torch.int64),
+        logit_positions=torch.tensor(logit_positions, dtype=torch.int64),
         places=torch.tensor(places, dtype=torch.int64),
         targets=torch.tensor(targets, dtype=torch.int64),
     )  # fmt: skip
@@ -216,20 +242,24 @@ def _batch(rows: list[TreeRow], on_gpu: bool) -> _Batch:
 def _run(
     model: Model, batches: list[list[TreeRow]], forwards: int, on_progress: Callable[[int], None]
 ) -> dict[int, tuple[list[float], list[bool]]]:
-    """This data rank's results, by request; {} on all ranks of its model but one.
+    """Returns {request number: (log-probabilities, whether each token is the most likely)} for this data
+    rank.
 
-    forwards: of the stage, those behind the batches over nothing.
+    Only tensor rank 0 of the first pipeline stage gets them; other ranks get {}.
+
+    forwards: number of forwards to run; those after the last batch run dummy rows, so that all ranks run
+        equally many.
     """
     groups, on_gpu = model.groups, model.groups.device.type == "cuda"
     scores: dict[int, tuple[list[float], list[bool]]] = {}
     done = 0
     at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that stages work side by side
-    for first in range(0, len(batches), at_once):
-        chunk = batches[first : first + at_once]
+    for start in range(0, len(batches), at_once):
+        chunk = batches[start : start + at_once]
         results = _forward(model, [_batch(rows, on_gpu) for rows in chunk])
         for rows, values in zip(chunk, results, strict=True):
             if groups.rank("tensor") == 0 and groups.is_first_stage:
-                scores |= _by_request(rows, values.cpu())
+                scores |= _scores_by_request(rows, values.cpu())
             done += sum(len(row.picks) for row in rows)
         on_progress(done)
     for _ in range(len(batches), forwards):
@@ -237,25 +267,27 @@ def _run(
     return scores
 
 
-def _by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
-    scores, begun = {}, 0
+def _scores_by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
+    scores, start = {}, 0
     logprobs, greedy = values[0].tolist(), (values[1] > 0).tolist()
     for number, places, _ in (pick for row in rows for pick in row.picks):
-        end = begun + len(places)
-        scores[number] = (logprobs[begun:end], greedy[begun:end])
-        begun = end
+        end = start + len(places)
+        scores[number] = (logprobs[start:end], greedy[start:end])
+        start = end
     return scores
 
 
 def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
-    """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more
-    likely."""
+    """Runs batches. Returns `[2, m]` for each, on every rank of the model: the log-probabilities of its m
+    targets, and 1 for targets that are the most likely token, else 0."""
 
     def stage(
         hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
     ) -> HiddenStates | Tensor:
         assert isinstance(batch, _Batch)
-        context = InferenceContext(last_tokens=batch.last, branch_ids=batch.branches, logit_positions=batch.wanted)
+        context = InferenceContext(
+            last_tokens=batch.last, branch_ids=batch.branches, logit_positions=batch.logit_positions
+        )
         return model.stage(hidden, batch, finish, context)
 
     return forward_only(
@@ -269,13 +301,15 @@ def _shape(batch: Batch) -> tuple[int, ...]:
 
 
 def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
-    """`[2, m]` of hidden states `[n, 1, hidden]`, m being the tokens to score: log-probabilities, and 1 where
-    no token is more likely."""
+    """Returns the scores of a batch, `[2, m]`, from its hidden states `[n, 1, hidden]`.
+
+    They are the log-probabilities of its m targets, and 1 for targets that are the most likely token, else 0.
+    """
     assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
     groups, logits = model.groups, head.logits()[:, 0]
     size, group = logits.shape[1], groups.group("tensor")
-    first = groups.rank("tensor") * size
-    columns = max(0, min(size, (model.columns or model.args.padded_vocab_size) - first))
+    first_column = groups.rank("tensor") * size
+    columns = max(0, min(size, (model.columns or model.args.padded_vocab_size) - first_column))
     sums, tops, bests = [], [], []
     for part in logits.split(max(1, _VALUES_AT_ONCE // size)):
         values = part.float()
@@ -284,8 +318,8 @@ def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
         sums.append(values.logsumexp(-1))
         top, best = values.max(-1)
         tops.append(top)
-        bests.append(best + first)
-    local_targets = batch.targets - first
+        bests.append(best + first_column)
+    local_targets = batch.targets - first_column
     foreign = (local_targets < 0) | (local_targets >= columns)
     label = logits[batch.places, local_targets.masked_fill(foreign, 0)].float().masked_fill(foreign, float("-inf"))
     total, top, best = torch.cat(sums), torch.cat(tops), torch.cat(bests)

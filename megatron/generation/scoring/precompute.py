@@ -28,7 +28,7 @@ _VALUE = np.dtype("<f4")
 
 
 def data_paths(args: NeoXArgs) -> list[str]:
-    """All sets of tokens that the configuration names, each once."""
+    """Returns the paths of all datasets that the configuration names, each once."""
     lists = [
         [args.data_path] if args.data_path else None,
         args.train_data_paths, args.valid_data_paths, args.test_data_paths,
@@ -39,12 +39,14 @@ def data_paths(args: NeoXArgs) -> list[str]:
 
 
 def precompute(model: Model, logger: logging.Logger) -> None:
-    """Write `PATH_NAME.bin/.idx` for every set PATH, NAME being `precompute_model_name`: for each token,
-    float32, its log-probability after those before it in its document, 0 for the first. All ranks call it
-    together.
+    """Writes the log-probability of every token of each dataset PATH to `PATH_NAME.bin/.idx`.
 
-    Texts longer than the positions are read in windows. An interrupted call goes on; what is there already is
-    kept if it is of this model and data. Raises DataError.
+    NAME is `precompute_model_name`. Each token gets a float32: its log-probability given the tokens before it
+    in its document; the first token gets 0. All ranks call it together.
+
+    Documents longer than the model's positions are scored in windows. An interrupted call is resumed by the
+    next. Finished files of this model and data are kept; raises DataError if they are of another model or
+    data.
     """
     for path in data_paths(model.args):
         _precompute_one(model, path, logger)
@@ -56,10 +58,10 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     dataset = on_rank_zero(groups, lambda: open_dataset(path, args.data_impl))
     files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
     fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, files))
-    if on_rank_zero(groups, lambda: _is_there(final, fingerprint)):
-        logger.info(f"{final}: is there already")
+    if on_rank_zero(groups, lambda: _is_complete(final, fingerprint)):
+        logger.info(f"{final}: already exists")
         return
-    growing, done = on_rank_zero(groups, lambda: _begun(dataset, final, fingerprint))
+    growing, done = on_rank_zero(groups, lambda: _open_partial(dataset, final, fingerprint))
     total = int(dataset.sizes.sum(dtype=np.int64))
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     if done:
@@ -67,7 +69,7 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     share = _TOKENS_AT_ONCE * groups.size("data")
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
     with ProgressBar(
-        final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0
+        final.name, total, "token", logger, done=int(ends[done]), visible=groups.world_rank == 0
     ) as progress:
         while done < len(dataset):
             last = max(done + 1, int(np.searchsorted(ends, ends[done] + share, side="right")) - 1)
@@ -87,7 +89,7 @@ def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
     vocabulary = model.columns or model.args.padded_vocab_size
     highest = max((max(tokens) for tokens in texts if tokens), default=0)
     if highest >= vocabulary:
-        raise DataError(f"{path}: holds token {highest}, the model knows {vocabulary}: made with another tokenizer")
+        raise DataError(f"{path}: holds token id {highest}, but the model has {vocabulary}: tokenize it for this model")
 
 
 def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[ContinuationScore]]) -> None:
@@ -100,19 +102,19 @@ def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence
 
 
 def _windows(tokens: list[int], positions: int) -> list[ScoreRequest]:
-    """What asks for every token but the first."""
+    """Returns requests that score every token of a document but the first."""
     return rolling_windows(tokens[1:], tokens[0], positions) if len(tokens) > 1 else []
 
 
-def _is_there(final: Path, fingerprint: str) -> bool:
+def _is_complete(final: Path, fingerprint: str) -> bool:
     if not index_path(final).exists():
         return False
     note = _note(final)
     if note.is_file() and json.loads(note.read_text()).get("stamp") == fingerprint:
         return True
     raise DataError(
-        f"{index_path(final)}: is there already, of another model, configuration or data; remove it, or choose another "
-        "precompute_model_name"
+        f"{index_path(final)}: already exists, for another model, configuration or data; remove it, or set "
+        "another precompute_model_name"
     )
 
 
@@ -120,11 +122,12 @@ def _note(final: Path) -> Path:
     return final.with_name(f"{final.name}.precompute.json")
 
 
-def _begun(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path, int]:
-    """The file that grows, cut to whole documents, and how many these are."""
+def _open_partial(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path, int]:
+    """Truncates the partial file to whole documents. Returns its path and the number of these documents.
+    Raises DataError if the folder is not writable."""
     growing = partial_file(final, fingerprint)
     if not os.access(final.parent, os.W_OK):
-        raise DataError(f"{final.parent}: cannot be written to; log-probabilities stand beside their data")
+        raise DataError(f"{final.parent}: cannot be written to; log-probabilities are written beside the data")
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     values = growing.stat().st_size // _VALUE.itemsize if growing.is_file() else 0
     done = int(np.searchsorted(ends, values, side="right")) - 1

@@ -20,7 +20,7 @@ from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import PreparedRow, TextToEncode, prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.inputs import InputFile, listed, resolve
+from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
 from megatron.data.preprocessing.shards import InputRow
 from megatron.distributed import Process, on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
@@ -40,11 +40,15 @@ _KEYS = (PAIR, ("messages",), ("conversation",), ("conversations",), ("completio
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """What is scored, and where the scores go.
+    """The input and output of a scoring job.
 
-    source, split, subset: as of `inputs.resolve`. keys: columns; empty: the first of `_KEYS` that the first
-    row has. tokenizer: folder or Hub name; None: the model's own. template: file of a chat template. day: ISO
-    date that templates are told. overlong: refuse, truncate_left or drop. batch_size: rows of a forward.
+    source, split, subset: as in `inputs.resolve`.
+    keys: columns to score; empty: the first of `_KEYS` that the first row has.
+    tokenizer: folder or Hub name; None: the model's own.
+    template: file of a chat template; None: the tokenizer's own.
+    day: the date that chat templates see, as YYYY-MM-DD; None: today.
+    overlong: what to do with rows longer than the model's positions: refuse, truncate_left or drop.
+    batch_size: rows of a forward; None: as many as memory allows.
     """
 
     source: str
@@ -68,30 +72,36 @@ def reward_model_args(
     pipe: int = 1,
     adapter: Sequence[str] = (),
 ) -> NeoXArgs:
-    """The configuration of a reward model by its name, for so many tensor ranks and pipeline stages.
-    iteration: of a folder of checkpoints; precision: instead of its own; adapter: as the key.
+    """Returns the configuration of a reward model. Raises ConfigError, and CheckpointError for a language
+    model.
 
-    Raises CheckpointError for a language model, ConfigError.
+    name, iteration: as in `chat_model_args`.
+    precision: instead of the model's own.
+    tensor, pipe: numbers of tensor ranks and pipeline stages.
+    adapter: adapters to merge, as in the configuration key `adapter`.
     """
     args = with_adapters(chat_model_args(name, iteration), adapter)
     if not args.score_head:
-        raise CheckpointError(f"{name}: a language model, which has no scores; give a reward model (train_impl: rm)")
+        raise CheckpointError(f"{name}: is a language model, without scores; name a reward model (train_impl: rm)")
     changes: dict[str, Any] = {} if precision is None else {"precision": precision, "fp16": None, "bf16": None}
     return args.replace(**changes, model_parallel_size=tensor, pipe_parallel_size=pipe)
 
 
 def load_reward_model(args: NeoXArgs, process: Process, logger: logging.Logger) -> Model:
-    """The model of `reward_model_args` over the ranks of this process. Raises ConfigError,
-    CheckpointError."""
+    """Loads the model of a configuration from `reward_model_args`; all ranks call it together. Raises
+    ConfigError, CheckpointError."""
     args = args.for_world(process.world_size)
     return load_model(args, init_model_parallel(args, process, logger), build_tokenizer(args), logger)
 
 
 def score_file(model: Model, job: ScoreJob, logger: logging.Logger) -> PairReport | None:
-    """Score all rows, then write the output at once, and report on them if they are pairs; the report is rank
-    0's. All ranks call it together. Raises DataError, naming the row."""
+    """Scores all rows of the input, then writes the output. Returns a report if the rows are pairs, else
+    None.
+
+    All ranks call it together. Raises DataError naming the row.
+    """
     groups = model.groups
-    first = groups.world_rank == 0
+    is_rank_zero = groups.world_rank == 0
     readers: list[_Reader] = []  # rank 0's
 
     def read() -> int:
@@ -102,18 +112,18 @@ def score_file(model: Model, job: ScoreJob, logger: logging.Logger) -> PairRepor
     reader = readers[0] if readers else None
     budget, lines, done = forward_budget(model, job.batch_size), list[dict[str, Any]](), 0
     chunks = reader.chunks(_ROWS_AT_ONCE * groups.size("data")) if reader is not None else iter(())
-    with ProgressBar("scoring", total, "row", logger, shown=first) as progress:
+    with ProgressBar("scoring", total, "row", logger, visible=is_rank_zero) as progress:
         while done < total:
             rows = on_rank_zero(groups, lambda: next(chunks))
             documents = [document for row in rows for document in row or ()]
             report = partial(progress.advance_to_share, done, len(rows))
-            found = score_documents(model, documents, budget, report)
-            if not np.isfinite(found).all():
+            values = score_documents(model, documents, budget, report)
+            if not np.isfinite(values).all():
                 raise CheckpointError(
-                    f"the model gives NaN or Inf as scores in {model.args.params_dtype}: its weights are damaged or "
-                    "precision cannot hold its activations; load another `iteration`, or set precision"
+                    f"the model's scores are NaN or Inf in {model.args.params_dtype}: its weights are damaged, or "
+                    "activations overflow this precision; load another `iteration`, or set precision: fp32"
                 )
-            scores = iter(found)
+            scores = iter(values)
             if reader is not None:
                 lines += [reader.line(row, [next(scores) for _ in row or ()]) for row in rows]
             done += len(rows)
@@ -129,15 +139,15 @@ def _finish(job: ScoreJob, reader: "_Reader | None", lines: Sequence[dict[str, A
     except OSError as problem:
         raise DataError(f"{job.output}: cannot be written ({problem.strerror})") from problem
     print(f"{len(lines)} lines of scores are in {job.output}")
-    for what, count in reader.counts.items():
+    for description, count in reader.counts.items():
         if count:
-            print(f"{what}: {count}")
+            print(f"{description}: {count}")
     pairs = [line for line in lines if line.get("margin") is not None]
     return report_pairs([line["chosen"] for line in pairs], [line["rejected"] for line in pairs]) if pairs else None
 
 
 class _Reader:
-    """The rows of a job as the tokens that the model is given."""
+    """Reads the rows of a job and tokenizes them."""
 
     def __init__(self, model: Model, job: ScoreJob) -> None:
         self.job, self.counts = job, Counter[str]()
@@ -145,11 +155,11 @@ class _Reader:
         self.chat: ChatTokenizer = load_chat_tokenizer(
             job.tokenizer or str(_tokenizer_folder(model.args)), job.template, day
         )
-        self.files: list[InputFile] = resolve(listed(job.source), job.split, job.subset)
-        first = next(self._rows(), None)
-        if first is None:
+        self.files: list[InputFile] = resolve(split_names(job.source), job.split, job.subset)
+        row = next(self._rows(), None)
+        if row is None:
             raise DataError(f"{job.source}: holds no rows")
-        self.keys = job.keys or _keys_of(first)
+        self.keys = job.keys or _keys_of(row)
         self.options = ChatOptions(
             keys=self.keys, for_rm=True, max_length=model.positions, overlong=job.overlong, untrained="keep"
         )
@@ -160,35 +170,43 @@ class _Reader:
         return (row for file in self.files for shard in file.shards(None) for row in shard.rows())
 
     def chunks(self, count: int) -> Iterator[list[list[np.ndarray] | None]]:
-        """The documents of so many rows at a time; None for a row that is too long and dropped."""
+        """Yields lists of up to `count` rows. A row is the list of its documents' token ids, or None if it is
+        dropped as too long."""
         rows = self._rows()
-        while some := list(islice(rows, count)):
-            made, counts = encode_rows([self._prepared(row) for row in some], self.chat, self.options)
+        while chunk := list(islice(rows, count)):
+            encoded, counts = encode_rows([self._prepared(row) for row in chunk], self.chat, self.options)
             self.counts.update(counts)
-            yield [self._ids(row, one.documents) if one else None for row, one in zip(some, made, strict=True)]
+            yield [
+                self._ids(row, encoded_row.documents) if encoded_row else None
+                for row, encoded_row in zip(chunk, encoded, strict=True)
+            ]
 
     def _prepared(self, row: InputRow) -> PreparedRow:
         if self.keys != ("text",):
-            return prepare(row.value(), self.chat, self.options, row.where)
+            return prepare(row.value(), self.chat, self.options, row.location)
         value = row.value()
         text = value.get("text") if isinstance(value, dict) else value
         if not isinstance(text, str) or not text:
-            raise DataError(f'{row.where()}: "text" is no text')
+            raise DataError(f'{row.location()}: "text" is empty or not a string')
         self.chat.require_eos()
         end = "" if text.endswith(self.chat.hf.eos_token) else self.chat.hf.eos_token
-        return PreparedRow((TextToEncode(text + end, special=True),), None, Counter(), row.where)
+        return PreparedRow((TextToEncode(text + end, special=True),), None, Counter(), row.location)
 
     def _ids(self, row: InputRow, documents: Sequence[Sequence[Any]]) -> list[np.ndarray]:
         ids = [pieces[0].ids for pieces in documents]
-        if self.vocab is not None and max(int(one.max()) for one in ids) >= self.vocab:
+        if self.vocab is not None and max(int(document_ids.max()) for document_ids in ids) >= self.vocab:
             raise DataError(
-                f"{row.where()}: holds tokens that the model's vocabulary of {self.vocab} has not; give its own "
+                f"{row.location()}: has token ids outside the model's vocabulary of {self.vocab}; name the model's own "
                 "tokenizer with --tokenizer-path"
             )
         return ids
 
     def line(self, documents: Sequence[np.ndarray] | None, scores: Sequence[float]) -> dict[str, Any]:
-        """The line of the output for a row; scores: of each of its documents."""
+        """Returns the output line of a row.
+
+        documents: token ids of the row's documents (two for a pair); None if the row is dropped. scores: one
+            for each document.
+        """
         names = self.keys if len(self.keys) > 1 else ("score",)
         if documents is None:
             return {**dict.fromkeys(names), "message": "dropped: longer than the model's positions"}
@@ -200,19 +218,20 @@ class _Reader:
 
 
 def _keys_of(row: InputRow) -> tuple[str, ...]:
-    """The columns to score, by those that a row has. Raises DataError."""
+    """Returns the columns to score: the first of `_KEYS` that the row has. Raises DataError if there is
+    none."""
     value = row.value()
-    found: tuple[str, ...] = ("text",) if isinstance(value, str) else ()
+    columns_to_score: tuple[str, ...] = ("text",) if isinstance(value, str) else ()
     if isinstance(value, dict):
-        found = next((keys for keys in _KEYS if all(value.get(key) is not None for key in keys)), ())
-    if not found:
+        columns_to_score = next((keys for keys in _KEYS if all(value.get(key) is not None for key in keys)), ())
+    if not columns_to_score:
         columns = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-        raise DataError(f"{row.where()}: nothing to score (found: {columns}); name the columns with --jsonl-keys")
-    return found
+        raise DataError(f"{row.location()}: has no known column to score (found: {columns}); name it with --jsonl-keys")
+    return columns_to_score
 
 
 def _tokenizer_folder(args: NeoXArgs) -> Path:
-    """Where the tokenizer of a model lies, with its chat template."""
+    """Returns the folder of a model's tokenizer and chat template."""
     name = str(args.load)
     if is_hf(name):
         return find_hf(name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import Responses
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.memory_budget import ForwardBudget
 from megatron.model import Model, forward_only
@@ -22,15 +23,17 @@ def score_documents(
     budget: ForwardBudget,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> list[float]:
-    """The score of each text, that of its last token, the same on every rank and in every layout; all ranks
-    call it together.
+    """Returns the reward model's score of each text, read at its last token.
 
-    documents: [tokens] ids, at least one token and at most `model.positions` each. on_progress: told about
-    the share that is done. A score may be NaN or infinite, of a damaged model or in too low a precision.
+    The scores are the same on every rank and in every layout. All ranks call it together. A score may be NaN
+    or infinite if the model is damaged or its precision too low.
+
+    documents: `[tokens]` ids, at least one token and at most `model.positions` each.
+    on_progress: called with the finished share, 0 to 1.
     """
     groups, size = model.groups, model.groups.size("data")
-    apart = rope_length_limit(model.args) is not None  # frequencies depend on the length of a row
-    batches = list(_batches(documents, budget, apart))[groups.rank("data") :: size]
+    equal_lengths_only = rope_length_limit(model.args) is not None  # frequencies depend on the length of a row
+    batches = list(_batches(documents, budget, equal_lengths_only))[groups.rank("data") :: size]
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         return response_scores(head, batch, groups.group("tensor"))
@@ -39,10 +42,10 @@ def score_documents(
         scores: dict[int, float] = {}
         for done, numbers in enumerate(batches, 1):
             batch = _batch([documents[i] for i in numbers])
-            (found,) = forward_only(
+            (values,) = forward_only(
                 model.stage, [batch], model.args, groups, read, dtype=model.dtype, shape=lambda b: (len(b.tokens),)
             )
-            scores |= dict(zip(numbers, found.tolist(), strict=True))
+            scores |= dict(zip(numbers, values.tolist(), strict=True))
             on_progress(done / len(batches))
         return scores
 
@@ -50,15 +53,17 @@ def score_documents(
     return [results[i] for i in range(len(documents))]
 
 
-def _batches(documents: Sequence[np.ndarray], budget: ForwardBudget, apart: bool) -> Iterator[list[int]]:
-    """The numbers of the texts of each forward, the longest first. apart: texts of equal length alone share
-    one."""
+def _batches(documents: Sequence[np.ndarray], budget: ForwardBudget, equal_lengths_only: bool) -> Iterator[list[int]]:
+    """Yields batches as lists of indices into `documents`, the longest documents first.
+
+    equal_lengths_only: a batch holds only texts of one length.
+    """
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     batch: list[int] = []
     for i in order:
         width = len(documents[batch[0]]) if batch else 0
-        other = apart and batch and len(documents[i]) != width
-        if batch and (other or not budget.allows(len(batch) + 1, width, len(batch) + 1, branched=False)):
+        other_length = equal_lengths_only and batch and len(documents[i]) != width
+        if batch and (other_length or not budget.allows(len(batch) + 1, width, len(batch) + 1, branched=False)):
             yield batch
             batch = []
         batch.append(i)
@@ -67,14 +72,14 @@ def _batches(documents: Sequence[np.ndarray], budget: ForwardBudget, apart: bool
 
 
 def _batch(documents: Sequence[np.ndarray]) -> Batch:
-    """Texts padded on the right, each the answer of its row."""
+    """Returns a batch of texts padded on the right, one per row, each marked as the answer of its row."""
     width = max(map(len, documents))
     tokens, answers = np.zeros((len(documents), width), np.int64), np.full((len(documents), width), -1, np.int64)
     for row, document in enumerate(documents):
         tokens[row, : len(document)], answers[row, : len(document)] = document, row
-    nothing = torch.zeros(tokens.shape, dtype=torch.int64)
+    empty = torch.zeros(tokens.shape, dtype=torch.int64)
     ids, real = torch.from_numpy(answers), torch.ones(len(documents))
-    return Batch(torch.from_numpy(tokens), nothing, nothing, response_ids=ids, preference_labels=real)
+    return Batch(torch.from_numpy(tokens), empty, empty, method=Responses(ids, real))
 
 
 # -- pairs ---------------------------------------------------------------------------------------------------
@@ -82,9 +87,11 @@ def _batch(documents: Sequence[np.ndarray]) -> Batch:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Pairs of which the model is about equally sure. predicted: the mean probability, from 0.5 on, that the
-    answer with the higher score is the better one; observed: the share of them in which it was the chosen
-    one; count: how many they are."""
+    """Pairs for which the reward model predicts similar probabilities.
+
+    predicted: the mean probability, at least 0.5, that the answer with the higher score is better. observed:
+        the share of pairs in which that answer was the chosen one. count: number of pairs.
+    """
 
     predicted: float
     observed: float
@@ -93,9 +100,12 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class PairReport:
-    """What scores of pairs say. margin: the mean of chosen minus rejected; accuracy: the share in which the
-    chosen one has the higher score, a tie counts as wrong; loss: the mean of -log sigmoid(margin);
-    calibration_error: the mean distance of predicted and observed, weighted by pairs."""
+    """Statistics of the scores of pairs.
+
+    margin: mean of the chosen answer's score minus the rejected answer's. accuracy: share of pairs in which
+        the chosen answer has the higher score; a tie counts as wrong. loss: mean of -log sigmoid(margin).
+        calibration_error: mean over bins of the distance between predicted and observed, weighted by pairs.
+    """
 
     pairs: int
     accuracy: float
@@ -112,15 +122,18 @@ class PairReport:
 
 
 def report_pairs(chosen: Sequence[float], rejected: Sequence[float], bins: int = 10) -> PairReport:
-    """The report on pairs with these scores. bins: of equal width, over probabilities from 0.5 to 1; those
-    without pairs are left out."""
+    """Returns statistics of pairs. chosen, rejected: the scores of the two answers of each pair.
+
+    bins: number of calibration bins, of equal width over probabilities from 0.5 to 1; empty bins are left
+        out.
+    """
     margins = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
     sure, right = 1 / (1 + np.exp(-np.abs(margins))), margins > 0
     places = np.minimum(((sure - 0.5) * 2 * bins).astype(int), bins - 1)
-    found = []
+    bin_reports = []
     for place in np.unique(places):
-        inside = places == place
-        found.append(CalibrationBin(float(sure[inside].mean()), float(right[inside].mean()), int(inside.sum())))
-    error = sum(abs(one.predicted - one.observed) * one.count for one in found) / max(1, len(margins))
+        in_bin = places == place
+        bin_reports.append(CalibrationBin(float(sure[in_bin].mean()), float(right[in_bin].mean()), int(in_bin.sum())))
+    error = sum(abs(report.predicted - report.observed) * report.count for report in bin_reports) / max(1, len(margins))
     loss = float(np.logaddexp(0, -margins).mean())
-    return PairReport(len(margins), float(right.mean()), float(margins.mean()), loss, error, tuple(found))
+    return PairReport(len(margins), float(right.mean()), float(margins.mean()), loss, error, tuple(bin_reports))

@@ -27,9 +27,13 @@ _LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
 
 @dataclass(frozen=True)
 class ScoredLine:
-    """Of the output, one for each of the input. tokens: those that are scored, of the completion or the whole
-    text; logprobs: of each, in nats, null where skipped; greedy: whether all of them were the most likely;
-    message: what was cut or skipped."""
+    """The output for one line of the input.
+
+    tokens: the scored tokens, of the completion or the full text.
+    logprobs: of each token, in nats; null if the line was skipped.
+    greedy: whether every token was the model's most likely one.
+    message: says what was truncated or skipped.
+    """
 
     tokens: list[int]
     logprobs: list[float] | None
@@ -40,23 +44,23 @@ class ScoredLine:
 
 
 def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
-    """Score the lines of `sample_input_file` into `file`; an interrupted call goes on. All ranks call it
-    together.
+    """Scores the lines of `sample_input_file` into `file`. An interrupted call is resumed by the next.
 
-    A line is {"text"}, all of whose tokens are scored, the first after the token that begins a document, or
-    {"prompt", "completion"}. Raises ConfigError for lines that are something else.
+    In a line {"text": ...} every token is scored, the first after the token that begins a document. In a line
+    {"prompt": ..., "completion": ...} the completion is scored. All ranks call it together. Raises
+    ConfigError for other lines.
     """
     args, groups = model.args, model.groups
     source = Path(str(args.sample_input_file))
     total = on_rank_zero(groups, lambda: _check(args, source))
     fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, [source]))
     growing = partial_file(file, fingerprint) if groups.world_rank == 0 else file
-    done = on_rank_zero(groups, lambda: _whole_lines(growing))
+    done = on_rank_zero(groups, lambda: _count_complete_lines(growing))
     if done:
         logger.info(f"{file}: going on after {done} of {total} lines")
     inputs = islice(_lines(args, source), done, None) if groups.world_rank == 0 else iter(())
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
-    with ProgressBar("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as progress:
+    with ProgressBar("scoring", total, "line", logger, done=done, visible=groups.world_rank == 0) as progress:
         while done < total:
             texts = on_rank_zero(groups, lambda: _requests(inputs, model, _LINES_AT_ONCE * groups.size("data")))
             report = partial(progress.advance_to_share, done, len(texts))
@@ -88,7 +92,7 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _check(args: NeoXArgs, file: Path) -> int:
-    """How many lines there are, all of them good."""
+    """Returns the number of lines to score. Raises ConfigError if a line is invalid or the file has none."""
     try:
         total = sum(1 for _ in _lines(args, file))
     except OSError as cause:
@@ -96,12 +100,12 @@ def _check(args: NeoXArgs, file: Path) -> int:
     except UnicodeDecodeError as cause:
         raise args.error("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     if not total:
-        raise args.error("sample_input_file", f"{file}: holds no lines")
+        raise args.error("sample_input_file", f"{file}: holds no texts to score; write one JSON object a line")
     return total
 
 
-def _whole_lines(file: Path) -> int:
-    """Lines of a file that was being written; half a line is cut off."""
+def _count_complete_lines(file: Path) -> int:
+    """Returns the number of complete lines of a partial file, and removes an incomplete last line."""
     if not file.is_file():
         return 0
     with open(file, "rb+") as opened:
@@ -114,7 +118,8 @@ def _whole_lines(file: Path) -> int:
 
 
 def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count: int) -> list[list[ScoreRequest]]:
-    """Of the next lines: one for each, several for a long text."""
+    """Returns the requests of each of the next `count` lines: one for a line, or several if its text is
+    long."""
     rows = [row for _, row in islice(inputs, count)]
     return [
         _windows(row["text"], model) if "text" in row else [_pair(row["prompt"], row["completion"], model.tokenizer)]
@@ -123,23 +128,24 @@ def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count:
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """What a document's first token comes after."""
+    """Returns the token that stands before the first token of a document: BOS, or end-of-document if there is
+    no BOS."""
     return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
 
 
 def _windows(text: str, model: Model) -> list[ScoreRequest]:
-    tokens, first = model.tokenizer.tokenize(text), first_token(model.tokenizer)
-    begun = len(tokens) > 1 and tokens[0] == first  # by the tokenizer itself
-    return rolling_windows(tokens[begun:], first, model.positions)
+    tokens, prefix = model.tokenizer.tokenize(text), first_token(model.tokenizer)
+    has_prefix = len(tokens) > 1 and tokens[0] == prefix  # by the tokenizer itself
+    return rolling_windows(tokens[has_prefix:], prefix, model.positions)
 
 
 def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> ScoreRequest:
-    """Tokens of the prompt, and what the completion adds to them; white space between them is the
-    completion's."""
-    kept = prompt.rstrip()
-    context = tokenizer.tokenize(kept) if kept else []
-    whole = tokenizer.tokenize(prompt + completion)
-    return context or [first_token(tokenizer)], whole[len(context) :]
+    """Returns the tokens of the prompt and of the completion. White space between them belongs to the
+    completion."""
+    stripped = prompt.rstrip()
+    context = tokenizer.tokenize(stripped) if stripped else []
+    tokens = tokenizer.tokenize(prompt + completion)
+    return context or [first_token(tokenizer)], tokens[len(context) :]
 
 
 def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore]) -> ScoredLine:
@@ -149,10 +155,14 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
             tokens, None, None, None, False, "skipped: longer than the model's positions (eval_overlong: skip)"
         )
     logprobs = [value for score in scored for value in score.logprobs]
-    cut = sum(score.truncated for score in scored)
-    message = f"the first {cut} tokens of the prompt were left out: longer than the model's positions" if cut else None
+    num_truncated = sum(score.truncated for score in scored)
+    message = (
+        f"the first {num_truncated} tokens of the prompt were left out: longer than the model's positions"
+        if num_truncated
+        else None
+    )
     total = math.fsum(logprobs)
-    greedy = all(is_greedy for one in scored for is_greedy in one.greedy)
+    greedy = all(is_greedy for text_score in scored for is_greedy in text_score.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))
     return ScoredLine(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
 

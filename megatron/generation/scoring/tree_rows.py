@@ -12,35 +12,40 @@ SHARED, PADDING = 0, -1
 
 @dataclass
 class TreeRow:
-    """A context followed by branches, which all see the context but not each other.
+    """A context followed by branches. Each branch sees the context and itself, not the other branches.
 
-    tokens, positions, branches: one value a column; branches are SHARED for the context, then 1, 2, .. .
-    wanted: the columns whose logits are needed, each with its place among them. picks: (request, places,
-    labels) of each request: which of the wanted logits its tokens are read from, and the tokens.
+    tokens, positions, branches: one value per column; `branches` is SHARED for the context, then 1, 2, ...
+    logit_columns: each column whose logits are needed, with the index of its logits.
+    picks: (request number, indices, labels): the request scores the tokens `labels` with the logits at
+        `indices`.
     """
 
     tokens: list[int]
     positions: list[int]
     branches: list[int]
-    wanted: dict[int, int] = field(default_factory=dict)
+    logit_columns: dict[int, int] = field(default_factory=dict)
     picks: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
 
     @property
     def branched(self) -> bool:
-        """Whether it is more than one text."""
+        """Whether the row has more than one branch."""
         return self.branches[-1] > 1
 
     def begin(self, inputs: Sequence[int], context: int) -> int:
-        """Append a branch behind a context of `context` tokens; the column of its first token."""
-        first, number = len(self.tokens), self.branches[-1] + 1
+        """Appends a branch, and returns the column of its first token.
+
+        inputs: tokens of the branch. context: number of tokens of the context, at which the branch's
+            positions begin.
+        """
+        first_column, number = len(self.tokens), self.branches[-1] + 1
         self.tokens += inputs
         self.positions += range(context, context + len(inputs))
         self.branches += [number] * len(inputs)
-        return first
+        return first_column
 
     def read(self, request: int, columns: Sequence[int], labels: Sequence[int]) -> None:
-        """Note that a request reads the logits of `columns`, at the tokens `labels`."""
-        places = [self.wanted.setdefault(column, len(self.wanted)) for column in columns]
+        """Records that a request scores the tokens `labels` with the logits of `columns`."""
+        places = [self.logit_columns.setdefault(column, len(self.logit_columns)) for column in columns]
         self.picks.append((request, places, list(labels)))
 
 
@@ -51,12 +56,15 @@ def make_tree_rows(
     *,
     branching: bool = True,
 ) -> list[TreeRow]:
-    """The rows of numbered requests, those with texts of equal contexts together, the longest first.
+    """Returns rows for numbered requests, in which requests with the same context share a row.
 
-    A context is run once for all its continuations, and what begins several continuations once, as far as
-    that is less work than running a short context again: hidden_size says what a token costs. apart_above:
-    texts longer than that stay alone. branching: False for models with states, whose rows are one text each:
-    only continuations that begin another one are read from its row.
+    A context is repeated in another row if that costs less than attention between its branches. Rows with
+    several branches come first. Among the others, and among them, the longest come first.
+
+    hidden_size: of the model, from which the cost is computed.
+    apart_above: requests with more tokens get rows of their own.
+    branching: False for models with Mamba states: a row holds one branch. Continuations share it if one is
+        the beginning of the other.
     """
     groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     rows: list[TreeRow] = []
@@ -77,13 +85,13 @@ def _rows_of(
     foreign = 3 * hidden_size * len(context)
     row = _context(context)
     for inputs, owners in _branches(members):
-        others = len(row.tokens) - len(context)
-        if others * len(inputs) > foreign or (others and not branching):
+        num_branch_tokens = len(row.tokens) - len(context)
+        if num_branch_tokens * len(inputs) > foreign or (num_branch_tokens and not branching):
             yield row
             row = _context(context)
-        first = row.begin(inputs, len(context))
+        first_column = row.begin(inputs, len(context))
         for number, continuation in owners:
-            columns = [len(context) - 1, *range(first, first + len(continuation) - 1)]
+            columns = [len(context) - 1, *range(first_column, first_column + len(continuation) - 1)]
             row.read(number, columns[: len(continuation)], continuation)
     yield row
 
@@ -95,8 +103,11 @@ def _context(tokens: tuple[int, ...]) -> TreeRow:
 def _branches(
     members: list[tuple[int, Sequence[int]]],
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]]:
-    """(tokens to run, the continuations read from them): a continuation without its last token; what begins
-    another one is not run again."""
+    """Yields each branch as (input tokens, numbered continuations that are scored in it).
+
+    The input tokens are a continuation without its last token. A continuation that is the beginning of
+    another shares its branch.
+    """
     ordered = sorted(members, key=lambda member: tuple(member[1][:-1]), reverse=True)
     inputs: tuple[int, ...] | None = None
     owners: list[tuple[int, Sequence[int]]] = []
@@ -112,16 +123,18 @@ def _branches(
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[ScoreRequest]:
-    """Requests whose continuations are all of `tokens`, each once, after as much context as the positions
-    leave; the first ones after `prefix` alone (lm-eval's windows of context length 1, disjoint)."""
+    """Returns requests that score each of `tokens` once, with as much context as the positions leave.
+
+    The first window has only `prefix` as context (lm-eval's disjoint windows of context length 1).
+    """
     windows: list[ScoreRequest] = []
-    begun = 0
-    while begun < len(tokens):
-        end = min(begun + positions, len(tokens))
-        if begun == 0:
+    start = 0
+    while start < len(tokens):
+        end = min(start + positions, len(tokens))
+        if start == 0:
             windows.append(([prefix], list(tokens[:end])))
         else:
-            first = end - positions - 1
-            windows.append((list(tokens[first:begun]), list(tokens[begun:end])))
-        begun = end
+            context_start = end - positions - 1
+            windows.append((list(tokens[context_start:start]), list(tokens[start:end])))
+        start = end
     return windows

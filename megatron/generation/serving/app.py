@@ -34,8 +34,10 @@ _LOG = logging.getLogger("megatron")
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints need. seconds: how long a request may take; updates: whether clients may give the
-    model other weights."""
+    """The objects and settings that the endpoints share.
+
+    seconds: how long a request may take. updates: whether clients may replace the model's weights.
+    """
 
     queue: RequestQueue
     access: AccessControl
@@ -46,8 +48,8 @@ class Service:
 
 
 def build_app(service: Service) -> Starlette:
-    """The application with `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/v1/update_weights` and
-    `/health`."""
+    """Returns the application with `/v1/completions`, `/v1/chat/completions`, `/v1/models`,
+    `/v1/update_weights` and `/health`."""
     parser, created = service.parser, int(time.time())
 
     def described(name: str) -> dict[str, Any]:
@@ -75,11 +77,11 @@ def build_app(service: Service) -> Starlette:
     async def update_weights(request: Request) -> Response:
         service.access.check(request)
         if not service.updates:
-            raise APIError(403, "this server keeps its weights; let others replace them by serve_weight_updates: true")
+            raise APIError(403, "this server refuses new weights; start it with serve_weight_updates: true to allow it")
         if len(parser.names) > 1:
-            raise APIError(409, "the weights below adapters that are served by name cannot be replaced (adapter)")
-        asked = parse_update(await service.access.read_body(request))
-        async with fetched(asked) as update:
+            raise APIError(409, "weights cannot be replaced on a server with named adapters (adapter: NAME=PATH)")
+        body = parse_update(await service.access.read_body(request))
+        async with fetched(body) as update:
             with service.queue.submit([update]) as stream:
                 async for _ in stream.events(service.seconds):
                     pass
@@ -107,10 +109,10 @@ def build_app(service: Service) -> Starlette:
 
 
 class GenerationEndpoint:
-    """An endpoint that generates text, whole or as server-sent events.
+    """An endpoint that returns generated text in one response, or streams it as server-sent events.
 
-    It is an ASGI application and no function, so that its jobs end with the response, whichever way that
-    ends.
+    It is an ASGI application, not a function, so that it can cancel its jobs whenever the response ends, also
+    when the client disconnects.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class GenerationEndpoint:
                 async with asyncio.timeout(service.seconds + _SLOW_CLIENT_S):
                     await streamed(scope, receive, send)
             except TimeoutError:
-                _LOG.warning(f"{builder.id}: the client did not read its answer")
+                _LOG.warning(f"{builder.id}: cut off, because the client read its answer too slowly")
 
     async def _response(self, builder: ResponseBuilder, stream: EventStream) -> dict[str, Any]:
         async for index, event in stream.events(self.service.seconds):
@@ -164,12 +166,13 @@ class GenerationEndpoint:
 
 
 def _version(number: int | None) -> dict[str, int]:
-    """How answers name weights that the server was given; those that it began with have no number."""
+    """Returns the response field {"weight_version": number}; {} for the weights that the server started with
+    (None)."""
     return {} if number is None else {"weight_version": number}
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Wait for the client to go away; its body has been read."""
+    """Returns when the client disconnects. The request's body must have been read."""
     try:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -178,7 +181,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _unless(stop: Any, work: Any) -> Any:
-    """The result of awaiting `work`; None if `stop` ends first."""
+    """Awaits `work` and returns its result. If `stop` ends first, it cancels `work` and returns None."""
     tasks = [asyncio.ensure_future(stop), asyncio.ensure_future(work)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -202,5 +205,5 @@ async def _on_http_exception(request: Request, problem: Exception) -> Response:
 
 
 async def _on_exception(request: Request, problem: Exception) -> Response:
-    error = APIError(500, "the server failed at this request; its log says how")
+    error = APIError(500, "the server failed at this request; see the server's log")
     return JSONResponse(error.body(), error.status, error.headers())

@@ -1,4 +1,4 @@
-"""Which clients are let in, and how much of a request's body is read."""
+"""Authenticates clients, and limits the size of a request's body."""
 
 import asyncio
 import hmac
@@ -14,11 +14,11 @@ _OVERRUN = 8  # a body this much longer than allowed is still read to its end, s
 
 @dataclass(frozen=True)
 class AccessControl:
-    """Checks of a request before it is parsed.
+    """Checks a request before it is parsed.
 
-    token: clients must send `Authorization: Bearer TOKEN`. None asks for no token, and accepts only names of
-    this machine as Host, so that a page in a browser cannot reach a server on loopback by a name of its own
-    (DNS rebinding). body_bytes, body_seconds: limits of a request's body.
+    token: clients must send `Authorization: Bearer TOKEN`. None: no token is needed, but the Host header must
+        name this machine: else a web page could reach a loopback server under a foreign name (DNS rebinding).
+    body_bytes, body_seconds: most bytes of a request's body, and seconds for its arrival.
     """
 
     token: str | None
@@ -26,17 +26,18 @@ class AccessControl:
     body_seconds: float
 
     def check(self, request: Request) -> None:
-        """Raise APIError 401 for a missing or wrong token, 403 for a foreign Host."""
+        """Raises APIError 401 for a missing or wrong token, 403 for a Host header that is not this
+        machine."""
         if self.token is None:
             if not _is_loopback(host := request.headers.get("host", "")):
                 raise APIError(403, f"Host: {host!r} is not this machine; use localhost or 127.0.0.1")
             return
         authorization = request.headers.get("authorization", "")
         if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
-            raise APIError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+            raise APIError(401, "a token is needed: send Authorization: Bearer TOKEN", code="invalid_api_key")
 
     async def read_body(self, request: Request) -> bytes:
-        """The body. Raises APIError when it is too long (413), too slow (408) or not declared as JSON
+        """Returns the body. Raises APIError when it is too long (413), too slow (408) or not declared as JSON
         (415)."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":  # browsers ask before they send this elsewhere
@@ -52,7 +53,7 @@ class AccessControl:
                         break
         except TimeoutError:
             raise APIError(
-                408, f"the body was not there after {self.body_seconds:g} s (serve_body_timeout_s)"
+                408, f"the body did not arrive within {self.body_seconds:g} s (serve_body_timeout_s)"
             ) from None
         if size > self.body_bytes:
             raise APIError(413, f"the body is longer than {self.body_bytes} bytes (serve_max_body_bytes)")
@@ -60,7 +61,8 @@ class AccessControl:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header, with or without a port, names this machine."""
+    """Returns whether a Host header, with or without a port, names this machine: localhost or a loopback
+    address."""
     name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
     try:
         return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback

@@ -22,8 +22,11 @@ TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 @dataclass(frozen=True)
 class ServerSocket:
-    """socket: bound, but not listening yet; token: the bearer token that clients must send, None: no
-    token."""
+    """The socket of the server.
+
+    socket: bound to its address, but not listening yet.
+    token: the bearer token that clients must send; None: no token.
+    """
 
     socket: socket.socket
     token: str | None
@@ -36,11 +39,11 @@ class ServerSocket:
 
 
 def open_server_socket(args: NeoXArgs) -> ServerSocket:
-    """A socket bound to `serve_host` and `serve_port`, and the token of `serve_token_file` or
+    """Binds a socket to `serve_host` and `serve_port`, and reads the token of `serve_token_file` or
     NEOX_SERVE_TOKEN.
 
-    Raises ConfigError for an address that is taken or not of this machine, and for one that other machines
-    reach without a token.
+    Raises ConfigError if the address is taken or not this machine's, or if other machines can reach it and
+    there is no token.
     """
     token = _find_token(args)
     return ServerSocket(_bind(args, token is not None), token)
@@ -60,11 +63,11 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as cause:
-        raise args.error("serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
+        raise args.error("serve_host", f"{host}: is not an address of this machine ({cause.strerror})") from cause
     if not has_token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise args.error(
-            "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
-            f"{TOKEN_VARIABLE} or serve_token_file, or leave serve_host at 127.0.0.1",
+            "serve_host", f"{host}: other machines can reach this address, so a token is needed; set serve_token_file "
+            f"or the environment variable {TOKEN_VARIABLE}, or leave serve_host at 127.0.0.1",
         )  # fmt: skip
     bound = socket.socket(family, kind)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,8 +80,11 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
 
 
 class _HeaderTimeoutProtocol(H11Protocol):
-    """HTTP/1.1 of uvicorn that closes a connection whose next request header is not whole `seconds` after the
-    client connected, or after the first byte that followed its last request."""
+    """uvicorn's HTTP/1.1 protocol, which also closes connections that take too long to send a request header.
+
+    The header must be complete `seconds` after the client connected, or after the first byte that followed
+    its last request.
+    """
 
     def __init__(self, seconds: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,12 +115,14 @@ class _HeaderTimeoutProtocol(H11Protocol):
 
 
 class HTTPServerThread:
-    """An ASGI application served by a thread with an event loop of its own."""
+    """A thread that serves an ASGI application by HTTP, with an event loop of its own."""
 
     def __init__(self, bound: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
-        """Start the thread and wait until it listens on `bound`. on_end: called when the thread ends, also by
-        itself. header_seconds: within which a request's header must have come. Raises OSError when it cannot
-        listen."""
+        """Starts the thread and waits until it listens on `bound`. Raises OSError if it cannot listen.
+
+        on_end: called in the thread when it ends, by `close` or an error. header_seconds: time limit for a
+            request's header.
+        """
         config = uvicorn.Config(
             app, http=partial(_HeaderTimeoutProtocol, header_seconds),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
@@ -139,12 +147,12 @@ class HTTPServerThread:
         self._on_end()
 
     def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Let the thread's event loop call `work(*arguments)`; returns at once."""
+        """Makes the thread's event loop call `work(*arguments)`, and returns without waiting for the call."""
         self.loop.call_soon_threadsafe(work, *arguments)
 
     def close(self) -> None:
-        """Finish the responses under way and end the thread. Raises what the thread failed with, if it
-        did."""
+        """Ends the thread. Running responses have 5 s to finish. Raises the exception that the thread failed
+        with, if any."""
         self._server.should_exit = True
         self._thread.join(timeout=10)
         if self.problem is not None:

@@ -1,5 +1,8 @@
-"""The serving loop of all ranks: rank 0 broadcasts what is new, every data-parallel replica takes a step of
-its batcher, and the events come back to rank 0."""
+"""The serving loop of all ranks.
+
+Rank 0 broadcasts new commands, every data-parallel replica runs a step of its batcher, and rank 0 gathers the
+events.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,24 +23,25 @@ HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class StepOutcomes(NamedTuple):
-    """What a step of a replica brought: (job id, outcome) pairs, and how busy the replica is after it."""
+    """The result of a replica's step: (job id, outcome) pairs, and the replica's load after it."""
 
     outcomes: list[tuple[int, Outcome]]
     load: Load
 
 
 class CommandSource(Protocol):
-    """What the loop needs of rank 0: commands before each step, and somewhere for its results."""
+    """Rank 0's interface to the loop: it gives the commands of each step and receives the results."""
 
     def next_commands(self) -> list[StepCommands] | None:
-        """The commands of each replica for the next step; None ends the loop."""
+        """Returns the commands for the next step, one `StepCommands` for each replica; None ends the loop."""
 
     def deliver(self, results: Sequence[StepOutcomes]) -> None:
-        """Take in the results of a step, one of each replica."""
+        """Receives the results of a step, one for each replica."""
 
 
 class RankChannel:
-    """Messages between rank 0 and the others, over gloo whatever the model uses: they lie in host memory."""
+    """Sends commands from rank 0 to all ranks, and results back to rank 0. It uses gloo, because they are in
+    host memory."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -52,7 +56,7 @@ class RankChannel:
             self._first_ranks = group if groups.world_rank in first_ranks else None
 
     def broadcast(self, commands: list[StepCommands] | None) -> list[StepCommands] | None:
-        """Rank 0's commands, on every rank; what other ranks pass is ignored."""
+        """Sends rank 0's commands to all ranks and returns them. The argument of other ranks is ignored."""
         if self._all_ranks is None:
             return commands
         box = [commands]
@@ -60,8 +64,8 @@ class RankChannel:
         return box[0]
 
     def gather(self, result: StepOutcomes) -> list[StepOutcomes]:
-        """On rank 0 the results of all replicas, in order; all ranks call it, the others get what is of no
-        use."""
+        """Returns the results of all replicas, in order, on rank 0. All ranks call it. Ranks other than 0
+        must ignore the returned value."""
         if self._first_ranks is None:
             return [result]
         gathered: list[StepOutcomes] | None = None
@@ -72,8 +76,8 @@ class RankChannel:
 
 
 class Replica:
-    """A batcher whose requests are known by job ids, which all replicas share, instead of its own request
-    ids."""
+    """Runs the batcher of one data-parallel replica. Job ids, unique over all replicas, identify its
+    requests."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -81,8 +85,11 @@ class Replica:
         self.request_ids: dict[int, int] = {}  # by job id
 
     def step(self, commands: StepCommands) -> StepOutcomes:
-        """Load, add and cancel what the commands say, then take a step. Raises CheckpointError when logits
-        are not numbers."""
+        """Executes the commands, then takes a step of the batcher if it is busy.
+
+        Requests that cannot be served and weights that cannot be loaded become rejections. Raises
+        CheckpointError for NaN logits.
+        """
         outcomes: list[tuple[int, Outcome]] = [(job_id, self._load(update)) for job_id, update in commands.updates]
         for job_id, request in commands.new:
             try:
@@ -112,7 +119,10 @@ class Replica:
 
 
 def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSource | None) -> None:
-    """Take steps until the source, which only rank 0 has, ends the loop; all ranks call it together."""
+    """Runs steps on all ranks until `source.next_commands` returns None. All ranks call it together.
+
+    source: gives rank 0 the commands; None on other ranks.
+    """
     while True:
         commands = channel.broadcast(source.next_commands() if source is not None else None)
         if commands is None:
@@ -123,8 +133,10 @@ def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSour
 
 
 class Dispatcher:
-    """Rank 0's `CommandSource`: each job goes to the replica with the fewest. New weights wait until no job
-    runs, and jobs that come after them wait for them. After `stop`, jobs that run may end in time."""
+    """Rank 0's `CommandSource`. It gives each job to the replica with the fewest jobs.
+
+    A weight update waits until no job runs, and later jobs wait for it.
+    """
 
     def __init__(
         self,
@@ -133,8 +145,8 @@ class Dispatcher:
         shutdown_seconds: float,
         log: Callable[[str], None],
     ) -> None:
-        """take: `RequestQueue.take`, which waits up to the seconds it is given. shutdown_seconds: how long
-        jobs may run on after `stop`."""
+        """take: `RequestQueue.take`. shutdown_seconds: how long jobs may run on after `stop`. log: called
+        with a line about throughput from time to time."""
         self.take, self.shutdown_seconds, self.log = take, shutdown_seconds, log
         self.on_outcomes: Callable[[list[tuple[int, Outcome]], Load], None] = lambda outcomes, load: None
         self.jobs_of_replica: list[set[int]] = [set() for _ in range(replicas)]
@@ -145,8 +157,7 @@ class Dispatcher:
         self.last_log_time = time.monotonic()
 
     def stop(self) -> None:
-        """End the loop when no job is left, and after `shutdown_seconds` at the latest; a second call ends it
-        at once."""
+        """Ends the loop when no job runs, or after `shutdown_seconds`. A second call ends it at once."""
         now = time.monotonic()
         self.deadline = now + self.shutdown_seconds if self.deadline is None else now
 
@@ -178,7 +189,8 @@ class Dispatcher:
         self._log_throughput(outcomes, load)
 
     def _log_throughput(self, outcomes: Sequence[tuple[int, Outcome]], load: Load) -> None:
-        """Log a line every `LOG_INTERVAL_S` seconds in which tokens were generated."""
+        """Logs a line about throughput every `LOG_INTERVAL_S` seconds, if tokens were generated since the
+        last line."""
         events = [outcome for _, outcome in outcomes if isinstance(outcome, Event)]
         self.ended_texts += sum(event.finish_reason in ("stop", "length") for event in events)
         self.tokens += sum(len(event.tokens) for event in events)

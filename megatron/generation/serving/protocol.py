@@ -1,5 +1,7 @@
-"""The bodies of requests: the fields of OpenAI's API that are honoured, a few that vLLM added, and no field
-that would be ignored in silence."""
+"""The bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
+
+No field is silently ignored.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def _as_list(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, texts, token ids or lists of them, as a list of texts and lists."""
+    """Returns the field `prompt` as a list of prompts, each a text or a list of token ids. Raises
+    ValueError."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -48,7 +51,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return [value]
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return list(value)
-    raise ValueError("expected a text, a list of texts, token ids, or a list of lists of token ids, none of them empty")
+    raise ValueError("expected a text, a list of token ids, or a list of texts or of such lists; none of them empty")
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -56,7 +59,8 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _messages(value: Any) -> list[Message]:
-    """Messages as all that gives a model conversations reads them. Raises ValueError."""
+    """Parses the messages of a request, by the rules for conversations in training data. Raises ValueError,
+    also for unknown fields."""
     messages = conversation(value, "messages")
     for number, message in enumerate(messages):
         unknown = message.keys() - _MESSAGE_FIELDS
@@ -66,8 +70,8 @@ def _messages(value: Any) -> list[Message]:
 
 
 class _StrictModel(BaseModel):
-    """A model whose fields are not converted (`"1"` is no number); a field that is null counts as not
-    sent."""
+    """A pydantic model whose fields are not converted (`"1"` is not a number). A field that is null counts as
+    not sent."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -83,9 +87,11 @@ class StreamOptions(_StrictModel):
 
 
 class _SamplingRequest(_StrictModel):
-    """The fields that both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos,
-    min_tokens, stop_token_ids and return_token_ids are vLLM's, logprobs_mode is so as an option of its
-    server."""
+    """The fields that completion and chat requests have in common.
+
+    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids and return_token_ids are vLLM's;
+    logprobs_mode is an option of vLLM's server.
+    """
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -110,7 +116,8 @@ class _SamplingRequest(_StrictModel):
     return_token_ids: bool = False
 
     def sampling_params(self) -> SamplingParams:
-        """How tokens are chosen; top_p 0 is OpenAI's way to ask for the most likely token."""
+        """Returns the sampling parameters. With top_p 0 the most likely token is chosen, as in OpenAI's
+        API."""
         return SamplingParams(
             temperature=self.temperature if self.top_p > 0 else 0.0,
             top_k=max(0, self.top_k),
@@ -131,7 +138,7 @@ class CompletionRequest(_SamplingRequest):
 
     @property
     def completion_limit(self) -> int:
-        """Tokens to generate at most."""
+        """The most tokens to generate."""
         return self.max_tokens
 
 
@@ -147,12 +154,13 @@ class ChatCompletionRequest(_SamplingRequest):
 
     @property
     def completion_limit(self) -> int | None:
-        """Tokens to generate at most; None: as many as the model's positions allow."""
+        """The most tokens to generate; None: as many as the model's positions allow."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def settings(self) -> TemplateSettings:
-        """What the template gets beside the messages. Raises DataError for tools that are none."""
+        """The request's tools and `chat_template_kwargs`, for the chat template. Raises DataError for invalid
+        tools."""
         return template_settings({"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs})
 
 
@@ -160,8 +168,8 @@ B = TypeVar("B", bound=_SamplingRequest)
 
 
 def parse_body(kind: type[B], content: bytes) -> B:
-    """The body of a request as `kind`. Raises APIError, which names the field that is wrong or not
-    supported."""
+    """Parses and checks the body of a request. kind: the class to return it as. Raises APIError, which names
+    the field that is wrong or not supported."""
     try:
         body = kind.model_validate_json(content)
     except ValidationError as problem:
@@ -178,8 +186,8 @@ def parse_body(kind: type[B], content: bytes) -> B:
         if body.tools and body.tool_choice != "none":
             raise APIError(
                 400,
-                "tools: this server takes no calls out of answers; with tool_choice: none the model sees the tools, "
-                "and a call is text of its answer",
+                "tools: this server does not parse tool calls; with tool_choice: none the model sees the tools, and "
+                "its calls are text of the answer",
                 param="tools",
                 code="unsupported_parameter",
             )
@@ -189,12 +197,12 @@ def parse_body(kind: type[B], content: bytes) -> B:
 
 
 def _first_error(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
-    """The first mistake that pydantic found, under the path of its field."""
-    first = problem.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid" or not first["loc"]:
-        return APIError(400, f"the body is not a JSON object: {first['msg']}", code="invalid_json")
-    place = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
+    """Returns the first error that pydantic found, as an APIError that names the field."""
+    error = problem.errors(include_url=False, include_input=False)[0]
+    if error["type"] == "json_invalid" or not error["loc"]:
+        return APIError(400, f"the body is not a JSON object: {error['msg']}", code="invalid_json")
+    place = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing":
         message = "is required"
-    return APIError(400, f"{place}: {message}", param=str(first["loc"][0]))
+    return APIError(400, f"{place}: {message}", param=str(error["loc"][0]))

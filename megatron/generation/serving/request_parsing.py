@@ -15,24 +15,31 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """An HTTP request, understood. requests: `body.n` of the batcher for each prompt, in order; prompt_texts:
-    the text of each prompt where it is echoed, else empty."""
+    """A parsed HTTP request.
+
+    requests: `body.n` requests of the batcher for each prompt, in order.
+    prompt_texts: the text of each prompt if the response repeats it (`echo`), else empty.
+    """
 
     body: CompletionRequest | ChatCompletionRequest
     requests: Sequence[Request]
     prompt_texts: Sequence[str]
 
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Returns the total number of tokens of the prompts. A prompt counts once, whatever `n` is."""
         return sum(len(request.tokens) for request in self.requests[:: self.body.n])
 
 
 @dataclass(frozen=True)
 class RequestParser:
-    """HTTP bodies as requests of the batcher. names: of models, the base's first, then one for each of the
-    adapters over it, in the order of their numbers (`Request.adapter`). positions, stop_token_ids: of the
-    model. chat: None without a template; no_template_reason: why there is none, for clients that send
-    conversations."""
+    """Parses HTTP bodies into requests of the batcher.
+
+    names: of the models that clients can name: the base model first, then its adapters by number
+        (`Request.adapter`).
+    positions, stop_token_ids: of the model.
+    chat: the chat template; None: there is none.
+    no_template_reason: why there is no template, for clients that send conversations.
+    """
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -42,11 +49,11 @@ class RequestParser:
     no_template_reason: str = ""
 
     def completion(self, content: bytes) -> ParsedRequest:
-        """A request of `/v1/completions` from its body. Raises APIError."""
+        """Parses the body of a request to `/v1/completions`. Raises APIError."""
         body = parse_body(CompletionRequest, content)
         self._check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
-            raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
+            raise APIError(400, "max_tokens: 0 is allowed only with echo: true", param="max_tokens")
         self._check_ids("prompt", (token for ids in body.prompt if not isinstance(ids, str) for token in ids))
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         tokenized = iter(self.tokenizer.tokenize_batch(texts))
@@ -59,7 +66,7 @@ class RequestParser:
         return self._parsed(body, prompts, prompt_texts, body.logprobs, prompt_logprobs, self.stop_token_ids)
 
     def chat_completion(self, content: bytes) -> ParsedRequest:
-        """A request of `/v1/chat/completions` from its body. Raises APIError."""
+        """Parses the body of a request to `/v1/chat/completions`. Raises APIError."""
         body = parse_body(ChatCompletionRequest, content)
         self._check_model(body.model)
         if self.chat is None:
@@ -108,15 +115,18 @@ class RequestParser:
         return ParsedRequest(body, requests, prompt_texts)
 
     def _completion_tokens(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
-        """How many tokens may be generated after a prompt of `length` tokens. Raises APIError where they do
-        not fit."""
+        """Returns how many tokens may be generated after a prompt of `length` tokens.
+
+        Raises APIError if prompt and requested tokens exceed the model's positions, or if `min_tokens` is too
+        large.
+        """
         room = self.positions - length
         limit = room if body.completion_limit is None else body.completion_limit
         if limit > room or room < 1 and body.completion_limit is None:
-            asked = "" if body.completion_limit is None else f", and {body.completion_limit} more are asked for"
+            requested = "" if body.completion_limit is None else f", and {body.completion_limit} more are asked for"
             raise APIError(
                 400,
-                f"the model has {self.positions} positions; the prompt has {length} tokens{asked}. Shorten it"
+                f"the model has {self.positions} positions; the prompt has {length} tokens{requested}. Shorten it"
                 + ("" if body.completion_limit is None else " or ask for fewer"),
                 param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
                 code="context_length_exceeded",
@@ -124,7 +134,7 @@ class RequestParser:
         if body.min_tokens > limit:
             raise APIError(
                 400,
-                f"min_tokens: {body.min_tokens} is more than the {limit} that are written at most",
+                f"min_tokens: {body.min_tokens} is more than the {limit} tokens that this answer may have",
                 param="min_tokens",
             )
         return limit
@@ -133,12 +143,12 @@ class RequestParser:
         wrong = next((token for token in tokens if not 0 <= token < self.tokenizer.vocab_size), None)
         if wrong is not None:
             last = self.tokenizer.vocab_size - 1
-            raise APIError(400, f"{name}: {wrong} is no token id; they go from 0 to {last}", param=name)
+            raise APIError(400, f"{name}: {wrong} is not a token id; token ids are 0 to {last}", param=name)
 
     def _check_model(self, name: str) -> None:
         if name not in self.names:
             raise APIError(404, self.no_model(name), param="model", code="model_not_found")
 
     def no_model(self, name: str) -> str:
-        """What to tell a client that asks for a model that is not here."""
-        return f"there is no model {name!r} here, but {', '.join(map(repr, self.names))}"
+        """Returns the message to a client that requests an unknown model."""
+        return f"there is no model {name!r} here; name {' or '.join(map(repr, self.names))}"

@@ -20,7 +20,7 @@ RETRY_AFTER_S = 2
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a job is not run, or not to its end. status: the HTTP status that the client gets."""
+    """The reason why a job is not run, or is ended early. status: HTTP status for the client."""
 
     reason: str
     status: int = 400
@@ -28,7 +28,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Updated:
-    """The end of a job that gave the model other weights, which have the number `version` from now on."""
+    """The outcome of a job that replaced the weights. version: the number of the new weights."""
 
     version: int
     tokens: tuple[int, ...] = ()
@@ -37,8 +37,10 @@ class Updated:
 
 @dataclass(frozen=True)
 class StepCommands:
-    """What a replica does before its next step. new: (job id, request) to add; cancelled: job ids to cancel;
-    updates: (job id, weights) to load."""
+    """Commands that a replica executes before its next step.
+
+    new: (job id, request) to add. cancelled: job ids to cancel. updates: (job id, weights) to load.
+    """
 
     new: tuple[tuple[int, Request], ...] = ()
     cancelled: tuple[int, ...] = ()
@@ -47,25 +49,28 @@ class StepCommands:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a replica is, or all of them together: requests that run or wait, and blocks of the KV cache.
-    The field names are those of `/health`."""
+    """How busy one replica is, or all together: running and waiting requests, free and total KV-cache blocks.
+    The fields are named as in `/health`."""
 
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
 
-    def __add__(self, other: Load) -> Load:
-        return Load(*map(operator.add, astuple(self), astuple(other)))
+    def __add__(self, load: Load) -> Load:
+        return Load(*map(operator.add, astuple(self), astuple(load)))
 
 
 Outcome = Event | Updated | Rejection
 
 
 class EventStream:
-    """The events of one HTTP request, which is one job for each text it asks for. job_ids: in the order of
-    the requests that `RequestQueue.submit` was given; weight_version: of the weights that the last event came
-    from, None for those that the server began with."""
+    """The events of one HTTP request, which has one job for each text.
+
+    job_ids: in the order of the requests passed to `RequestQueue.submit`.
+    weight_version: version of the weights that generated the last event; None: the weights at the server's
+        start.
+    """
 
     def __init__(self, job_ids: Sequence[int]) -> None:
         self.job_ids = list(job_ids)
@@ -73,9 +78,9 @@ class EventStream:
         self.outcomes: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
 
     async def events(self, seconds: float) -> AsyncIterator[tuple[int, Event]]:
-        """Yield (index of the request, event) as they come, until all jobs have ended.
+        """Yields (index of the request, event) as they come, until all jobs have ended.
 
-        Raises APIError for a job that is rejected, and when not all jobs have ended after `seconds`.
+        Raises APIError if a job is rejected, or if not all jobs have ended after `seconds`.
         """
         index_of = {job_id: i for i, job_id in enumerate(self.job_ids)}
         deadline = asyncio.get_running_loop().time() + seconds
@@ -85,7 +90,7 @@ class EventStream:
                     job_id, outcome = await self.outcomes.get()
             except TimeoutError:
                 raise APIError(
-                    504, f"not done after {seconds:g} s (serve_request_timeout_s); ask for less", code="timeout"
+                    504, f"not done after {seconds:g} s (serve_request_timeout_s); ask for fewer tokens", code="timeout"
                 ) from None
             if isinstance(outcome, Rejection):
                 retry = RETRY_AFTER_S if outcome.status == 503 else None
@@ -97,11 +102,13 @@ class EventStream:
 
 
 class RequestQueue:
-    """Jobs that wait or run, at most `limit`, and where their events go.
+    """Queues jobs, at most `limit` waiting or running, and passes their events to the HTTP thread.
 
-    `submit`, `deliver` and `close` are called in the HTTP thread's event loop, `take` and `wake` in the main
-    thread; signal handlers may call `wake` too. closing: no more requests are accepted; any thread may set
-    it. weight_version: of the last `WeightUpdate`, None before the first.
+    The HTTP thread's event loop calls `submit`, `deliver` and `close`; the main thread calls `take` and
+    `wake`. Signal handlers may call `wake` too.
+
+    closing: whether new requests are refused; any thread may set it.
+    weight_version: version of the last `WeightUpdate`; None before the first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -116,22 +123,22 @@ class RequestQueue:
 
     @contextmanager
     def submit(self, requests: Sequence[Request | WeightUpdate]) -> Iterator[EventStream]:
-        """Queue a job for each request; those that come after a `WeightUpdate` wait for it, and it for those
-        before. Jobs that have not ended when the `with` block is left are cancelled.
+        """Queues a job for each request and yields the stream of their events. On leaving the `with` block,
+        unfinished jobs are cancelled.
 
-        Raises APIError when the server shuts down (503), for more requests than `limit` (400), and when too
-        many jobs wait already (429).
+        A `WeightUpdate` waits for earlier jobs, and later jobs wait for it. Raises APIError while the server
+        shuts down (503), for more requests than `limit` (400), and if too many jobs are queued (429).
         """
         if self.closing:
             raise APIError(503, "the server is shutting down", retry_after=RETRY_AFTER_S)
         if len(requests) > self.limit:
             raise APIError(
-                400, f"{len(requests)} texts in one request; at most {self.limit} are taken (serve_max_requests)"
+                400, f"{len(requests)} texts in one request; at most {self.limit} are allowed (serve_max_requests)"
             )
         if len(self.streams) + len(requests) > self.limit:
             raise APIError(
                 429,
-                f"{len(self.streams)} texts are being written or wait, at most {self.limit} may (serve_max_requests)",
+                f"the server is busy with {len(self.streams)} texts, at most {self.limit} (serve_max_requests)",
                 code="queue_full",
                 retry_after=RETRY_AFTER_S,
             )
@@ -147,7 +154,8 @@ class RequestQueue:
                     self._inbox.put((job_id, None))
 
     def deliver(self, outcomes: Sequence[tuple[int, Outcome]], load: Load) -> None:
-        """Hand each (job id, outcome) of a step to the job's stream; those of cancelled jobs are dropped."""
+        """Hands each (job id, outcome) of a step to the stream of the job's HTTP request. Outcomes of
+        cancelled jobs are dropped."""
         self.load = load
         for job_id, outcome in outcomes:
             if isinstance(outcome, Updated):
@@ -161,16 +169,17 @@ class RequestQueue:
                 del self.streams[job_id]
 
     def close(self, rejection: Rejection) -> None:
-        """Accept nothing more, and end every job with this rejection."""
+        """Refuses new requests, and ends every job with this rejection."""
         self.closing = True
         self.deliver([(job_id, rejection) for job_id in list(self.streams)], Load())
 
     def wake(self) -> None:
-        """Let `take` return at once, though nothing has come in."""
+        """Makes a waiting `take` return at once."""
         self._inbox.put(None)
 
     def take(self, seconds: float) -> StepCommands:
-        """All jobs and cancellations since the last call; waits up to `seconds` for the first of them."""
+        """Returns the jobs, weight updates and cancellations that were queued since the last call. If there
+        are none, it waits for the first, up to `seconds`."""
         new: dict[int, Request] = {}
         updates: list[tuple[int, WeightUpdate]] = []
         cancelled: list[int] = []

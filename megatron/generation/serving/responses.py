@@ -16,12 +16,12 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(content: dict[str, Any]) -> bytes:
-    """A server-sent event with this content as JSON."""
+    """Returns `content` as a server-sent event of JSON."""
     return b"data: " + to_json(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class TokenTexts:
-    """The text of a single token as it stands within a longer text, by id; special tokens by their names."""
+    """Maps a token id to the text that the token adds within a longer text; special tokens to their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -37,20 +37,26 @@ class TokenTexts:
 
 @dataclass
 class _Choice:
-    """What has come of one choice since its last chunk. offset: characters before it, for `text_offset`;
-    begun: a chunk of it was sent already."""
+    """The output of one choice since its last chunk.
+
+    offset: number of characters before this output, for `text_offset`. is_started: whether a chunk of the
+        choice was sent already.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob | None] = field(default_factory=list)
     finish_reason: str | None = None
-    begun: bool = False
+    is_started: bool = False
     offset: int = 0
 
 
 class ResponseBuilder:
-    """The response to one HTTP request: `add` takes events, then `response` gives all of them, or `chunk`
-    after each event what came since the last chunk."""
+    """Builds the response to one HTTP request.
+
+    `add` takes events. `response` returns the full body. When streaming, `chunk` is called after each event,
+    and returns the output since the last chunk.
+    """
 
     prefix = ""  # of ids
     objects = ("", "")  # the field `object` of the response and of its chunks
@@ -63,7 +69,7 @@ class ResponseBuilder:
         self.completion_tokens = 0
 
     def add(self, index: int, event: Event) -> None:
-        """Take in an event of the choice `index`."""
+        """Adds the output of an event to the choice `index`."""
         choice = self.choices[index]
         choice.text += event.text
         choice.tokens += event.tokens
@@ -72,30 +78,31 @@ class ResponseBuilder:
         self.completion_tokens += len(event.tokens)
 
     def response(self) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Returns the body of a response that is not streamed."""
         choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
         return {**self._head(self.objects[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
-        """What came to the choice `index` since its last chunk; None for nothing that a client would see."""
+        """Returns a chunk with the output of the choice `index` since its last chunk; None if there is
+        nothing that a client would see."""
         choice = self.choices[index]
         visible = choice.text or choice.logprobs or choice.finish_reason
         if not (visible or (choice.tokens and self.parsed.body.return_token_ids)):
             return None
         delta = self.delta(index, choice)
-        self.choices[index] = _Choice(begun=True, offset=choice.offset)
+        self.choices[index] = _Choice(is_started=True, offset=choice.offset)
         usage = {"usage": None} if self.parsed.body.stream_options.include_usage else {}
         return {**self._head(self.objects[1]), "choices": [delta], **usage}
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """The chunk after all others, with token counts; None unless `stream_options.include_usage` asks for
-        it."""
+        """Returns the last chunk of a stream, with token counts; None unless `stream_options.include_usage`
+        asks for it."""
         if not self.parsed.body.stream_options.include_usage:
             return None
         return {**self._head(self.objects[1]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Counts of tokens, under OpenAI's names."""
+        """Returns the counts of tokens, under OpenAI's names."""
         prompt = self.parsed.prompt_tokens()
         return {
             "prompt_tokens": prompt,
@@ -104,19 +111,19 @@ class ResponseBuilder:
         }
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """A choice of the whole response."""
+        """Returns a choice of a response that is not streamed, as a JSON object."""
         raise NotImplementedError
 
     def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """A choice of a chunk."""
+        """Returns a choice of a streamed chunk, as a JSON object."""
         raise NotImplementedError
 
     def token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Token ids of the choice where `return_token_ids` asks for them; those of the prompt only in the
-        first chunk."""
+        """Returns the field `token_ids` of a choice, and in its first chunk `prompt_token_ids`; {} unless
+        `return_token_ids` asks for them."""
         if not self.parsed.body.return_token_ids:
             return {}
-        prompt = {} if choice.begun else {"prompt_token_ids": list(self.parsed.requests[index].tokens)}
+        prompt = {} if choice.is_started else {"prompt_token_ids": list(self.parsed.requests[index].tokens)}
         return {**prompt, "token_ids": choice.tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -138,7 +145,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         super().add(index, event)
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        prompt = self.parsed.prompt_texts[index // self.parsed.body.n] if self.echo and not choice.begun else ""
+        prompt = self.parsed.prompt_texts[index // self.parsed.body.n] if self.echo and not choice.is_started else ""
         return {
             "index": index,
             "text": prompt + choice.text,
@@ -153,11 +160,13 @@ class CompletionResponseBuilder(ResponseBuilder):
         if self.count is None:
             return None
         tokens, values, tops, offsets = [], [], [], []
-        for one in choice.logprobs:
-            token = one.token if one is not None else self.parsed.requests[index].tokens[0]  # nothing stands before it
+        for token_logprob in choice.logprobs:
+            token = (
+                token_logprob.token if token_logprob is not None else self.parsed.requests[index].tokens[0]
+            )  # nothing stands before it
             tokens.append(self.texts[token])
-            values.append(None if one is None else max(one.logprob, _LOWEST_LOGPROB))
-            tops.append(self._top(one))
+            values.append(None if token_logprob is None else max(token_logprob.logprob, _LOWEST_LOGPROB))
+            tops.append(self._top(token_logprob))
             offsets.append(choice.offset)
             choice.offset += len(tokens[-1])
         return {
@@ -167,13 +176,13 @@ class CompletionResponseBuilder(ResponseBuilder):
             "text_offset": offsets,
         }
 
-    def _top(self, one: Logprob | None) -> dict[str, float] | None:
-        """Texts of the most likely tokens and of the chosen one; of tokens of the same text the most
-        likely."""
-        if one is None:
+    def _top(self, chosen: Logprob | None) -> dict[str, float] | None:
+        """Returns {token text: log-probability} for the most likely tokens and the chosen one. If tokens have
+        equal texts, the most likely counts."""
+        if chosen is None:
             return None
         logprobs: dict[str, float] = {}
-        for token, logprob in (*one.top, (one.token, one.logprob)):
+        for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):
             logprobs.setdefault(self.texts[token], max(logprob, _LOWEST_LOGPROB))
         return logprobs
 
@@ -185,30 +194,31 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(parsed, model, texts)
         assert isinstance(parsed.body, ChatCompletionRequest)
-        self.wanted, self.count = parsed.body.logprobs, parsed.body.top_logprobs
+        self.with_logprobs, self.count = parsed.body.logprobs, parsed.body.top_logprobs
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"index": index, "message": message, **self._common(index, choice)}
 
     def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
-        role = {} if choice.begun else {"role": "assistant"}
+        role = {} if choice.is_started else {"role": "assistant"}
         return {"index": index, "delta": {**role, "content": choice.text}, **self._common(index, choice)}
 
     def _common(self, index: int, choice: _Choice) -> dict[str, Any]:
-        content = [self._token_logprob(one) for one in choice.logprobs if one is not None]
+        content = [self._token_logprob(logprob) for logprob in choice.logprobs if logprob is not None]
         return {
-            "logprobs": {"content": content, "refusal": None} if self.wanted else None,
+            "logprobs": {"content": content, "refusal": None} if self.with_logprobs else None,
             "finish_reason": choice.finish_reason,
             **self.token_ids(index, choice),
         }
 
-    def _token_logprob(self, one: Logprob) -> dict[str, Any]:
-        top = [self._entry(token, logprob) for token, logprob in one.top[: self.count]]
-        return {**self._entry(one.token, one.logprob), "top_logprobs": top}
+    def _token_logprob(self, chosen: Logprob) -> dict[str, Any]:
+        top = [self._entry(token, logprob) for token, logprob in chosen.top[: self.count]]
+        return {**self._entry(chosen.token, chosen.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token with its log-probability; `bytes` is null for one that is no whole character."""
+        """Returns a token as {"token": text, "logprob", "bytes"}; `bytes` is null if the text is not whole
+        characters."""
         text = self.texts[token]
         utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": utf8}

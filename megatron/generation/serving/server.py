@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, configure_logging, rendezvous_and_check, run_on_each_rank
-from megatron.generation.adapters import with_adapters
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
+from megatron.generation.multi_lora import with_adapters
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run_serving_loop
 from megatron.generation.serving.request_queue import Rejection, RequestQueue
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.values.adapters import served_adapters
+from megatron.neox_arguments.values.lora_settings import served_adapters
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What rank 0 finds out before a model is loaded. names: of `RequestParser`;
-    no_template_reason: what to tell clients that send conversations where `chat` is None."""
+    """Rank 0's preparations, made before the model is loaded.
+
+    names, no_template_reason: as in `RequestParser`. chat: the chat template; None: there is none.
+    """
 
     names: tuple[str, ...]
     server_socket: ServerSocket
@@ -47,10 +49,10 @@ class ServerSetup:
 
 
 def serve(args: NeoXArgs, process: Process) -> None:
-    """Answer HTTP requests until SIGTERM or SIGINT; every rank calls it.
+    """Answers HTTP requests until SIGTERM or SIGINT. All ranks call it together.
 
-    Raises ConfigError for an address, token, template or package that cannot be had, CheckpointError for
-    weights.
+    Raises ConfigError for an address, token, template or package that is not available, CheckpointError for
+    weights that cannot be loaded.
     """
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
@@ -62,18 +64,18 @@ def serve(args: NeoXArgs, process: Process) -> None:
         logger.info(note)
     tokenizer = build_tokenizer(args)
     setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
-    named = served_adapters(args)
-    if name in named:
+    adapters = served_adapters(args)
+    if name in adapters:
         raise args.error(
-            "adapter", f"{name} is the name of the model below; give the adapter, or serve_model_name, another"
+            "adapter", f"{name} is also the name of the base model; rename the adapter, or set serve_model_name"
         )
-    if named and len(named) < len(args.adapter):
+    if adapters and len(adapters) < len(args.adapter):
         raise args.error(
-            "adapter", "some are named (NAME=PATH) and some are not; name all, or merge all into the weights"
+            "adapter", "some adapters are named (NAME=PATH) and some are not; name all, or none to merge all"
         )
-    model = load_model(args.replace(adapter=()) if named else args, groups, tokenizer, logger)
-    if named:
-        model = with_adapters(model, named, logger)
+    model = load_model(args.replace(adapter=()) if adapters else args, groups, tokenizer, logger)
+    if adapters:
+        model = with_adapters(model, adapters, logger)
     replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), RankChannel(groups)
     if setup is None:
         with _on_signals(signal.SIG_IGN):  # rank 0 says when it is over
@@ -103,8 +105,8 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
 def _serve_on_rank0(
     setup: ServerSetup, model: Model, replica: Replica, channel: RankChannel, logger: logging.Logger
 ) -> None:
-    """Rank 0's part: a thread speaks HTTP, while this one takes part in the serving loop until a signal ends
-    it."""
+    """Runs the server on rank 0: a new thread speaks HTTP, and this thread runs the serving loop until a
+    signal ends it."""
     from megatron.generation.serving.app import Service, build_app
     from megatron.generation.serving.auth import AccessControl
     from megatron.generation.serving.http_server import HTTPServerThread
@@ -139,9 +141,9 @@ def _serve_on_rank0(
     rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):
         try:
-            who = "whoever shows the token" if server_socket.token is not None else "this machine"
+            clients = "whoever shows the token" if server_socket.token is not None else "this machine"
             names = ", ".join(parser.names)
-            logger.info(f"{names} answer{'s' * (len(parser.names) == 1)} {who} at {server_socket.address}/v1")
+            logger.info(f"{names} answer{'s' * (len(parser.names) == 1)} {clients} at {server_socket.address}/v1")
             logger.info(setup.no_template_reason if setup.chat is None else f"chat template of {setup.chat.source}")
             queue.wake()  # the first round tells how large the cache is
             run_serving_loop(replica, channel, dispatcher)
@@ -155,7 +157,8 @@ def _serve_on_rank0(
 
 
 def model_name(args: NeoXArgs) -> str:
-    """`serve_model_name`, else the model's name on the Hub, else that of the folder it is loaded from."""
+    """Returns the model's name for clients: `serve_model_name`, else its name on the Hub, else that of its
+    folder."""
     source = str(args.load or args.save)
     path = Path(source).resolve()
     if source.startswith("hf://"):

@@ -1,4 +1,4 @@
-"""What a request for other weights says, and their files where it names an address instead of a folder."""
+"""Parses a request for other weights, and downloads their files if it names a URL instead of a folder."""
 
 import asyncio
 import re
@@ -19,9 +19,13 @@ _SECONDS = 60.0  # in which a byte must come
 
 
 class UpdateRequest(BaseModel):
-    """The body of `/v1/update_weights`. path: a HuggingFace folder that all machines of the server see; url:
-    in its place the address below which the files of `sha256` are, for a server on one machine; version: the
-    number by which answers name these weights; sha256: of the folder's files by name."""
+    """The body of `/v1/update_weights`.
+
+    path: a HuggingFace folder that all machines of the server see.
+    url: instead of path, the URL that holds the files of `sha256`, for a server on one machine.
+    version: the number of these weights, which answers report.
+    sha256: SHA-256 of each file, by file name.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,37 +37,39 @@ class UpdateRequest(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "UpdateRequest":
         if (self.path is None) == (self.url is None):
-            raise ValueError("give path or url, one of them")
+            raise ValueError("send exactly one of path and url")
         if self.url is not None and not self.sha256:
-            raise ValueError("url needs sha256, the files that are there")
+            raise ValueError("with url, pass sha256: a map from each file name at that URL to its SHA-256")
         wrong = next((name for name in self.sha256 if not re.fullmatch(r"\w[\w.-]*", name)), None)
         if wrong is not None:
-            raise ValueError(f"sha256: {wrong!r} is no name of a file")
+            raise ValueError(f"sha256: {wrong!r} is not a file name; a key must be a plain file name, not a path")
         return self
 
 
 def parse_update(content: bytes) -> UpdateRequest:
-    """A request from its body. Raises APIError."""
+    """Parses the body of a request to `/v1/update_weights`. Raises APIError."""
     try:
         return UpdateRequest.model_validate_json(content)
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "body"
-        raise APIError(400, f"{place}: {first['msg'].removeprefix('Value error, ')}", param=place) from None
+        error = problem.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, error["loc"])) or "body"
+        raise APIError(400, f"{place}: {error['msg'].removeprefix('Value error, ')}", param=place) from None
 
 
 @asynccontextmanager
-async def fetched(asked: UpdateRequest) -> AsyncIterator[WeightUpdate]:
-    """The weights in a folder of this machine, which lasts as long as the context. Raises APIError for files
-    that cannot be fetched."""
-    if asked.path is not None:
-        yield WeightUpdate(asked.path, asked.version, asked.sha256)
+async def fetched(request: UpdateRequest) -> AsyncIterator[WeightUpdate]:
+    """Yields the requested weights as files in a folder. Raises APIError if a file cannot be fetched.
+
+    Files of a URL are downloaded to this machine, and deleted at the end of the context.
+    """
+    if request.path is not None:
+        yield WeightUpdate(request.path, request.version, request.sha256)
         return
-    assert asked.url is not None
+    assert request.url is not None
     folder = Path(tempfile.mkdtemp(prefix="neox_weights_"))
     try:
-        await asyncio.to_thread(_fetch, asked.url, asked.sha256, folder)
-        yield WeightUpdate(str(folder), asked.version, asked.sha256)
+        await asyncio.to_thread(_fetch, request.url, request.sha256, folder)
+        yield WeightUpdate(str(folder), request.version, request.sha256)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""`python deepy.py doctor`: what would stop a run on this machine, found before it is started.
+"""`python deepy.py doctor`: finds obstacles to a run on this machine before it starts.
 
 One small function a check, each giving a `Check`; `command` runs them and prints a table or JSON.
 """

@@ -1,4 +1,4 @@
-"""What one look at the machine found, and how all of them are shown."""
+"""A check of the machine, and the table of all checks."""
 
 import json
 from collections.abc import Sequence
@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 _COLOURS = {"ok": "\033[32m", "warning": "\033[33m", "failed": "\033[31m"}
-_PLAIN = "\033[0m"
+_RESET = "\033[0m"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that the doctor looked at. found: what was there, in words; advice: what to do, where it is
-    not well."""
+    """The result of one check.
+
+    found: a description of the finding.
+    advice: how to fix it, "" if the check passed.
+    """
 
     name: str
     state: Literal["ok", "warning", "failed"]
@@ -20,30 +23,34 @@ class Check:
     advice: str = ""
 
 
-def failed(name: str, found: str, advice: str = "") -> Check:
-    """A check that no run could start with."""
-    return Check(name, "failed", found, advice)
+def failed(name: str, finding: str, advice: str = "") -> Check:
+    """Returns a failed check: no run can start."""
+    return Check(name, "failed", finding, advice)
 
 
-def warning(name: str, found: str, advice: str = "") -> Check:
-    """A check that a run can start with, though not well."""
-    return Check(name, "warning", found, advice)
+def warning(name: str, finding: str, advice: str = "") -> Check:
+    """Returns a check with a warning: a run can start, but with a drawback."""
+    return Check(name, "warning", finding, advice)
 
 
 def verdict(checks: Sequence[Check]) -> Literal["ok", "warning", "failed"]:
-    """The worst state among the checks: failed, warning or ok."""
+    """Returns the worst state among the checks: failed, warning or ok."""
     states = {check.state for check in checks}
     return "failed" if "failed" in states else "warning" if "warning" in states else "ok"
 
 
 def table(checks: Sequence[Check], colours: bool = False) -> str:
-    """Aligned lines for people: a line a check, its advice below, a count at the end."""
+    """Returns the checks as aligned lines: one line per check, its advice below it, and the number of checks
+    in each state at the end.
+
+    colours: whether to colour the states for a terminal.
+    """
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
         state = f"{check.state:<7}"
         if colours:
-            state = f"{_COLOURS[check.state]}{state}{_PLAIN}"
+            state = f"{_COLOURS[check.state]}{state}{_RESET}"
         lines.append(f"{check.name:<{width}}  {state}  {check.found}")
         if check.advice:
             lines.append(f"{'':<{width}}           {check.advice}")
@@ -52,5 +59,5 @@ def table(checks: Sequence[Check], colours: bool = False) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """`{"state": worst, "checks": [{name, state, found, advice}, ...]}`."""
+    """Returns the checks as JSON: `{"state": worst, "checks": [{name, state, found, advice}, ...]}`."""
     return json.dumps({"state": verdict(checks), "checks": [asdict(check) for check in checks]}, indent=1)

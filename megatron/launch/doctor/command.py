@@ -57,7 +57,10 @@ exit code: 0 when a run could start here (warnings allowed), 1 when something fa
 
 
 def main(argv: Sequence[str], build_tokenizer: Callable[[NeoXArgs], object]) -> int:
-    """Run the checks that the words ask for, and print them; 0, or 1 when one failed."""
+    """Runs the checks that the command line asks for and prints them. Returns 0, or 1 if one failed.
+
+    build_tokenizer: builds the tokenizer of a configuration; if it raises, the check of the tokenizer fails.
+    """
     options = _parser().parse_intermixed_args(argv)
     checks = examine(options, build_tokenizer)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -66,7 +69,8 @@ def main(argv: Sequence[str], build_tokenizer: Callable[[NeoXArgs], object]) -> 
 
 
 def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], object]) -> list[Check]:
-    """Do every check that the options ask for, in the order in which they are shown."""
+    """Runs every check that the options ask for. Returns the results in the order in which they are
+    printed."""
     torch, env = read_torch(), os.environ
     names = visible_gpus(env) if torch.version and not torch.problem else []
     gpus, network = read_gpus(names), read_network()
@@ -107,7 +111,10 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
 
 
 def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:
-    """Variables of the site that NEOX_SITE names, and what is wrong with it."""
+    """Returns the variables of the site that NEOX_SITE names (without a site: `env`) and None.
+
+    If the site cannot be read, returns `env` and a failed check.
+    """
     try:
         return site_variables(env) or env, None
     except LaunchError as problem:
@@ -115,15 +122,18 @@ def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:
 
 
 def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
-    """Checks of the disks of `save` and of the temporary folder."""
-    where = tempfile.gettempdir()
-    temporary = disk_check("temporary", where, GIB // 4, "compiled kernels and small files")
+    """Returns the checks of two disks: of `folder`, for checkpoints, and of the temporary folder.
+
+    args: the configuration, which gives the size of a checkpoint; None: 1 GiB is assumed.
+    """
+    temporary_folder = tempfile.gettempdir()
+    temporary = disk_check("temporary", temporary_folder, GIB // 4, "compiled kernels and small files")
     if is_remote(folder):
         if args is None:
-            return [warning("save", f"{folder} is remote and is not looked at"), temporary]
+            return [warning("save", f"{folder} is remote and is not checked"), temporary]
         folder = args.save_dir or folder
-    needed, what = (checkpoint_bytes(args), "a checkpoint") if args else (GIB, "a small checkpoint")
-    return [disk_check("save", folder, needed, what), temporary]
+    num_bytes, label = (checkpoint_bytes(args), "a checkpoint") if args else (GIB, "a small checkpoint")
+    return [disk_check("save", folder, num_bytes, label), temporary]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,5 +171,5 @@ def _peer(text: str) -> str:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; name one from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; name one from 1 to 65535")
     return int(text)

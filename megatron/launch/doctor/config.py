@@ -1,4 +1,4 @@
-"""A configuration, and whether what it names is there."""
+"""Checks a configuration, and that the files it names exist."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,23 +11,26 @@ from megatron.neox_arguments.reading.presets import files_of
 from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.remote_paths import is_remote
 
-_SHOWN = 10  # problems of a configuration
+_MAX_PROBLEMS = 10  # problems of a configuration
 
 
 def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
-    """The configuration, if it can train, and what is wrong with it."""
+    """Returns the configuration and a passed check.
+
+    If the configuration cannot train, returns None and a failed check for each problem.
+    """
     try:
         files, _ = files_of(files, preset_root=install_root())
         args = load(files).check_training()
     except ConfigError as refused:
-        more = len(refused.problems) - _SHOWN
-        checks = [failed("config", problem) for problem in refused.problems[:_SHOWN]]
-        return None, checks + ([failed("config", f"{more} more problems")] if more > 0 else [])
+        num_omitted = len(refused.problems) - _MAX_PROBLEMS
+        checks = [failed("config", problem) for problem in refused.problems[:_MAX_PROBLEMS]]
+        return None, checks + ([failed("config", f"{num_omitted} more problems")] if num_omitted > 0 else [])
     return args, [Check("config", "ok", f"{', '.join(files)}: can train")]
 
 
 def data_checks(args: NeoXArgs) -> list[Check]:
-    """Whether every .bin/.idx pair that the configuration names is there."""
+    """Checks that every .bin/.idx pair of the configuration exists and is not empty."""
     missing, count = [], 0
     for key, prefix in _prefixes(args):
         absent = [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]
@@ -40,7 +43,8 @@ def data_checks(args: NeoXArgs) -> list[Check]:
 
 
 def load_check(args: NeoXArgs) -> Check | None:
-    """Whether `load` names a checkpoint, where the run cannot begin without one."""
+    """Checks that the folder `load` holds a checkpoint. Returns None if `load` is unset, equals `save`, or is
+    remote."""
     place = args.load
     if place is None or place == args.save or is_remote(place) or place.startswith("hf://"):
         return None
@@ -51,7 +55,7 @@ def load_check(args: NeoXArgs) -> Check | None:
 
 
 def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Check:
-    """Whether the tokenizer can be made. build: raises, with the reason, where it cannot."""
+    """Checks that the tokenizer can be built. build: builds it, or raises an exception with the reason."""
     try:
         build(args)
     except Exception as problem:  # those of the tokenizer's own library too
@@ -60,14 +64,16 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
 
 
 def checkpoint_bytes(args: NeoXArgs) -> int:
-    """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
+    """Returns the estimated size of one checkpoint: weights, Adam's two moments and fp32 master weights."""
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
     kinds = args.attention_config
     attends = [i for i in blocks if kinds[i] in (*FULL_BLOCKS, "attention")]
     attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in attends)
-    of_mamba2 = args.mamba2_heads * args.mamba_head_dim
-    attention += sum(3 * h * (of_mamba2 if kinds[i] == "mamba2" else args.mamba_inner_size) for i in args.mamba_blocks)
+    mamba2_size = args.mamba2_heads * args.mamba_head_dim
+    attention += sum(
+        3 * h * (mamba2_size if kinds[i] == "mamba2" else args.mamba_inner_size) for i in args.mamba_blocks
+    )
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0
     fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks

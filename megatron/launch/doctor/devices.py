@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.launch.cuda_driver import capabilities
 from megatron.launch.doctor.check import Check, failed, warning
 from megatron.launch.doctor.software import Torch
-from megatron.launch.torch_builds import NoBuild, choose, here
+from megatron.launch.torch_builds import NoBuild, choose, this_platform
 
 GIB = 1 << 30
 _IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
@@ -16,8 +16,12 @@ _IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
 
 @dataclass(frozen=True)
 class Gpu:
-    """One visible device. name: as CUDA_VISIBLE_DEVICES spells it; total, free: bytes; problem: why a small
-    product of matrices on it failed."""
+    """One visible device.
+
+    name: as CUDA_VISIBLE_DEVICES spells it.
+    total, free: memory in bytes.
+    problem: why a small matrix product on it failed, "" if it succeeded.
+    """
 
     name: str
     model: str
@@ -28,7 +32,7 @@ class Gpu:
 
 
 def driver_version(path: str | Path = "/proc/driver/nvidia/version") -> str | None:
-    """Version of the loaded kernel module; None without one."""
+    """Returns the version of the loaded NVIDIA driver; None if none is loaded."""
     try:
         text = Path(path).read_text()
     except OSError:
@@ -37,7 +41,8 @@ def driver_version(path: str | Path = "/proc/driver/nvidia/version") -> str | No
 
 
 def read_gpus(names: Sequence[str]) -> list[Gpu]:
-    """Ask every visible device, and let it compute."""
+    """Returns the properties and free memory of each GPU in `names`, and the problem if a small matrix
+    product on it failed."""
     if not names:
         return []
     import torch  # not where it cannot be imported: then no names are known
@@ -46,8 +51,8 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
     for index, name in enumerate(names):
         try:
             properties = torch.cuda.get_device_properties(index)
-            ones = torch.ones(64, 64, device=f"cuda:{index}")
-            problem = "" if (ones @ ones).sum().item() == 64**3 else "it computes 64 x 64 ones wrongly"
+            matrix = torch.ones(64, 64, device=f"cuda:{index}")
+            problem = "" if (matrix @ matrix).sum().item() == 64**3 else "it computes 64 x 64 ones wrongly"
             free, total = torch.cuda.mem_get_info(index)
         except Exception as cause:  # RuntimeError, AcceleratorError, AssertionError: whatever CUDA says
             gpus.append(Gpu(name, "?", 0, 0, (0, 0), str(cause).strip().splitlines()[0]))
@@ -57,13 +62,18 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
 
 
 def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int, int] | None = None) -> Check:
-    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none. serves: the driver's
-    CUDA."""
+    """Checks that the driver, torch's CUDA and the GPUs work together. A driver too old for torch's CUDA
+    shows no GPUs.
+
+    driver: version of the driver, None if unknown.
+    gpus: number of visible GPUs.
+    serves: the CUDA version that the driver supports.
+    """
     if driver is None and not gpus:
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
     description = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
     if torch.version is None or torch.problem:
-        return warning("driver", description, "torch cannot be asked")
+        return warning("driver", description, "torch cannot be imported; see the check of torch")
     if torch.cuda is None:
         return warning("driver", f"{description}; torch is built without CUDA", _suited(serves))
     if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
@@ -76,52 +86,65 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
 
 
 def _suited(serves: tuple[int, int] | None) -> str:
-    """What to type for the build of torch that the driver and the devices run."""
+    """Returns the pip command that installs the build of torch for this driver and these GPUs. If there is no
+    such build, returns the reason.
+
+    serves: the CUDA version that the driver supports.
+    """
     if serves is None:
         return "install torch without --cpu"
     try:
-        build = choose(sys.version_info[:2], here(), serves, devices=capabilities())
+        build = choose(sys.version_info[:2], this_platform(), serves, devices=capabilities())
         return f"pip install {' '.join(build.words())}"
     except NoBuild as problem:
         return str(problem)
 
 
-def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = (), serves: tuple[int, int] | None = None) -> list[Check]:
-    """One check a device, of those wanted or all; a wanted one that is not there fails. serves: the driver's
-    CUDA."""
+def gpu_checks(
+    gpus: Sequence[Gpu], requested: Sequence[str] = (), serves: tuple[int, int] | None = None
+) -> list[Check]:
+    """Returns a check for each requested GPU, or for each GPU if none is requested. A requested GPU that does
+    not exist fails.
+
+    GPUs of different models add a warning. serves: the CUDA version that the driver supports.
+    """
     checks = []
-    for name in wanted:
+    for name in requested:
         if name not in [gpu.name for gpu in gpus]:
             visible = ", ".join(gpu.name for gpu in gpus) or "none"
             checks.append(failed(f"gpu {name}", f"not there; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES"))
     for gpu in gpus:
-        if wanted and gpu.name not in wanted:
+        if requested and gpu.name not in requested:
             continue
-        title, used = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
+        title, used_gib = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
         description = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
         if gpu.problem:
             without_code = "no kernel image" in gpu.problem  # torch's build is for other devices
             advice = _suited(serves) if without_code else "nvidia-smi -q shows its state; leave it out with --exclude"
             checks.append(failed(title, f"{gpu.model}: {gpu.problem}", advice))
-        elif used > _IN_USE:
-            checks.append(warning(title, description, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
+        elif used_gib > _IN_USE:
+            checks.append(warning(title, description, f"{used_gib:.1f} GiB are in use by other processes: nvidia-smi"))
         else:
             checks.append(Check(title, "ok", description))
-    models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not wanted or gpu.name in wanted)})
+    models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not requested or gpu.name in requested)})
     if len(models) > 1:
         checks.append(warning("gpus", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
     return checks
 
 
 def ability_check(gpus: Sequence[Gpu], torch: Torch) -> Check | None:
-    """What the least of the devices can compute with."""
+    """Reports which of bf16, TF32, FP8 and FP4 the oldest working GPU supports. It is a warning if bf16 is
+    not supported.
+
+    Returns None if no GPU works.
+    """
     working = [gpu.capability for gpu in gpus if not gpu.problem]
     if not working:
         return None
-    major, minor = least = min(working)
+    major, minor = lowest = min(working)
     able = {"bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9), "FP4": (10, 0)}
-    words = ", ".join(f"{name} {'yes' if least >= needed else 'no'}" for name, needed in able.items())
+    words = ", ".join(f"{name} {'yes' if lowest >= minimum else 'no'}" for name, minimum in able.items())
     abilities = f"capability {major}.{minor}: {words}; cuDNN {torch.cudnn or 'missing'}"
-    if least < able["bf16"]:
+    if lowest < able["bf16"]:
         return warning("ability", abilities, "train with precision: fp16")
     return Check("ability", "ok", abilities)

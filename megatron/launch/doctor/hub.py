@@ -1,4 +1,4 @@
-"""Whether a model can be read: a folder, or one on the Hub with the token that is found. The token is never
+"""Checks that a model can be read, from a folder or from the Hub with the user's token. The token is never
 shown."""
 
 import json
@@ -16,7 +16,8 @@ _CACHE = "models--{}/snapshots"
 
 
 def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> Check:
-    """A HuggingFace model by folder, ORG/NAME or hf://ORG/NAME, with @revision if wanted."""
+    """Checks that a HuggingFace model can be read: a folder, ORG/NAME or hf://ORG/NAME, optionally with
+    @revision."""
     name = name.removeprefix("hf://")
     title = f"model {name}"
     if Path(name).expanduser().exists() or name.startswith(("/", ".", "~")):
@@ -42,7 +43,10 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
 
 
 def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
-    """The token and where it stands; as huggingface_hub looks for it."""
+    """Returns the Hub token and the variable or file that it came from; (None, "") if there is none.
+
+    The places are searched in huggingface_hub's order.
+    """
     for variable in _TOKENS:
         if env.get(variable, "").strip():
             return env[variable].strip(), variable
@@ -56,7 +60,7 @@ def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
 
 def _folder(title: str, folder: Path) -> Check:
     if not folder.is_dir():
-        return failed(title, f"{folder} is no folder", "name the folder with the model's config.json")
+        return failed(title, f"{folder} is not a folder", "name the folder with the model's config.json")
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
     except (OSError, ValueError, AttributeError) as problem:
@@ -67,8 +71,10 @@ def _folder(title: str, folder: Path) -> Check:
 
 
 def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str]:
-    """HTTP status and the Hub's error code; (None, reason) without an answer. A redirect is an answer:
-    following it would hand the token to another host."""
+    """Sends a HEAD request. Returns (HTTP status, the Hub's error code), or (None, reason) without an answer.
+
+    A redirect counts as an answer: following it would send the token to another host.
+    """
     headers = {"user-agent": "neox-doctor"} | ({"authorization": f"Bearer {token}"} if token else {})
     opener = urllib.request.build_opener(_NoRedirect)
     try:
@@ -80,30 +86,34 @@ def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str
         return None, str(getattr(problem, "reason", problem))
 
 
-def _refusal(status: int, code: str, said: str, with_token: bool) -> tuple[str, str]:
-    """What an HTTP status of the Hub means, and what to do, both in words."""
+def _refusal(status: int, code: str, detail: str, with_token: bool) -> tuple[str, str]:
+    """Returns (what an HTTP error status of the Hub means, advice), both in words.
+
+    code: the Hub's error code.
+    detail: where the token was found, for the text.
+    """
     if status == 403 or code == "GatedRepo":
         return (
-            f"access is not granted ({status}); {said}",
+            f"access is not granted ({status}); {detail}",
             "ask for access on the model's page, with the token's account",
         )
     if status == 401 and not with_token:
         return (
-            f"the Hub wants a token, or there is no such model (401); {said}",
+            f"the Hub wants a token, or there is no such model (401); {detail}",
             "check the name; export HF_TOKEN=...",
         )
     if status == 401:
         return (
-            f"the token is not valid, or there is no such model (401); {said}",
+            f"the token is not valid, or there is no such model (401); {detail}",
             "check the name; make a new token",
         )
     if code == "EntryNotFound":
-        return f"the model has no config.json ({status}); {said}", "name a model of transformers"
+        return f"the model has no config.json ({status}); {detail}", "name a model of transformers"
     if code == "RevisionNotFound":
-        return f"the model has no such revision ({status}); {said}", "see its branches and tags"
+        return f"the model has no such revision ({status}); {detail}", "see its branches and tags"
     if status == 404:
-        return f"no such model (404); {said}", "check the name: ORG/NAME"
-    return f"the Hub answers {status}; {said}", "try again later"
+        return f"no such model (404); {detail}", "check the name: ORG/NAME"
+    return f"the Hub answers {status}; {detail}", "try again later"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

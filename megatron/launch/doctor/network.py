@@ -1,4 +1,4 @@
-"""Ports and other machines."""
+"""Checks of ports, of other machines and of this machine's name."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ TIMEOUT_S = 3.0
 
 
 def port_check(port: int) -> Check:
-    """Whether rank 0 could listen here at the port where ranks meet."""
+    """Checks that rank 0 could listen on this port."""
     title = f"port {port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,13 +24,17 @@ def port_check(port: int) -> Check:
             if problem.errno != errno.EADDRINUSE:
                 return failed(title, f"cannot be opened: {problem.strerror}", "choose another: master_port")
             owner = _owner(port)
-            who = f"by {owner}" if owner else "by another process"
-            return failed(title, f"is taken {who}", "choose another (master_port), or end that process")
+            holder = f"by {owner}" if owner else "by another process"
+            return failed(title, f"is taken {holder}", "choose another (master_port), or end that process")
     return Check(title, "ok", "is free")
 
 
 def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
-    """Whether another machine answers at `host:port`, `[v6]:port` or `host` (then at `port`)."""
+    """Checks that another machine accepts a connection.
+
+    peer: `host:port`, `[v6]:port`, or `host`.
+    port: used if `peer` has none.
+    """
     host, number = split_address(peer, port)
     title = f"peer {host}:{number}"
     try:
@@ -54,7 +58,7 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
 
 
 def hostname_check(name: str | None = None) -> Check:
-    """Whether this machine's own name has an address, which gloo and other machines ask for."""
+    """Checks that this machine's own name has an address. gloo and other machines look the name up."""
     name = socket.gethostname() if name is None else name
     try:
         return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
@@ -63,17 +67,19 @@ def hostname_check(name: str | None = None) -> Check:
 
 
 def split_address(peer: str, port: int) -> tuple[str, int]:
-    """`host:port` in its two parts. Raises ValueError."""
+    """Returns (host, port) of `host:port`; of a host alone with the given `port`. Raises ValueError for an
+    invalid port."""
     host, colon, number = peer.rpartition(":")
     if not colon or (":" in host and not host.startswith("[")):
         host, number = peer, str(port)
     if not number.isdecimal() or not 0 < int(number) < 65536:
-        raise ValueError(f"{peer!r}: {number!r} is no port; write HOST:29500")
+        raise ValueError(f"{peer!r}: {number!r} is not a port; write HOST:29500")
     return host.strip("[]"), int(number)
 
 
 def _owner(port: int) -> str | None:
-    """`process 123 (python)` that listens at the port, if this user may see it (Linux)."""
+    """Returns the process that listens on the port, as `process 123 (python)`; None if this user cannot see
+    it. Linux only."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -14,7 +14,7 @@ from megatron.launch.environment import install_root
 from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
 PYTHON, TORCH = (3, 11), (2, 11)
-NEEDED = ("numpy", "tokenizers", "PyYAML", "tqdm", "tensorboard", "matplotlib")
+REQUIRED = ("numpy", "tokenizers", "PyYAML", "tqdm", "tensorboard", "matplotlib")
 OPTIONAL = {  # what each is for
     "transformers": "checks of conversions, chat templates",
     "huggingface_hub": "hf://",
@@ -39,7 +39,11 @@ COMPILED = {
 
 @dataclass(frozen=True)
 class Torch:
-    """What the installed torch says of itself. cuda, cudnn: None in a build without CUDA."""
+    """The versions of the installed torch.
+
+    version: None if torch is not installed.
+    cuda, cudnn: None in a build without CUDA.
+    """
 
     version: str | None
     cuda: str | None = None
@@ -48,7 +52,7 @@ class Torch:
 
 
 def read_torch() -> Torch:
-    """Import torch and read its versions; what went wrong is in `problem`."""
+    """Imports torch and reads its versions. If the import fails, `problem` has the reason."""
     try:
         import torch
     except Exception as problem:  # a broken build raises OSError, ImportError or RuntimeError
@@ -61,7 +65,7 @@ def read_torch() -> Torch:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -69,7 +73,7 @@ def installed(name: str) -> str | None:
 
 
 def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Check:
-    """Whether this interpreter is new enough."""
+    """Checks that this Python is new enough."""
     description = f"{'.'.join(map(str, number))} ({executable})"
     if number[:2] < PYTHON:
         return failed("python", description, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
@@ -77,7 +81,8 @@ def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str
 
 
 def torch_check(torch: Torch) -> Check:
-    """Whether torch is installed, can be imported and is new enough; and for which CUDA it was built."""
+    """Checks that torch is installed, can be imported and is new enough. The text names the CUDA it was built
+    for."""
     if torch.version is None:
         return failed("torch", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
     if torch.problem:
@@ -89,7 +94,10 @@ def torch_check(torch: Torch) -> Check:
 
 
 def deepspeed_check(release: str | None) -> Check:
-    """Whether the installed DeepSpeed is the tested release; some others compute wrong gradients."""
+    """Checks that the installed DeepSpeed is the tested release. Some other releases compute wrong gradients.
+
+    release: the installed version; None if it is not installed.
+    """
     if release is None:
         return failed("deepspeed", "not installed", FIX)
     problem = wrong_deepspeed(release)
@@ -101,8 +109,9 @@ def deepspeed_check(release: str | None) -> Check:
 
 
 def packages_check(find: Callable[[str], str | None] = installed) -> Check:
-    """Whether the packages that every run needs are installed."""
-    versions = {name: find(name) for name in NEEDED}
+    """Checks that the packages that every run needs are installed. find: returns the version of a package, or
+    None."""
+    versions = {name: find(name) for name in REQUIRED}
     missing = [name for name, number in versions.items() if number is None]
     if missing:
         return failed("packages", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
@@ -110,7 +119,10 @@ def packages_check(find: Callable[[str], str | None] = installed) -> Check:
 
 
 def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
-    """Optional packages: those there with their versions, the others with what they are for."""
+    """Lists optional packages: the installed ones with versions, the missing ones with their purpose.
+
+    find: returns the version of a package, or None.
+    """
     versions = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
     installed_text = ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "none"
     missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not versions[name])
@@ -121,16 +133,20 @@ def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
-    """Whether the compiled packages load with this torch and CUDA, and are what their names say; each is
-    imported in a process of its own."""
+    """Checks that the installed compiled packages (flash-attn, transformer-engine, apex) can be imported with
+    this torch and CUDA.
+
+    Each is imported in a separate process. gpus: whether there are GPUs; without GPUs no package is checked.
+    find: returns the version of a package, or None.
+    """
     checks = []
     for name, statement in COMPILED.items():
         number = find(name)
         if number is None or not gpus:  # without a GPU they refuse to be imported at all
             continue
-        given = f"import sys; sys.path.insert(0, {str(install_root())!r}); import torch"
+        setup = f"import sys; sys.path.insert(0, {str(install_root())!r}); import torch"
         load = "from megatron.neox_arguments.optional_packages import import_compiled"
-        command = [sys.executable, "-c", f"{given}; {load}; {statement}"]
+        command = [sys.executable, "-c", f"{setup}; {load}; {statement}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
@@ -146,7 +162,10 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
 
 
 def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
-    """TORCH_CUDA_ARCH_LIST, if DeepSpeed's builder cannot read it; train.py then sets that of the device."""
+    """Returns a warning if DeepSpeed's builder cannot read TORCH_CUDA_ARCH_LIST; else None.
+
+    train.py then replaces the list by the compute capabilities of the GPUs.
+    """
     value = env.get("TORCH_CUDA_ARCH_LIST", "")
     if is_readable_arch_list(value):
         return None

@@ -19,12 +19,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_check(
-    title: str, folder: str | Path, needed: int, what: str, statvfs: Callable[[str], Any] = os.statvfs
+    title: str, folder: str | Path, num_bytes: int, label: str, statvfs: Callable[[str], Any] = os.statvfs
 ) -> Check:
-    """Whether `needed` bytes (`what`, in words) can be written in a folder, or where it would be made, and
-    how fast.
+    """Checks that `num_bytes` can be written in a folder, and how fast. A folder that does not exist is
+    checked at its nearest parent.
 
-    Free space is what the file system tells this user; a quota shows when a file of up to 64 MiB is written.
+    The file system reports the free space. A full quota is noticed only when a file of up to 64 MiB is
+    written.
+
+    title: name of the check.
+    label: what needs `num_bytes`, in words.
+    statvfs: reads the free space of a folder.
     """
     existing_folder = Path(folder).absolute()
     while not existing_folder.exists():
@@ -42,28 +47,28 @@ def disk_check(
     space_text = f"{folder}: {size(free)} free"
     if space.f_files and not space.f_favail:
         return failed(title, f"{space_text}, no files left (inodes)", "delete files, or name another folder")
-    if free < needed:
+    if free < num_bytes:
         return failed(
             title,
-            f"{space_text}, less than {what} of about {size(needed)}",
+            f"{space_text}, less than {label} of about {size(num_bytes)}",
             "make room, or name another folder",
         )
     try:
         speed = _write(existing_folder)
     except OSError as problem:
         full = problem.errno in _FULL
-        why = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
-        return failed(title, f"{space_text}, but {why}", "make room, or name another folder")
+        reason = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
+        return failed(title, f"{space_text}, but {reason}", "make room, or name another folder")
     space_text += f", {speed / MIB:.0f} MiB/s"
-    if free < 2 * needed:
-        return warning(title, space_text, f"enough for one of {what} (about {size(needed)}), not for two")
+    if free < 2 * num_bytes:
+        return warning(title, space_text, f"enough for one of {label} (about {size(num_bytes)}), not for two")
     if speed < _SLOW:
-        return warning(title, space_text, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
+        return warning(title, space_text, f"slow: {label} of {size(num_bytes)} takes {num_bytes / speed:.0f} s")
     return Check(title, "ok", space_text)
 
 
 def _write(folder: Path) -> float:
-    """Bytes a second written and synced, in a file that is removed."""
+    """Writes and syncs a temporary file. Returns the speed in bytes per second."""
     block, written = os.urandom(4 * MIB), 0
     file = folder / f".doctor-{secrets.token_hex(4)}"
     started = time.perf_counter()
@@ -78,7 +83,11 @@ def _write(folder: Path) -> float:
 
 
 def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] = os.statvfs) -> Check | None:
-    """Size of /dev/shm, over which the ranks of a machine talk; containers have 64 MiB unless told."""
+    """Checks the free space of /dev/shm, through which ranks of a machine communicate. Containers have 64 MiB
+    by default.
+
+    Returns None if there is no such folder.
+    """
     if not Path(folder).is_dir():
         return None
     space = statvfs(folder)
@@ -91,7 +100,7 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
 
 
 def open_files_check(limits: tuple[int, int] | None = None) -> Check:
-    """Files that a process may hold open: every data file and every connection is one."""
+    """Checks the limit of open files: every data file and every connection counts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     limit_text = f"{_limit(soft)} (may be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < 4096:
@@ -100,7 +109,7 @@ def open_files_check(limits: tuple[int, int] | None = None) -> Check:
 
 
 def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
-    """Memory that may be locked: a network that reads memory itself cannot start without."""
+    """Checks the limit of locked memory, which RDMA networks (InfiniBand) need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     if soft != resource.RLIM_INFINITY and soft < GIB:
         return warning("locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)")
@@ -108,7 +117,7 @@ def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
 
 
 def size(number: float) -> str:
-    """A number of bytes for people, as `1.5 GiB`."""
+    """Returns a number of bytes as text, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"

@@ -1,4 +1,6 @@
-"""Which way NCCL would send data between machines. TCP where a fast network is there costs a factor of 17."""
+"""Checks the transport of NCCL between machines.
+
+TCP is 17 times slower than a fast network that the machine has."""
 
 import os
 import re
@@ -18,8 +20,14 @@ _SLOW_PROVIDERS = ("tcp", "sockets", "udp", "shm")
 
 @dataclass(frozen=True)
 class Network:
-    """What this machine has: names of interfaces, InfiniBand/RoCE and Slingshot (cxi) devices, shared
-    libraries by file name, and the NCCL libraries this process has loaded."""
+    """The network of this machine.
+
+    interfaces: names of the network interfaces.
+    infiniband: names of the InfiniBand and RoCE devices.
+    slingshot: names of the Slingshot (cxi) devices.
+    libraries: path of each NCCL library and plugin by its file name.
+    loaded: paths of the NCCL libraries that this process has loaded.
+    """
 
     interfaces: tuple[str, ...] = ()
     infiniband: tuple[str, ...] = ()
@@ -29,7 +37,7 @@ class Network:
 
 
 def read_network(env: Mapping[str, str] = os.environ) -> Network:
-    """Read from the system which interfaces, devices and libraries this machine has."""
+    """Reads which network interfaces, network devices and NCCL libraries this machine has."""
     libraries: dict[str, str] = {}
     folders = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
     for folder in folders:
@@ -52,35 +60,38 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     )
 
 
-def nccl_check(built_with: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
-    """Which NCCL a run is to have, and whether this process, which was started as runs are, has it.
+def nccl_check(torch_nccl: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
+    """Checks that this process has loaded the NCCL that a run needs. The doctor is started like a run, so
+    both load the same.
 
-    built_with: torch's; loaded: the NCCL libraries of this process.
+    torch_nccl: torch's own NCCL.
+    loaded: paths of the NCCL libraries that this process has loaded.
     """
     try:
         site = site_nccl(env)
     except LaunchError as problem:
         return failed("nccl", *str(problem).split("; ", 1))
-    choice = choose(built_with, site)
+    choice = choose(torch_nccl, site)
     preload = f"LD_PRELOAD={choice.preload} python deepy.py ..." if choice.preload else "unset LD_PRELOAD"
     for file in loaded:
         version = read_version(file)
-        if built_with is not None and built_with.version and version and version < built_with.version:
-            finding = f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
+        if torch_nccl is not None and torch_nccl.version and version and version < torch_nccl.version:
+            finding = f"{Nccl(version)} ({file}) is loaded, older than the {torch_nccl} that torch was built with"
             return failed("nccl", finding, preload)
-    if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
+    if site is not None and site.file and choice.preload == site.file and not _is_loaded(site.file, loaded):
         return warning("nccl", f"{choice.description}, is not loaded", preload)
     return Check("nccl", "ok", choice.description)
 
 
-def _same(file: str, loaded: Sequence[str]) -> bool:
-    return str(Path(file).resolve()) in [str(Path(other).resolve()) for other in loaded]
+def _is_loaded(file: str, loaded: Sequence[str]) -> bool:
+    return str(Path(file).resolve()) in [str(Path(path).resolve()) for path in loaded]
 
 
 def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:
-    """What NCCL would take for other machines, by its variables, its plugins and the devices that are here.
+    """Checks which network transport NCCL would choose here, from its environment variables, its plugins and
+    this machine's devices.
 
-    several: whether there are other machines; else sockets are no loss.
+    several: whether the run has several machines. TCP sockets are then a warning.
     """
     fast = [*network.slingshot, *network.infiniband]
     net, plugin = env.get("NCCL_NET"), env.get("NCCL_NET_PLUGIN")
@@ -89,7 +100,7 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     set_here = ", ".join(
         f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)
     )
-    given = f" ({set_here})" if set_here else ""
+    settings = f" ({set_here})" if set_here else ""
     advice = "its folder belongs into LD_LIBRARY_PATH (module load)"
     if plugin not in (None, "none") and file is None:
         return failed("transport", f"NCCL_NET_PLUGIN={plugin}: no such library", advice)
@@ -99,15 +110,15 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
         if provider in _SLOW_PROVIDERS:
             return warning(
                 "transport",
-                f"plugin {file} over {provider}{given}",
+                f"plugin {file} over {provider}{settings}",
                 "FI_PROVIDER=cxi on Slingshot, efa on AWS",
             )
-        return Check("transport", "ok", f"plugin {file}{given}")
+        return Check("transport", "ok", f"plugin {file}{settings}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     if network.infiniband and not disabled and net != "Socket":
-        return Check("transport", "ok", f"InfiniBand or RoCE: {', '.join(network.infiniband)}{given}")
-    outside = ", ".join(name for name in network.interfaces if name != "lo")
-    tcp = f"TCP over {env.get('NCCL_SOCKET_IFNAME') or outside or 'no interface'}{given}"
+        return Check("transport", "ok", f"InfiniBand or RoCE: {', '.join(network.infiniband)}{settings}")
+    external = ", ".join(name for name in network.interfaces if name != "lo")
+    tcp = f"TCP over {env.get('NCCL_SOCKET_IFNAME') or external or 'no interface'}{settings}"
     if network.slingshot and net != "Socket":
         return failed(
             "transport",
@@ -122,15 +133,16 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
 
 
 def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> list[Check]:
-    """Interfaces that variables name and this machine has not: ranks then never meet."""
+    """Returns a failed check for NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME if this machine has none of the
+    interfaces it names. Ranks could not connect."""
     checks = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = env.get(name, "")
         if not value or value.startswith("^"):
             continue
         exact = value.startswith("=") or name.startswith("GLOO")
-        wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
-        present = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
+        entries = [entry for entry in value.removeprefix("=").split(",") if entry]
+        present = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in entries)]
         if not present:
             finding = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
             checks.append(failed(name, finding, f"set {name} to one of these, or unset it"))
@@ -138,7 +150,11 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
 
 
 def _plugin(plugin: str | None, network: Network) -> str | None:
-    """The file of NCCL's net plugin: NCCL_NET_PLUGIN is a name, a file or none; unset, libnccl-net.so."""
+    """Returns the path of NCCL's network plugin; None without one.
+
+    plugin: NCCL_NET_PLUGIN: a name, a path or `none`. If unset, libnccl-net.so and libnccl-net-ofi.so are
+    looked for.
+    """
     if plugin == "none":
         return None
     if plugin and "/" in plugin:

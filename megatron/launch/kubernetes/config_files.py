@@ -1,4 +1,5 @@
-"""The configuration of a run as its pods will read it: the files' text, checked for that many ranks."""
+"""Checks the configuration of a run for its number of ranks, and prepares the texts of its files for the
+pods."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from megatron.neox_arguments.reading.presets import files_of
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 FOLDER = PurePosixPath("/etc/neox")
-"""Where the pods find the files."""
+"""The folder of the files in the pods."""
 _MOST_BYTES = 1_000_000  # of a ConfigMap, which has a place in etcd
 _PATIENCE_S = 1800  # for pods that wait for a node, or for their image
 _READ = ("load", "vocab_file", "merge_file", "system_prompt_file", "data_path")
@@ -26,9 +27,13 @@ _STARTING = (
 
 @dataclass(frozen=True)
 class PodConfig:
-    """files: the text of each configuration file by its name in FOLDER, in the order in which they are
-    merged; settings: KEY=VALUE over them; metrics_port: that of rank 0, None without one. notes: the folders
-    that a run reads and no claim has, a line each."""
+    """The configuration of a run in pods.
+
+    files: text of each configuration file by its name in FOLDER, in the order in which they are merged.
+    settings: KEY=VALUE that override the files.
+    metrics_port: port of rank 0's metrics; None: no metrics.
+    notes: one line for each folder that the run reads and that no claim (volume) contains.
+    """
 
     files: Mapping[str, str]
     settings: tuple[str, ...]
@@ -37,7 +42,7 @@ class PodConfig:
 
     @property
     def command(self) -> list[str]:
-        """What each pod runs, in the folder of the image that holds deepy.py."""
+        """Returns the command of each pod. It runs in the folder of the image that holds deepy.py."""
         files = [str(FOLDER / name) for name in self.files]
         return ["python", "deepy.py", "train.py", *files, *(["--set", *self.settings] if self.settings else [])]
 
@@ -45,11 +50,12 @@ class PodConfig:
 def pod_config(
     files: Sequence[str], site: Site, settings: Sequence[str] = (), preset_root: Path | None = None
 ) -> PodConfig:
-    """The configuration that `files` and `settings` (KEY=VALUE) make in the pods of a site.
+    """Returns the configuration that `files` and `settings` (KEY=VALUE) give in the pods of a site.
 
-    `${NAME}` in the files stays as it is and gets its value in the pods; to check, it has the value that it
-    will have there, whatever is set here. preset_root: the folder of the presets. Raises ConfigError for what
-    a run of this many ranks would refuse, and for what cannot be in pods.
+    `${NAME}` in the files is kept, and the pods replace it. The check here uses the pods' values of NAME, not
+    those of this machine. preset_root: the folder of the presets.
+
+    Raises ConfigError for settings that cannot run on this number of ranks or in pods.
     """
     paths, _ = files_of(files, preset_root=preset_root)
     texts = {path: _read(path) for path in paths}
@@ -65,13 +71,13 @@ def pod_config(
     if problems:
         raise ConfigError(problems)
     port = args.metrics_port if args.metrics_port is not None else site.metrics_port or None
-    more = [] if args.origin("rendezvous_timeout_s") != "default" else [f"rendezvous_timeout_s={_PATIENCE_S}"]
+    overrides = [] if args.origin("rendezvous_timeout_s") != "default" else [f"rendezvous_timeout_s={_PATIENCE_S}"]
     # Pods start again as a whole; ranks that did so on their own would wait for a pod that begins anew.
-    more += ["max_restarts=0"] if args.max_restarts else []
+    overrides += ["max_restarts=0"] if args.max_restarts else []
     if port is not None:
-        more += [f"metrics_port={port}"] if args.metrics_port is None else []
-        more += ["metrics_host=0.0.0.0"] if args.origin("metrics_host") == "default" else []
-    return PodConfig(_named(texts), (*settings, *more), port, tuple(_in_the_image(args, site)))
+        overrides += [f"metrics_port={port}"] if args.metrics_port is None else []
+        overrides += ["metrics_host=0.0.0.0"] if args.origin("metrics_host") == "default" else []
+    return PodConfig(_unique_names(texts), (*settings, *overrides), port, tuple(_in_the_image(args, site)))
 
 
 def _read(path: str) -> str:
@@ -83,11 +89,15 @@ def _read(path: str) -> str:
         raise ConfigError([f"{path}: cannot be read: {problem}"]) from None
 
 
-def _named(texts: Mapping[str, str]) -> dict[str, str]:
-    """The texts by names without folders, those that would be the same with a number before them."""
+def _unique_names(texts: Mapping[str, str]) -> dict[str, str]:
+    """Returns the texts by file name, without the folder. If two names are equal, every name gets a number in
+    front.
+
+    Raises ConfigError if the texts are too large for a ConfigMap.
+    """
     names = [Path(path).name for path in texts]
     if sum(len(text.encode()) for text in texts.values()) > _MOST_BYTES:
-        raise ConfigError([f"{', '.join(texts)}: are more than the {_MOST_BYTES:,} bytes that a ConfigMap may hold"])
+        raise ConfigError([f"{', '.join(texts)}: together larger than {_MOST_BYTES:,} bytes, the limit of a ConfigMap"])
     unique = len(set(names)) == len(names)
     return {
         name if unique else f"{i}-{name}": text
@@ -96,7 +106,10 @@ def _named(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_the_image(args: NeoXArgs, site: Site) -> Iterator[str]:
-    """What the run reads and no claim has. An image of target `baked` has it, or a claim was forgotten."""
+    """Yields a note for each folder that the run reads and that no claim (volume) of the site contains.
+
+    Either the image contains the folder (target `baked`), or a claim was forgotten.
+    """
     keys: dict[str, list[str]] = {}
     for key in (*_READ, *(key.name for key in fields(args) if key.name.endswith("data_paths"))):
         value = getattr(args, key)
@@ -115,7 +128,7 @@ def _on_a_claim(path: str, site: Site) -> bool:
 
 
 def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
-    """What would lose a run's work, or begin it anew, when a pod is lost."""
+    """Yields a problem for each setting with which the run would be lost or sent back when a pod is lost."""
     folders = ", ".join(site.volumes().values()) or "it has none"
     if args.save is None:
         yield "save: is not set, so a lost pod would lose the run; set it to a folder of a claim, as ${OUTPUT_DIR}"
@@ -132,12 +145,12 @@ def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
 
 @contextmanager
 def _environment_of(site: Site) -> Iterator[None]:
-    """The block sees the variables of the site's pods, and no others: what is set here is not set there."""
-    here = dict(os.environ)
+    """Within the block os.environ has the variables of the site's pods and no others."""
+    saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(site.environment() | dict.fromkeys(site.secrets, "(secret)"))
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(here)
+        os.environ.update(saved)

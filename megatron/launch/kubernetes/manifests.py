@@ -39,19 +39,20 @@ _RUNTIME_NOTE = """\
 
 @dataclass(frozen=True)
 class Manifest:
-    """One document. note: comment lines above it."""
+    """One Kubernetes object. body: its fields. note: comment lines above it."""
 
     body: Mapping[str, Any]
     note: str = ""
 
     @property
     def file_name(self) -> str:
-        """What its file is called, as `pytorchjob-neox.yaml`."""
+        """Returns the name of the object's file, such as `pytorchjob-neox.yaml`."""
         return f"{self.body['kind'].lower()}-{self.body['metadata']['name']}.yaml"
 
 
 def render(site: Site, config: PodConfig, kinds: tuple[str, ...] = ("PyTorchJob",)) -> list[Manifest]:
-    """The documents in the order in which they are to be applied. kinds: of KINDS."""
+    """Returns the Kubernetes objects of a job in the order in which to apply them. kinds: the kinds of job to
+    render, from KINDS."""
     documents = [_namespace(site), *(_claim(site, name) for name, claim in site.claims.items() if claim["size"])]
     documents += [_environment(site), _config(site, config)]
     for kind in kinds:
@@ -60,7 +61,7 @@ def render(site: Site, config: PodConfig, kinds: tuple[str, ...] = ("PyTorchJob"
 
 
 def as_yaml(manifest: Manifest) -> str:
-    """A document as text, from its `---` on."""
+    """Returns the object as a YAML document, starting with `---`."""
     text = yaml.dump(dict(manifest.body), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
     return f"---\n{manifest.note}{text}"
 
@@ -96,13 +97,13 @@ def _pytorchjob(site: Site, config: PodConfig) -> list[Manifest]:
         container = container_details(site, config, "pytorch", scraped)  # the name that the operator looks for
         port = int(site.environment()["MASTER_PORT"])
         container["ports"].append({"name": "pytorchjob-port", "containerPort": port})  # it makes MASTER_PORT of this
-        what = {"image": site.image, "command": config.command, "resources": resources(site)}
+        spec = {"image": site.image, "command": config.command, "resources": resources(site)}
         return {
             "replicas": count,
             "restartPolicy": "OnFailure",
             "template": {
                 "metadata": pod_metadata(site, config.metrics_port if scraped else None),
-                "spec": pod_spec(site, config, {"name": container.pop("name"), **what, **container}),
+                "spec": pod_spec(site, config, {"name": container.pop("name"), **spec, **container}),
             },
         }
 
@@ -171,8 +172,12 @@ KINDS: Mapping[str, Callable[[Site, PodConfig], list[Manifest]]] = {"PyTorchJob"
 
 
 def _pod_monitor(site: Site, config: PodConfig, kind: str, rank_0: Mapping[str, str]) -> list[Manifest]:
-    """What OpenShift's monitoring of user workloads reads, which does not go by annotations. rank_0: labels
-    of the pod that answers."""
+    """Returns the PodMonitor for OpenShift's monitoring of user workloads, which ignores annotations; [] if
+    there are no metrics.
+
+    kind: the end of its name.
+    rank_0: labels of the pod that serves metrics.
+    """
     if not config.metrics_port:
         return []
     body = {
@@ -199,7 +204,7 @@ def _job_metadata(site: Site) -> Json:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML as people write it: texts of several lines as they are, and no anchors for what stands twice."""
+    """Writes readable YAML: multi-line texts as blocks, and repeated values in full instead of anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -207,8 +212,10 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # kubectl's YAML takes 5e-5 for a number and y for true, which PyYAML does not: such text in quotes.
-    plain = re.fullmatch(r"[A-Za-z/_-]{2}.*", text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None if plain else "'")
+    unquoted = re.fullmatch(r"[A-Za-z/_-]{2}.*", text)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None if unquoted else "'"
+    )
 
 
 _Dumper.add_representer(str, _text)

@@ -1,4 +1,4 @@
-"""What is in every pod of a job, whichever operator makes it: container, variables, volumes, rights."""
+"""The parts of every pod of a job, for any operator: container, variables, volumes, rights."""
 
 from typing import Any
 
@@ -11,12 +11,15 @@ GRACE_S = 300  # from SIGTERM to SIGKILL: for the step to end and a checkpoint t
 
 
 def labels(site: Site) -> Json:
-    """Of everything that belongs to a job."""
+    """Returns the labels of all objects of a job."""
     return {"app.kubernetes.io/name": "neox", "app.kubernetes.io/instance": site.name, **site.labels}
 
 
 def pod_metadata(site: Site, scraped_port: int | None = None) -> Json:
-    """Labels and annotations of a pod. scraped_port: where a Prometheus that goes by annotations reads it."""
+    """Returns labels and annotations of a pod.
+
+    scraped_port: the metrics port, for a Prometheus that reads annotations; None: no such annotations.
+    """
     annotations = {"sidecar.istio.io/inject": "false"}  # its proxy would stand between the ranks
     if scraped_port is not None:
         annotations |= {
@@ -26,7 +29,8 @@ def pod_metadata(site: Site, scraped_port: int | None = None) -> Json:
 
 
 def pod_spec(site: Site, config: PodConfig, container: Json) -> Json:
-    """A pod around a container, under whatever user the cluster runs it (OpenShift: a random one)."""
+    """Returns the spec of a pod with this container. The cluster chooses the user id (OpenShift: a random
+    one)."""
     volumes: list[Json] = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in site.claims]
     volumes.append({"name": "config", "configMap": {"name": config_map(site)}})
     volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}})
@@ -44,8 +48,10 @@ def pod_spec(site: Site, config: PodConfig, container: Json) -> Json:
 
 
 def container_details(site: Site, config: PodConfig, name: str, scraped: bool = True) -> Json:
-    """A container of that name without what it runs: variables, ports, mounts, rights. scraped: rank 0 may be
-    in it."""
+    """Returns a container without its command: environment variables, ports, mounts and security context.
+
+    scraped: whether rank 0 may run in this container. Only then the metrics port is opened.
+    """
     ports: list[Json] = []
     if config.metrics_port and scraped:  # 0 lets the system choose, and nobody could say where to look
         ports.append({"name": "metrics", "containerPort": config.metrics_port})
@@ -63,23 +69,26 @@ def container_details(site: Site, config: PodConfig, name: str, scraped: bool = 
 
 
 def resources(site: Site) -> Json:
-    """What each pod asks for, which is also all that it may take."""
+    """Returns the resources that each pod requests. Its limits are the same."""
     amounts = {"cpu": str(site.cpus), "memory": site.memory, site.gpu_resource: str(site.gpus)}
     return {"requests": amounts, "limits": dict(amounts)}
 
 
 def environment_map(site: Site) -> str:
-    """The name of the ConfigMap of the variables."""
+    """Returns the name of the ConfigMap that holds the environment variables."""
     return f"{site.name}-environment"
 
 
 def config_map(site: Site) -> str:
-    """The name of the ConfigMap of the configuration files."""
+    """Returns the name of the ConfigMap that holds the configuration files."""
     return f"{site.name}-config"
 
 
 def _from_secret(variable: str, place: str) -> Json:
-    """A variable whose value is in a secret. Where there is none it is unset, and the run says what it
-    needs it for."""
+    """Returns an environment variable whose value comes from a secret. If the secret does not exist, the
+    variable is unset.
+
+    place: `SECRET/KEY`.
+    """
     name, _, key = place.partition("/")
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}

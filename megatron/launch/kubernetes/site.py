@@ -31,7 +31,7 @@ _UNSET: Mapping[str, Mapping[str, Any]] = {
     "secrets": {"HF_TOKEN": "neox-secrets/HF_TOKEN", "WANDB_API_KEY": "neox-secrets/WANDB_API_KEY"},
 }
 # Another value for each pod or rank: one for all of them would make every rank the same.
-_OF_EACH_POD = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_PER_POD_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _SECRET = re.compile(r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD)$")
 # Tokens of the Hub, Weights & Biases, GitHub and AWS, whatever the variable is called.
 _SECRET_VALUE = re.compile(r"hf_\w{20,}|\b[0-9a-f]{40}\b|gh[pousr]_\w{20,}|\bAKIA[A-Z0-9]{16}\b")
@@ -49,12 +49,13 @@ class Claim:
     """One entry of `claims`: a volume that all pods mount and that outlives them (ReadWriteMany)."""
 
     path: str = new_key(REQUIRED, "Where the pods find it")
-    size: str = new_key(None, "How much is asked for, as 200Gi; unset: the claim is there already, none is made")
+    size: str = new_key(None, "How much is asked for, as 200Gi; unset: the claim already exists, none is made")
 
 
 @dataclass(frozen=True)
 class Site:
-    """The keys of a site file. Values of mappings are text."""
+    """The keys of a site file, which describes a job and its Kubernetes cluster. Values in its mappings are
+    text."""
 
     namespace: str = new_key(REQUIRED, "Namespace (OpenShift: project) of everything")
     image: str = new_key(REQUIRED, "Image of kubernetes/Containerfile, with a tag other than latest or a digest")
@@ -83,22 +84,25 @@ class Site:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all pods."""
+        """Returns the number of ranks in all pods."""
         return self.replicas * self.gpus
 
     def environment(self) -> dict[str, str]:
-        """The variables that are the same for all pods."""
-        given = {name: str(value) for name, value in self.variables.items()}
-        return {**VARIABLES, "WORLD_SIZE": str(self.world_size), **given}
+        """Returns the environment variables that are the same in all pods."""
+        site_variables = {name: str(value) for name, value in self.variables.items()}
+        return {**VARIABLES, "WORLD_SIZE": str(self.world_size), **site_variables}
 
     def volumes(self) -> dict[str, str]:
-        """The folder of each claim in the pods, by its name."""
+        """Returns the folder at which pods mount each claim, by the claim's name."""
         return {name: claim["path"] for name, claim in self.claims.items()}
 
 
 def read_site(file: str | Path) -> Site:
-    """The site that a YAML file describes. Raises ConfigError, a line `FILE:LINE: key: what is wrong` for
-    each mistake, unknown keys with the nearest known ones."""
+    """Returns the site that a YAML file describes.
+
+    Raises ConfigError with a line `FILE:LINE: key: problem` for each mistake. For an unknown key the line
+    suggests the nearest known keys.
+    """
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
     values = check_keys(Site, read_declared(file, origins, problems), problems)
@@ -121,13 +125,13 @@ def read_site(file: str | Path) -> Site:
 
 
 def _check(site: Site, problems: ErrorCollector) -> None:
-    """Note what a cluster would refuse, or what would make a job of it that cannot run."""
+    """Adds to `problems` each value that a cluster would refuse or with which the job could not run."""
     for key, length in (("name", _NAME_LENGTH), ("namespace", 63)):
         if not _NAME.fullmatch(getattr(site, key)) or len(getattr(site, key)) > length:
             problems.add(key, f"at most {length} small letters, digits and hyphens, as my-run")
     for key in ("storage_class", "image_pull_secret"):
         if getattr(site, key) is not None and not _DOTTED_NAME.fullmatch(getattr(site, key)):
-            problems.add(key, "is no name of Kubernetes: small letters, digits, hyphens and points")
+            problems.add(key, "is not a name of Kubernetes: small letters, digits, hyphens and points")
     for key in ("memory", "shared_memory"):
         _check_quantity(key, getattr(site, key), problems)
     tag = site.image.rpartition("/")[2].partition(":")[2]
@@ -135,28 +139,32 @@ def _check(site: Site, problems: ErrorCollector) -> None:
         problems.add("image", "names no release: add a tag other than latest (:1.0) or a digest (@sha256:...)")
     for name, claim in site.claims.items():
         if not _DOTTED_NAME.fullmatch(name):
-            problems.add(f"claims.{name}", "is no name of Kubernetes: small letters, digits, hyphens and points")
+            problems.add(f"claims.{name}", "is not a name of Kubernetes: small letters, digits, hyphens and points")
         if not claim["path"].startswith("/"):
-            problems.add(f"claims.{name}.path", "is to be absolute, as /shared/models")
+            problems.add(f"claims.{name}.path", "must be an absolute path, as /shared/models")
         if claim["size"] is not None:
             _check_quantity(f"claims.{name}.size", claim["size"], problems)
-        others = [other for other, path in site.volumes().items() if other != name and path == claim["path"]]
-        if others and name > min(others):
-            problems.add(f"claims.{name}.path", f"is that of {min(others)} too; a folder has one claim")
+        same_path = [
+            other_name for other_name, path in site.volumes().items() if other_name != name and path == claim["path"]
+        ]
+        if same_path and name > min(same_path):
+            problems.add(f"claims.{name}.path", f"is the path of {min(same_path)} too; give each claim another folder")
     if not _LABEL_NAME.fullmatch(site.gpu_resource):
-        problems.add("gpu_resource", "is no name of a resource, as nvidia.com/gpu")
+        problems.add("gpu_resource", "is not a name of a resource, as nvidia.com/gpu")
     if site.queue is not None and not _NAME.fullmatch(site.queue):
-        problems.add("queue", "is no name of Kubernetes: small letters, digits and hyphens")
+        problems.add("queue", "is not a name of Kubernetes: small letters, digits and hyphens")
     for key in ("labels", "annotations", "node_selector"):
         for name, value in getattr(site, key).items():
             if not isinstance(value, str):
-                problems.add(f"{key}.{name}", f'is to be text: write "{str(value).lower()}" in quotes')
+                problems.add(f"{key}.{name}", f'must be text: write "{str(value).lower()}" in quotes')
             elif not _LABEL_NAME.fullmatch(name):
-                problems.add(f"{key}.{name}", "is no name of a label, as example.com/team")
+                problems.add(f"{key}.{name}", "is not a name of a label, as example.com/team")
             elif key != "annotations" and not _LABEL.fullmatch(value):
                 problems.add(f"{key}.{name}", "at most 63 letters, digits, hyphens, points and underscores")
             elif _SECRET_VALUE.search(value):
-                problems.add(f"{key}.{name}", "looks like a secret, which whoever reads the manifest would know")
+                problems.add(
+                    f"{key}.{name}", "looks like a secret, which every reader of the manifest would see; remove it"
+                )
     _check_variables(site, problems)
 
 
@@ -165,16 +173,16 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
         path = f"variables.{name}"
         if not _VARIABLE.fullmatch(name) or isinstance(value, Mapping | tuple):
             problems.add(path, "expected NAME: VALUE")
-        elif name in _OF_EACH_POD or name.startswith("PET_"):
+        elif name in _PER_POD_VARIABLES or name.startswith("PET_"):
             problems.add(
                 path, "differs from pod to pod or from rank to rank; the operator and deepy.py set it; remove it"
             )
         elif name == "WORLD_SIZE" and str(value) != str(site.world_size):
             problems.add(path, f"replicas {site.replicas} x gpus {site.gpus} is {site.world_size}; remove it")
         elif name == "MASTER_PORT" and not (str(value).isdecimal() and 0 < int(value) < 65536):
-            problems.add(path, "is no number of a port")
+            problems.add(path, "is not a port number (1 to 65535)")
         elif _SECRET.search(name.upper()) or _SECRET_VALUE.search(str(value)):
-            problems.add(path, "looks like a secret, which whoever reads the manifest would know; name it in secrets")
+            problems.add(path, "looks like a secret, which every reader of the manifest would see; name it in secrets")
     for name, place in site.secrets.items():
         secret, _, key = str(place).partition("/")
         if not _VARIABLE.fullmatch(name) or not _DOTTED_NAME.fullmatch(secret) or not re.fullmatch(r"[-._\w]+", key):
@@ -182,7 +190,7 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
                 f"secrets.{name}", "expected SECRET/KEY, the name of a secret and the key in it; never a value"
             )
         elif name in site.variables and not _SECRET.search(name.upper()):
-            problems.add(f"secrets.{name}", "is in variables too; keep one of them")
+            problems.add(f"secrets.{name}", "is in variables too; remove one of them")
 
 
 def _check_quantity(path: str, value: str, problems: ErrorCollector) -> None:

@@ -25,10 +25,11 @@ from megatron.mpu.torch_versions import varlen_attn
 class AttentionCall:
     """A kind of call that a layer makes: everything that decides whether a backend supports it.
 
-    queries, keys: numbers of tokens to try the call with; where they are equal, its gradient is needed too.
-    masked: a mask is given. dropping: attention probabilities have dropout.
-    documents: document boundaries (and the layer's window, if any) are given instead of a mask. contexts: so
-    are the branches of trees, which share contexts.
+    queries, keys: numbers of tokens of the trial call. If they are equal, its gradient is tried too.
+    masked: a mask is given.
+    dropping: attention probabilities have dropout.
+    documents: document boundaries (and the layer's window, if any) are given instead of a mask.
+    contexts: the branches of trees, which share contexts, are given instead of a mask.
     compiled: torch compiles the code around the call.
     """
 
@@ -47,12 +48,12 @@ class AttentionCall:
 class AttentionOptions(NamedTuple):
     """The options of one call of attention.
 
-    cache: takes the new keys and values in; with `AttentionInputs.columns` queries attend to all of the cache
-    that the mask shows.
-    dropout_p: dropout of attention probabilities, whose mask is a function of `seed` alone.
-    scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c)
-    before masks are added; None: they stay. sinks: `[heads]`, a logit that joins each query's, and whose
-    probability is given to no value; None: there is none.
+    cache: `AttentionBackends.attend` first writes the new keys and values to it. With
+        `AttentionInputs.columns` queries attend to all keys in the cache that the mask allows.
+    dropout_p: dropout of attention probabilities; the dropout mask is a function of `seed` alone.
+    scale: factor of the logits; None: 1 / sqrt(head_dim).
+    softcap: c; logits x become c tanh(x / c) before masks are added. None: no cap.
+    sinks: `[heads]`, an additional logit in each query's softmax, with no value. None: no sinks.
     """
 
     cache: LayerCache | None = None
@@ -65,48 +66,58 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention; name: the value of `attention_backend` that asks for it.
+    """One way to compute attention.
 
-    needs_gpu: it runs on GPUs alone. by_name_only: it runs only where its name is asked for. plans_shapes:
-    its first call of every shape takes long. caps_logits: it knows `AttentionOptions.softcap`. has_sinks: it
-    knows `AttentionOptions.sinks`. form: what of `AttentionInputs` tells it which keys are seen, where
-    neither a mask nor plain causality does. A new backend is a subclass in a file here and a line in
-    `neox_arguments.keys.attention.ATTENTION_BACKENDS`."""
+    name: the value of `attention_backend` that chooses it.
+    needs_gpu: it runs only on GPUs.
+    opt_in: `auto` never chooses it.
+    plans_shapes: its first call with each new shape is slow.
+    caps_logits: it supports `AttentionOptions.softcap`.
+    has_sinks: it supports `AttentionOptions.sinks`.
+    form: the field of `AttentionInputs` that tells it the visible keys of documents, windows and trees.
+
+    A new backend is a subclass in a file here and a line in
+    `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
+    """
 
     name: str
     needs_gpu: ClassVar[bool] = False
-    by_name_only: ClassVar[bool] = False
+    opt_in: ClassVar[bool] = False
     plans_shapes: ClassVar[bool] = False
     caps_logits: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
     form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
 
     def missing(self) -> str | None:
-        """None where what it needs is installed, else the package to install, in words."""
+        """Returns None if the packages it needs are installed, else the package to install."""
         return None
 
     def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
-        """None where it may run such calls without being named (by `auto`, or where a named one cannot), else
-        the reason in words: where it has not run on such a GPU, or is slow.
+        """Returns None if `auto` may choose this backend for such calls, else the reason.
+
+        Reasons: the backend has not been run on such a GPU, or is slow. It is also asked when a named backend
+        does not support a call, and another one must be found.
 
         capability: compute capability of the GPU; None on a CPU.
         """
         return not_run_on(f"attention_backend: {self.name}", capability)
 
     def handles(self, call: AttentionCall) -> bool:
-        """Whether it is made for such calls; `supports` tries whether it can do one."""
+        """Returns whether the backend is meant for such calls, without running one; `supports` runs one."""
         return not call.contexts
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
-        """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
+        """Computes causal attention: softmax(q k^T * scale + mask) v. A cache, if any, already holds k and v.
 
         q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns the shape of q.
         """
         raise NotImplementedError
 
     def supports(self, call: AttentionCall) -> str | None:
-        """None where the backend can do such calls, else the reason in words, found out by one tiny call and
-        its gradient."""
+        """Returns None if the backend can run such calls, else the reason.
+
+        It runs one tiny call; for calls of training also its backward pass.
+        """
         spec, training = call.spec, call.queries == call.keys
         if spec.softcap is not None and not self.caps_logits:
             return "it does not cap logits (attn_logit_softcapping)"
@@ -128,9 +139,9 @@ class AttentionBackend:
         inputs = AttentionInputs(mask=mask)
         if self.form == "blocks" and mask is None:
             ids = torch.zeros(2, call.queries, dtype=torch.int32, device=call.device)
-            given = {"branch_ids": ids, "context_ids": ids} if call.contexts else {}
-            given |= {"branch_ids": ids} if call.documents else {}
-            inputs = AttentionInputs(blocks=block_mask(call.queries, call.device, spec.window, **given))
+            branches = {"branch_ids": ids, "context_ids": ids} if call.contexts else {}
+            branches |= {"branch_ids": ids} if call.documents else {}
+            inputs = AttentionInputs(blocks=block_mask(call.queries, call.device, spec.window, **branches))
         elif call.documents:
             starts = torch.arange(3, device=call.device, dtype=torch.int32) * call.queries
             longest, window = torch.empty(call.queries, 0), -1 if spec.window is None else spec.window
@@ -251,11 +262,11 @@ class EfficientVarlen(AttentionBackend):
         assert starts is not None and longest is not None
         rows = [_rows(x).unsqueeze(0) for x in (q, k, v)]
         q, k, v = (x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows)
-        p, seed, most = options.dropout_p, options.seed, longest.shape[0]
+        p, seed, max_seqlen = options.dropout_p, options.seed, longest.shape[0]
         if p > 0.0 and seed is not None:
-            out = seeded_attention(q, k, v, None, seed, p, options.scale, VARLEN, starts, most, inputs.window)
+            out = seeded_attention(q, k, v, None, seed, p, options.scale, VARLEN, starts, max_seqlen, inputs.window)
         else:
-            out = efficient_varlen(q, k, v, starts, most, inputs.window, 0.0, options.scale)
+            out = efficient_varlen(q, k, v, starts, max_seqlen, inputs.window, 0.0, options.scale)
         return out.view(shape).transpose(0, 1)
 
 
@@ -271,8 +282,11 @@ def _attention_by_formula(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with logits c tanh(x / c) and sinks, in fp32 from the product on; all
-    logits are in memory. Other arguments are torch's."""
+    """Computes attention like `scaled_dot_product_attention`, with softcap and sinks.
+
+    softcap, sinks: as of `AttentionOptions`. Other arguments are torch's. It computes in fp32 from the
+    logits on, and holds all logits in memory.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -298,9 +312,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Causal attention within each document, by one call of `sdpa` for each; cu_seqlens: as of
-    `AttentionInputs`."""
+    """Computes causal attention within each document, by one call of `sdpa` per document.
+
+    cu_seqlens: as of `AttentionInputs`.
+    """
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-    texts = ([one.transpose(0, 1).unsqueeze(0) for one in _rows(x).split(lengths)] for x in (q, k, v))
+    texts = ([document.transpose(0, 1).unsqueeze(0) for document in _rows(x).split(lengths)] for x in (q, k, v))
     outs = [sdpa(*text, is_causal=True).squeeze(0).transpose(0, 1) for text in zip(*texts, strict=True)]
     return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)

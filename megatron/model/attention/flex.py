@@ -1,5 +1,6 @@
 """FlexAttention (`torch.nn.attention.flex_attention`): one compiled kernel for every mask that a function of
-places can say."""
+positions can express.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Flex(AttentionBackend):
-    """Causal attention, windows, documents and shared prompts, over the blocks that `AttentionInputs.blocks`
-    shows.
+    """Computes attention with FlexAttention: causal, with windows, documents and shared prompts.
 
-    It is compiled: inside the graph of a compiled block, else by itself. For CPUs torch has no backward pass.
+    `AttentionInputs.blocks` says which keys are visible. A compiled block compiles it as part of its graph;
+    otherwise it is compiled alone. torch has no backward pass of it for CPUs.
     """
 
     needs_gpu, plans_shapes, caps_logits, has_sinks, form = True, True, True, True, "blocks"
@@ -43,15 +44,15 @@ class Flex(AttentionBackend):
         assert inputs.blocks is not None
         attend = self._compiled if q.is_cuda and not torch.compiler.is_compiling() else _attend
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        given = (q, k, v, inputs.blocks, options.scale, options.softcap, options.sinks)
+        arguments = (q, k, v, inputs.blocks, options.scale, options.softcap, options.sinks)
         if torch.compiler.is_compiling():
-            out: Tensor = attend(*given)
+            out: Tensor = attend(*arguments)
         else:
             import torch._dynamo.config as dynamo
 
             # Behind a second softcap torch would compile for any, and fail where the kernel reads it.
             with dynamo.patch(specialize_float=True):
-                out = attend(*given)
+                out = attend(*arguments)
         return out.permute(2, 0, 1, 3)
 
     @cached_property
@@ -86,8 +87,8 @@ def _attend(
         assert isinstance(out, Tensor)
         return out
     aux = AuxRequest(lse=True)
-    out, found = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=shared, return_aux=aux)
-    assert isinstance(found, AuxOutput) and found.lse is not None
+    out, auxiliary = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=shared, return_aux=aux)
+    assert isinstance(auxiliary, AuxOutput) and auxiliary.lse is not None
     # What the keys have of the probability beside the sink: e^lse / (e^lse + e^sink).
-    share = torch.sigmoid(found.lse - sinks.float().view(-1, 1))
+    share = torch.sigmoid(auxiliary.lse - sinks.float().view(-1, 1))
     return (out * share.unsqueeze(-1)).to(q.dtype)

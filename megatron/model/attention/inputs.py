@@ -1,8 +1,9 @@
-"""The inputs of attention beside hidden states: rotary tables, masks and document boundaries.
+"""The inputs of attention other than hidden states: rotary tables, masks and document boundaries.
 
-They are made once for all blocks whose specs agree. There is a function for each of three kinds of batches:
-texts from their beginning, as in training; tokens that continue a key-value cache; and trees, in which
-several continuations share the context before them.
+They are computed once for all blocks whose specs agree, by one function for each kind of batch:
+`text_inputs`: texts from their beginning, as in training;
+`cached_inputs`: tokens that continue texts in a key-value cache;
+`tree_inputs`: rows in which several continuations share a context.
 """
 
 from collections.abc import Callable
@@ -33,20 +34,20 @@ added to attention logits; None for no bias."""
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs that blocks with equal `AttentionSpec.inputs` share for one micro-batch, made once in each
-    stage.
+    """The inputs that blocks with equal `AttentionSpec.inputs` share, made once per stage and micro-batch.
 
-    rope: tables of `positions.rope_tables`, None without rotary positions.
-    mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: `[n]` int32, document starts over the flattened batch and its end, as of `Batch`, where
-    `AttentionBackends.form` is cu_seqlens. longest: with cu_seqlens, `[max_seqlen, 0]`, whose size is the
-    number of tokens of the longest document: compiled code takes a size for any, a number for one. window:
-    with cu_seqlens, how many keys before itself a query sees; -1: all.
-    blocks: what `masks.block_mask` shows, instead of the mask and the documents, where the backend's `form`
-    is blocks.
-    columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
-    written_out, own: with cu_seqlens, where documents share prefixes, `SharedPrefixes.places` and `own`;
-    cu_seqlens and longest then are those of documents written out.
+    rope: tables of `positions.rope_tables`; None without rotary positions.
+    mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None: only causal.
+    cu_seqlens: `[n]` int32, the starts of documents in the flattened batch and its end, as of `Documents`;
+        set if `AttentionBackends.form` returns cu_seqlens.
+    longest: with cu_seqlens, an empty tensor `[max_seqlen, 0]`. Its first size is the length of the longest
+        document. Code compiled for a number would serve that number alone; a size may be dynamic.
+    window: with cu_seqlens, the number of keys before its own that a query sees; -1: all.
+    blocks: FlexAttention's mask from `masks.block_mask`, instead of the mask and cu_seqlens, if the backend's
+        `form` is blocks.
+    columns: `[batch, seq]`, the columns of these tokens in the cache; None in training and at a text's start.
+    written_out, own_places: with cu_seqlens, `SharedPrefixes.places` and `own_places`, if documents share
+        prefixes. cu_seqlens and longest then count each document with its prefix repeated.
     """
 
     rope: Rope | None = None
@@ -57,7 +58,7 @@ class AttentionInputs(NamedTuple):
     blocks: "BlockMask | None" = None
     columns: Tensor | None = None
     written_out: Tensor | None = None
-    own: Tensor | None = None
+    own_places: Tensor | None = None
 
 
 def text_inputs(
@@ -68,42 +69,44 @@ def text_inputs(
     form: str | None,
     bias: BiasFunction,
 ) -> AttentionInputs:
-    """The inputs for texts from their beginning.
+    """Returns the inputs for texts from their beginning.
 
-    lengths: `[batch]`, tokens of the text of each row; None: rows are as long as their texts.
+    lengths: `[batch]`, the number of tokens of each row's text; None: texts fill their rows.
     form: as of `AttentionBackends.form`.
     """
     (rows, seq), device = batch.tokens.shape, batch.tokens.device
-    window, documents, prefixes = spec.window, batch.cu_seqlens, batch.prefixes
-    if documents is not None and prefixes is not None and form != "cu_seqlens":
-        branch_ids, context_ids = prefix_ids(documents, prefixes.cu_seqlens, rows, seq)
+    window, documents = spec.window, batch.documents
+    starts, prefixes = (None, None) if documents is None else (documents.cu_seqlens, documents.prefixes)
+    if starts is not None and prefixes is not None and form != "cu_seqlens":
+        branch_ids, context_ids = prefix_ids(starts, prefixes.cu_seqlens, rows, seq)
         return tree_inputs(spec, positions, branch_ids, context_ids, seq, form, bias)
-    rope = _rope(spec, positions, _text_lengths(spec, documents, rows, seq, lengths))
+    rope = _rope(spec, positions, _text_lengths(spec, starts, rows, seq, lengths))
     if form == "blocks":
-        ids = None if documents is None else document_ids(documents, rows, seq)
+        ids = None if starts is None else document_ids(starts, rows, seq)
         return AttentionInputs(rope, blocks=block_mask(seq, device, window, branch_ids=ids))
     if form == "cu_seqlens":
-        cu_seqlens, max_seqlen = documents, batch.max_seqlen
-        if cu_seqlens is None:
+        if documents is None:
             cu_seqlens, max_seqlen = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32), seq
+        else:
+            cu_seqlens, max_seqlen = documents.cu_seqlens, documents.max_seqlen
         if device.type == "cuda" and len(cu_seqlens) - 1 > _MOST_DOCUMENTS:
             raise DataError(
-                f"a micro-batch of {len(cu_seqlens) - 1} documents: this kernel takes {_MOST_DOCUMENTS}; "
+                f"a micro-batch of {len(cu_seqlens) - 1} documents: the kernel takes at most {_MOST_DOCUMENTS}; "
                 "lower train_micro_batch_size_per_gpu, or set attention_backend: flex"
             )
-        places, own = None, None
+        places, own_places = None, None
         if prefixes is not None:
-            cu_seqlens, max_seqlen, places, own = (
-                prefixes.cu_seqlens, prefixes.max_seqlen, prefixes.places, prefixes.own
+            cu_seqlens, max_seqlen, places, own_places = (
+                prefixes.cu_seqlens, prefixes.max_seqlen, prefixes.places, prefixes.own_places
             )  # fmt: skip
         longest = torch.empty(max_seqlen, 0, device=device)
         return AttentionInputs(
-            rope, None, cu_seqlens, longest, -1 if window is None else window, written_out=places, own=own
+            rope, None, cu_seqlens, longest, -1 if window is None else window, written_out=places, own_places=own_places
         )  # fmt: skip
-    mask = None if documents is None else document_mask(documents, rows, seq)
+    mask = None if starts is None else document_mask(starts, rows, seq)
     if window is not None:
-        near = window_mask(seq, window, device)
-        mask = near if mask is None else mask & near
+        in_window = window_mask(seq, window, device)
+        mask = in_window if mask is None else mask & in_window
     return AttentionInputs(rope, _added(bias(seq, None, None), mask))
 
 
@@ -115,9 +118,10 @@ def cached_inputs(
     dtype: torch.dtype,
     bias: BiasFunction,
 ) -> AttentionInputs:
-    """The inputs for tokens that continue texts in a key-value cache.
+    """Returns the inputs for tokens that continue texts in a key-value cache.
 
-    keys: number of columns of the cache. lengths: as of `text_inputs`; None: texts end with these tokens.
+    keys: number of columns of the cache.
+    lengths: as of `text_inputs`; None: texts end with these tokens.
     dtype: of the weights.
     """
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1 if lengths is None else lengths.unsqueeze(1))
@@ -136,11 +140,12 @@ def tree_inputs(
     form: str | None,
     bias: BiasFunction,
 ) -> AttentionInputs:
-    """The inputs for rows in which several continuations share a context.
+    """Returns the inputs for rows in which several continuations share a context.
 
-    branch_ids, context_ids: `[batch, seq]`, as of `tree_attention_mask`; positions count on from the context
-    in every branch, and a window counts by them. length: of the texts, for rotary positions that stretch with
-    it, one number or `[batch, 1]`. form: as of `AttentionBackends.form`.
+    positions: `[batch, seq]`; each branch continues the context's positions. A window counts positions.
+    branch_ids, context_ids: `[batch, seq]`, as of `tree_attention_mask`.
+    length: number of tokens of the texts, for rotary scalings that depend on it: a number or `[batch, 1]`.
+    form: as of `AttentionBackends.form`.
     """
     rope, seq, device = _rope(spec, positions, length), positions.shape[1], positions.device
     if form == "blocks":
@@ -157,10 +162,10 @@ def tree_inputs(
 def _text_lengths(
     spec: AttentionSpec, documents: Tensor | None, rows: int, seq: int, lengths: Tensor | None
 ) -> int | Tensor:
-    """The lengths of the texts, as of `rope_frequencies`: those of documents where rows hold several."""
+    """Returns the text lengths for `rope_frequencies`: of documents if rows are packed, else of rows."""
     if lengths is not None:
         return lengths.unsqueeze(1)
-    if documents is None or spec.rotary is None or not spec.rotary.by_length:
+    if documents is None or spec.rotary is None or not spec.rotary.length_dependent:
         return seq
     return documents.diff()[document_ids(documents, rows, seq) - 1]
 

@@ -29,12 +29,15 @@ from megatron.mpu import (
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
-    Tensor ranks that outnumber the key-value heads have a slice of one each, and gather it whole for their
-    queries.
+    If there are more tensor ranks than key-value heads, each rank computes a slice of one key-value head and
+    gathers the full head from the ranks that share it.
 
-    Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
-    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; of attention_sinks
-    `sinks` `[heads]`; `rpe`, which blocks share.
+    Parameters:
+    query_key_value: rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA.
+    dense: the output projection.
+    qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms).
+    sinks: `[heads]` (attention_sinks).
+    rpe: relative position biases, which all blocks share.
     """
 
     Spec = AttentionSpec
@@ -76,19 +79,19 @@ class SelfAttention(nn.Module):
         # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per
         # rank.
         alternating = spec.kv_heads == spec.heads
-        blocks, of_each_head = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
-        names, pattern, rows = ("q_proj", "k_proj", "v_proj"), of_each_head or blocks, query + 2 * kv
-        split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, cut=not alternating)
-        whole = adapters_of(spec.lora, spec.hidden, "o_proj")
+        blocks, head_blocks = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
+        names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
+        split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, pattern_sharded=not alternating)
+        dense_adapters = adapters_of(spec.lora, spec.hidden, "o_proj")
         return (
-            LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=of_each_head, adapters=split),
+            LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=head_blocks, adapters=split),
             LinearSpec(
                 query,
                 spec.hidden,
                 "row",
                 spec.output_bias,
                 bias_sum_over_tensor=spec.parallel_residual,
-                adapters=whole,
+                adapters=dense_adapters,
             ),  # fmt: skip
         )
 
@@ -133,8 +136,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`.
 
-        seed: of the dropout of attention probabilities; adapter_seed: as of `Linear.forward`; None where
-        there is none.
+        seed: for the dropout of attention probabilities; None without dropout. adapter_seed: as of
+        `Linear.forward`; None without dropout.
         """
         qkv = self.query_key_value(x, adapter_seed)
         q, k, v = self._split(qkv)
@@ -143,7 +146,7 @@ class SelfAttention(nn.Module):
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
-            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
             q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)

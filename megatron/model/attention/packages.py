@@ -1,5 +1,6 @@
-"""Attention by packages that people install: flash-attn and Transformer-Engine. They run where their names
-are asked for."""
+"""Attention backends of packages that users install: flash-attn and Transformer-Engine. `auto` never chooses
+them.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,9 +16,9 @@ from megatron.neox_arguments.optional_packages import PackageProblem, import_com
 
 
 class PackageBackend(AttentionBackend):
-    """A backend of a compiled package, which `auto` does not take: importing it takes seconds."""
+    """A backend of a compiled package. `auto` never chooses it, because its import takes seconds."""
 
-    by_name_only = True
+    opt_in = True
     module: ClassVar[str]
     functions: ClassVar[tuple[str, ...]]
 
@@ -30,7 +31,7 @@ class PackageBackend(AttentionBackend):
 
     @cached_property
     def package(self) -> Any:
-        """The package's module. Raises PackageProblem where it cannot be used."""
+        """The imported module of the package. Raises PackageProblem if it cannot be used."""
         return import_compiled(self.module, *self.functions)
 
     def supports(self, call: AttentionCall) -> str | None:
@@ -86,7 +87,7 @@ class TransformerEngineAttention(PackageBackend):
     """
 
     module, functions = "transformer_engine.pytorch", ("DotProductAttention",)
-    made: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    modules: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def supports(self, call: AttentionCall) -> str | None:
         return "it cannot be compiled; set compile: false" if call.compiled else super().supports(call)
@@ -108,12 +109,12 @@ class TransformerEngineAttention(PackageBackend):
 
     def _module(self, heads: int, head_dim: int, kv_heads: int, options: AttentionOptions) -> Any:
         key = (heads, head_dim, kv_heads, options.dropout_p, options.scale)
-        if key not in self.made:
-            self.made[key] = self.package.DotProductAttention(
+        if key not in self.modules:
+            self.modules[key] = self.package.DotProductAttention(
                 heads, head_dim, num_gqa_groups=kv_heads, attention_dropout=options.dropout_p,
                 softmax_scale=options.scale,
             )  # fmt: skip
-        return self.made[key]
+        return self.modules[key]
 
 
 def _run_seeded(attend: partial[Tensor], options: AttentionOptions, device: torch.device) -> Tensor:

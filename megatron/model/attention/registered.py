@@ -1,5 +1,7 @@
-"""FlashAttention 3 and 4 in the place of torch's own FlashAttention 2: torch knows both by name, packages
-have the kernels (`torch.nn.attention.activate_flash_attention_impl`)."""
+"""FlashAttention 3 and 4 in place of torch's own FlashAttention 2.
+
+torch knows both by name (`torch.nn.attention.activate_flash_attention_impl`); packages provide the kernels.
+"""
 
 from importlib import import_module
 from typing import ClassVar
@@ -14,13 +16,14 @@ from megatron.model.attention.backends import AttentionBackend, AttentionCall, F
 
 
 class _Registered(AttentionBackend):
-    """A kernel that torch runs, for the whole process, where it else runs its own FlashAttention 2: through
-    `scaled_dot_product_attention` and `varlen_attn`.
+    """A kernel that replaces torch's own FlashAttention 2 for the whole process.
 
-    implementation: torch's name. module: what torch imports for it. install: how to get it.
+    It is called through `scaled_dot_product_attention` and `varlen_attn`.
+
+    implementation: torch's name of it. module: the package that torch imports. install: how to install it.
     """
 
-    needs_gpu = by_name_only = True
+    needs_gpu = opt_in = True
     implementation: ClassVar[str]
     module: ClassVar[str]
     install: ClassVar[str]
@@ -44,30 +47,30 @@ class _Registered(AttentionBackend):
 
 
 class _Flash3(_Registered):
-    """For Hopper (arXiv 2407.08608)."""
+    """FlashAttention 3, for Hopper (arXiv 2407.08608)."""
 
     implementation, module = "FA3", "flash_attn_interface"
     install = "compile the folder hopper of https://github.com/Dao-AILab/flash-attention"
 
 
 class _Flash4(_Registered):
-    """For Hopper and Blackwell, compiled by CuTe when it is first called."""
+    """FlashAttention 4, for Hopper and Blackwell. CuTe compiles it at its first call."""
 
     implementation, module = "FA4", "flash_attn.cute.interface"
     install = "pip install flash-attn-4"
 
 
 class Flash3(_Flash3, Flash):
-    """Rows of equal length."""
+    """FlashAttention 3 for rows of equal length."""
 
 
 class Flash3Varlen(_Flash3, Varlen):
-    """Documents and windows."""
+    """FlashAttention 3 for documents and windows."""
 
 
 class Flash4(_Flash4, Flash):
-    """Rows of equal length."""
+    """FlashAttention 4 for rows of equal length."""
 
 
 class Flash4Varlen(_Flash4, Varlen):
-    """Documents and windows."""
+    """FlashAttention 4 for documents and windows."""

@@ -1,4 +1,4 @@
-"""Attention with dropout whose mask is a function of a seed alone, in compiled code one operator."""
+"""Attention with dropout whose mask is a function of a seed alone. In compiled code it is one operator."""
 
 from typing import Any
 
@@ -26,13 +26,16 @@ def seeded_attention(
     longest: int = 0,
     window: int = -1,
 ) -> Tensor:
-    """Causal attention of `[batch, seq, heads, head_dim]` (k and v may have fewer heads), to the shape of q,
-    with dropout p of its probabilities drawn from `seed`, one of `seed_tensor`.
+    """Computes causal attention with dropout p of its probabilities, drawn from `seed` (of `seed_tensor`).
 
-    mask: of `scaled_dot_product_attention`; None: causal. kernel: the name of an `SDPBackend`, or `VARLEN`:
-    torch's memory-efficient kernel for one row (batch 1, as many heads in k and v) of documents, where
-    `starts` `[n]` int32 are their bounds, `longest` their largest length and `window` the number of keys
-    before itself that a query sees, -1: all.
+    q, k, v: `[batch, seq, heads, head_dim]`; k and v may have fewer heads. Returns the shape of q.
+
+    mask: as of `scaled_dot_product_attention`; None: causal.
+    kernel: the name of an `SDPBackend`, or `VARLEN`: torch's memory-efficient kernel for documents, for which
+        batch is 1, and k and v have as many heads as q.
+    starts: with `VARLEN`, `[n]` int32, the starts of documents and the end.
+    longest: with `VARLEN`, the number of tokens of the longest document.
+    window: with `VARLEN`, the number of keys before its own that a query sees; -1: all.
     """
     if torch.compiler.is_compiling():
         return _operator(q, k, v, mask, seed, p, scale, kernel, starts, longest, window)
@@ -43,8 +46,10 @@ def seeded_attention(
 def efficient_varlen(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, p: float, scale: float | None
 ) -> Tensor:
-    """torch's memory-efficient kernel for jagged tensors; arguments as of `seeded_attention`, `[1, tokens,
-    heads, head_dim]`."""
+    """Runs torch's memory-efficient kernel for documents of different lengths.
+
+    Arguments are those of `seeded_attention`; q, k, v: `[1, tokens, heads, head_dim]`.
+    """
     if window >= 0:
         windowed: Tensor = _WindowedVarlen.apply(q, k, v, starts, longest, window + 1, p, scale)[0]  # type: ignore[no-untyped-call]
         return windowed
@@ -55,8 +60,10 @@ def efficient_varlen(
 
 
 class _WindowedVarlen(torch.autograd.Function):
-    """The kernel within windows of `width` keys, the query's own among them. torch's own gradient of it does
-    not hand the window on to the kernel's backward pass, and is wrong without a word (seen in 2.11)."""
+    """Runs the kernel within windows of `width` keys, including the query's own.
+
+    torch's own gradient does not pass the window to the backward kernel and is silently wrong (seen in
+    2.11)."""
 
     @staticmethod
     def forward(
@@ -187,8 +194,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any) -> list[Tensor]:
-    trained = [q, k, v, mask] if others[-1] else [q, k, v]
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> list[Tensor]:
+    trained = [q, k, v, mask] if options[-1] else [q, k, v]
     return [x.new_empty(x.shape) for x in trained if x is not None]
 
 

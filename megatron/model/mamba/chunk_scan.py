@@ -1,5 +1,7 @@
-"""Mamba 2's recurrence in torch's own operations, as products of matrices over chunks of tokens (arXiv
-2405.21060, section 6): h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t', y_t = h_t C_t, with one A for each head."""
+"""Mamba 2's recurrence in torch's own operations, as matrix products over chunks of tokens.
+
+See arXiv 2405.21060, section 6: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t', y_t = h_t C_t, with one A for each
+head."""
 
 import torch
 from torch import Tensor
@@ -16,12 +18,15 @@ def chunk_scan(
     initial: Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """(y, last state): y `[seq, batch, heads, head_dim]` in the dtype of x.
+    """Returns (y, last state); y is `[seq, batch, heads, head_dim]` in the dtype of x.
 
-    x: as y. dt: `[seq, batch, heads]` fp32. a: `[heads]` fp32, negative. b, c: `[seq, batch, groups, state]`;
-    neighbouring heads share a group. chunk: tokens that are taken at once. documents: as of `StateInputs`;
-    states do not go from one to another. initial: the state before, `[batch, heads, head_dim, state]`; None:
-    zeros. state_dtype: in which states go from chunk to chunk; decays are fp32, products in the dtype of x.
+    x: as y.
+    dt: `[seq, batch, heads]` fp32. a: `[heads]` fp32, negative.
+    b, c: `[seq, batch, groups, state]`; neighbouring heads share a group.
+    chunk: number of tokens per chunk.
+    documents: as of `StateInputs`; each document starts from a state of zeros.
+    initial: the state before the first token, `[batch, heads, head_dim, state]`; None: zeros.
+    state_dtype: of the states passed from chunk to chunk. Decays are fp32, products in the dtype of x.
     """
     if initial is not None and len(x) == 1 and documents is None:
         y, last = chunk_step(x[0], dt[0], a, b[0], c[0], initial.to(state_dtype))
@@ -31,42 +36,42 @@ def chunk_scan(
     chunk = min(chunk, seq)
     missing = -seq % chunk
     # A time step of 0 keeps the state and adds nothing to it.
-    x, dt, b, c = (_chunks(each, missing, chunk) for each in (x, dt, b, c))
+    x, dt, b, c = (_chunks(tensor, missing, chunk) for tensor in (x, dt, b, c))
     if documents is not None:
         documents = _chunks(documents, missing, chunk, edge=True)
     # The logarithm of all decays since a chunk began. Differences of sums in fp32 would lose what small ones
     # are made of, so that a document would not be the same behind others as alone.
-    dtype, exponent = x.dtype, torch.cumsum((dt * a).double(), 1)  # [chunks, chunk, batch, heads]
+    dtype, exponent = x.dtype, _prefix_sums((dt * a).double().transpose(0, 1)).transpose(0, 1)  # as dt
     scaled = (x * dt.unsqueeze(4)).to(dtype).unflatten(3, (groups, -1))
 
     # Within a chunk: as attention, with a product of decays as the weight of each pair of tokens.
-    whole = exponent.permute(0, 2, 3, 1)
-    high = whole.float()
-    low = (whole - high).float()
+    exact = exponent.permute(0, 2, 3, 1)
+    high = exact.float()
+    low = (exact - high).float()
     # [chunks, batch, heads, to, from]; as fp32, which is half the memory.
-    between = (high.unsqueeze(4) - high.unsqueeze(3)) + (low.unsqueeze(4) - low.unsqueeze(3))
+    log_decay = (high.unsqueeze(4) - high.unsqueeze(3)) + (low.unsqueeze(4) - low.unsqueeze(3))
     reached = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     if documents is not None:
         numbers = documents.permute(0, 2, 1)
         reached = reached & (numbers.unsqueeze(3) == numbers.unsqueeze(2)).unsqueeze(2)
-    decay = torch.exp(between.masked_fill(~reached, -torch.inf)).unflatten(2, (groups, -1))
+    decay = torch.exp(log_decay.masked_fill(~reached, -torch.inf)).unflatten(2, (groups, -1))
     scores = torch.einsum("ctbgn,csbgn->cbgts", c, b)
     weights = (scores.unsqueeze(3) * decay).to(dtype)
-    within = torch.einsum("cbgrts,csbgrp->ctbgrp", weights, scaled)
+    from_chunk = torch.einsum("cbgrts,csbgrp->ctbgrp", weights, scaled)
 
     # What each chunk adds to the state at its end.
     to_end = torch.exp(exponent[:, -1:] - exponent).float()
     if documents is not None:
         to_end = to_end * (documents == documents[:, -1:]).unsqueeze(3)
-    by_end = scaled * to_end.to(dtype).unflatten(3, (groups, -1)).unsqueeze(5)
-    added = torch.einsum("csbgn,csbgrp->cbgrpn", b, by_end).flatten(2, 3)
+    decayed = scaled * to_end.to(dtype).unflatten(3, (groups, -1)).unsqueeze(5)
+    added = torch.einsum("csbgn,csbgrp->cbgrpn", b, decayed).flatten(2, 3)
 
     # From chunk to chunk: the state before each is the sum of what all before have added, decayed. Products
     # of all pairs of chunks are few beside those within, and one graph is for any number of them.
     if initial is None:
         initial = x.new_zeros(batch, heads, head_dim, state, dtype=state_dtype)
     chunks, last_numbers = x.shape[0], None
-    totals = torch.cumsum(exponent[:, -1], 0)
+    totals = _prefix_sums(exponent[:, -1])
     totals = torch.cat([torch.zeros_like(totals[:1]), totals])  # before each chunk, and behind the last
     passed = torch.ones(chunks + 1, chunks + 1, dtype=torch.bool, device=x.device).tril().unsqueeze(2)
     if documents is not None:
@@ -80,30 +85,43 @@ def chunk_scan(
     from_start = torch.exp(exponent).float()
     if documents is not None and last_numbers is not None:
         from_start = from_start * (documents == last_numbers[:-1].unsqueeze(1)).unsqueeze(3)
-    before = states[:-1].to(dtype).unflatten(2, (groups, -1))
-    across = torch.einsum("ctbgn,cbgrpn->ctbgrp", c, before)
-    across = across * from_start.to(dtype).unflatten(3, (groups, -1)).unsqueeze(5)
-    return (within + across).flatten(3, 4).flatten(0, 1)[:seq], states[-1]
+    start_states = states[:-1].to(dtype).unflatten(2, (groups, -1))
+    from_state = torch.einsum("ctbgn,cbgrpn->ctbgrp", c, start_states)
+    from_state = from_state * from_start.to(dtype).unflatten(3, (groups, -1)).unsqueeze(5)
+    return (from_chunk + from_state).flatten(3, 4).flatten(0, 1)[:seq], states[-1]
 
 
 def chunk_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`chunk_scan` of one token: (y, the state behind it), y `[batch, heads, head_dim]`; in the dtype of the
-    state.
+    """`chunk_scan` of one token: returns (y, new state) in the dtype of the state.
 
-    x: as y. dt: `[batch, heads]` fp32. a: `[heads]` fp32. b, c: `[batch, groups, state]`. state: before the
-    token, `[batch, heads, head_dim, state]`.
+    x, y: `[batch, heads, head_dim]`. dt: `[batch, heads]` fp32. a: `[heads]` fp32.
+    b, c: `[batch, groups, state]`. state: before the token, `[batch, heads, head_dim, state]`.
     """
     dtype, groups = state.dtype, b.shape[1]
     decay, scaled = torch.exp(dt * a).to(dtype), (x * dt.unsqueeze(2)).to(dtype)
-    kept = (state * decay.unsqueeze(2).unsqueeze(3)).unflatten(1, (groups, -1))
+    decayed_state = (state * decay.unsqueeze(2).unsqueeze(3)).unflatten(1, (groups, -1))
     added = scaled.unflatten(1, (groups, -1)).unsqueeze(4)
-    state = torch.addcmul(kept, added, b.to(dtype).unsqueeze(2).unsqueeze(3))  # [batch, groups, heads of one, ..]
+    state = torch.addcmul(
+        decayed_state, added, b.to(dtype).unsqueeze(2).unsqueeze(3)
+    )  # [batch, groups, heads of one, ..]
     y = state.flatten(2, 3) @ c.to(dtype).unsqueeze(3)
     return y.view_as(x), state.flatten(1, 2)
 
 
+def _prefix_sums(x: Tensor) -> Tensor:
+    """Computes `cumsum` over the rows of x, `[rows, ..]`, as a product with a triangular matrix of ones.
+
+    Inductor of torch 2.11 fails to compile a `cumsum` of more than 128 rows beside a vector that is broadcast
+    (pytorch#180221).
+    """
+    triangle = torch.ones(len(x), len(x), dtype=x.dtype, device=x.device).tril()
+    return (triangle @ x.flatten(1)).view_as(x)
+
+
 def _chunks(x: Tensor, missing: int, chunk: int, edge: bool = False) -> Tensor:
-    """`[seq, ..]` as `[chunks, chunk, ..]`, with `missing` more of zeros, or (edge) of the last, at the
-    end."""
-    rest = x[-1:].expand(missing, *x.shape[1:]) if edge else x.new_zeros(missing, *x.shape[1:])
-    return torch.cat([x, rest]).unflatten(0, (-1, chunk))
+    """Reshapes `[seq, ..]` to `[chunks, chunk, ..]`, after padding the end with `missing` rows.
+
+    The padding is zeros, or with edge copies of the last row.
+    """
+    padding = x[-1:].expand(missing, *x.shape[1:]) if edge else x.new_zeros(missing, *x.shape[1:])
+    return torch.cat([x, padding]).unflatten(0, (-1, chunk))

@@ -1,4 +1,4 @@
-"""The causal convolution before a scan: each channel by itself, over the last few tokens."""
+"""The causal convolution before a scan: each channel separately, over the last few tokens."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,18 @@ from megatron.model.mamba.inputs import StateInputs
 
 
 def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None = None, before: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None = None, history: Tensor | None = None
 ) -> Tensor:
-    """`[seq, batch, channels]` to the same: at t the sum over i of weight[k - 1 - i] x[t - i], and the bias.
+    """Returns the convolution `[seq, batch, channels]`: at t the sum of weight[k - 1 - i] x[t - i], and bias.
 
-    weight: `[channels, 1, k]`. documents: as of `StateInputs`: what is before a document counts as zeros.
-    before: `[k - 1, batch, channels]`, the inputs before the first; None: zeros. Products are summed in fp32.
+    x: as the result. weight: `[channels, 1, k]`.
+    documents: as of `StateInputs`; inputs before a document's first token count as zeros.
+    history: `[k - 1, batch, channels]`, the inputs before x; None: zeros.
+    Products are summed in fp32.
     """
     seq, width = x.shape[0], weight.shape[-1]
-    before = x.new_zeros(width - 1, *x.shape[1:]) if before is None else before.to(x.dtype)
-    longer = torch.cat([before, x])
+    history = x.new_zeros(width - 1, *x.shape[1:]) if history is None else history.to(x.dtype)
+    longer = torch.cat([history, x])
     if seq == 1 and documents is None:
         total = (longer.float() * weight.float().permute(2, 1, 0)).sum(0, keepdim=True)
         return (total if bias is None else total + bias.float()).to(x.dtype)
@@ -26,17 +28,20 @@ def causal_convolution(
         earlier = longer[width - 1 - i : width - 1 - i + seq].float()
         if documents is not None:
             # No document's number is 0, so that what is before the first is another's.
-            known = torch.cat([documents.new_zeros(i, documents.shape[1]), documents])[:seq] == documents
-            earlier = earlier * known.unsqueeze(2)
+            same_document = torch.cat([documents.new_zeros(i, documents.shape[1]), documents])[:seq] == documents
+            earlier = earlier * same_document.unsqueeze(2)
         total = total + earlier * taps[-1 - i]
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
-def last_inputs(x: Tensor, width: int, inputs: StateInputs, before: Tensor | None) -> Tensor:
-    """The last `width` inputs of each row, `[width, batch, channels]`, for the tokens that come. before: as
-    of `causal_convolution`, of `width`."""
-    before = x.new_zeros(width, *x.shape[1:]) if before is None else before.to(x.dtype)
-    longer = torch.cat([before, x])
+def last_inputs(x: Tensor, width: int, inputs: StateInputs, history: Tensor | None) -> Tensor:
+    """Returns the last `width` inputs of each row, `[width, batch, channels]`, as history of the next call.
+
+    inputs: `inputs.filled` says which tokens are not padding.
+    history: the `width` inputs before x, as of `causal_convolution`.
+    """
+    history = x.new_zeros(width, *x.shape[1:]) if history is None else history.to(x.dtype)
+    longer = torch.cat([history, x])
     if inputs.filled is None:
         return longer[longer.shape[0] - width :]
     places = inputs.filled.sum(0) + torch.arange(width, device=x.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What mixers with a state are given beside hidden states, made once for all of a stage."""
+"""Inputs of mixers with a state besides hidden states, computed once per stage."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,13 @@ from megatron.model.attention.masks import document_ids
 
 
 class StateInputs(NamedTuple):
-    """What all blocks with a state are given for one micro-batch.
+    """The inputs of all blocks with a state for one micro-batch.
 
-    documents: `[seq, batch]` int32, the number of each token's document, of which none knows the state of the
-    one before; None: each row is a text. filled: `[seq, batch]` boolean, whether a place holds a token, where
-    rows with a cache are padded; None: all do. continues: rows continue the states in the cache; else these
-    begin. cu_seqlens: as of `Batch`.
+    documents: `[seq, batch]` int32, the number of each token's document; each starts without a state. None:
+        each row is one text.
+    filled: `[seq, batch]` boolean, false for padding in rows that fill a cache; None: no padding.
+    continues: rows continue the states in the cache; false: they start without a state.
+    cu_seqlens: as of `Documents`.
     """
 
     documents: Tensor | None = None
@@ -25,12 +26,14 @@ class StateInputs(NamedTuple):
 
 
 def state_inputs(batch: Batch, last_tokens: Tensor | None, cached: bool) -> StateInputs:
-    """The inputs of a micro-batch. last_tokens: as of `InferenceContext`; cached: whether there is a cache,
-    which batches with positions continue."""
+    """Returns the inputs of a micro-batch.
+
+    last_tokens: as of `InferenceContext`. cached: there is a cache; a batch with positions continues it.
+    """
     rows, seq = batch.tokens.shape
-    documents = filled = None
-    if batch.cu_seqlens is not None:
-        documents = document_ids(batch.cu_seqlens, rows, seq).t().contiguous()
+    starts = None if batch.documents is None else batch.documents.cu_seqlens
+    documents = None if starts is None else document_ids(starts, rows, seq).t().contiguous()
+    filled = None
     if cached and last_tokens is not None and seq > 1:
         filled = torch.arange(seq, device=batch.tokens.device).unsqueeze(1) <= last_tokens
-    return StateInputs(documents, filled, cached and batch.positions is not None, batch.cu_seqlens)
+    return StateInputs(documents, filled, cached and batch.positions is not None, starts)

@@ -1,5 +1,6 @@
-"""Mamba and Mamba 2 as mixers of a block: projections, the short convolution, and the scan over this rank's
-channels or heads."""
+"""Mamba and Mamba 2 as mixers of a block: projections, short convolution, and the scan over this rank's
+channels or heads.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from megatron.model.mamba.convolution import causal_convolution, last_inputs
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.packages import ScanKernels
 from megatron.model.mamba.selective_scan import selective_scan
-from megatron.model.specs import Mamba2Spec, MambaSpec, norm_spec
+from megatron.model.specs import Mamba2Spec, MambaSpec, lora_spec, norm_spec
 from megatron.mpu import (
     Linear,
     LinearSpec,
     ParallelGroups,
     ParamSpec,
+    adapters_of,
     allocate,
     copy_to_tensor,
     gather_from_sharers,
@@ -33,7 +35,7 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
-    """Mamba's mixer of block number `block`, counted from 0; None where it has another."""
+    """Returns the Mamba mixer of block number `block`, counted from 0; None if it has another mixer."""
     if args.attention_config[block] != "mamba":
         return None
     return MambaSpec(
@@ -41,12 +43,12 @@ def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
         dt_rank=args.mamba_dt_rank or -(-args.hidden_size // 16), conv_kernel=args.mamba_conv_kernel,
         conv_bias=args.mamba_use_bias_in_conv, bias=args.mamba_use_bias_in_linears,
         norm_eps=args.mamba_bcdt_norm_epsilon, fp32_params=args.mamba_selective_fp32_params,
-        state_fp32=args.mamba_state_fp32,
+        state_fp32=args.mamba_state_fp32, lora=lora_spec(args, block),
     )  # fmt: skip
 
 
 def mamba2_spec(args: NeoXArgs, block: int) -> Mamba2Spec | None:
-    """Mamba 2's mixer of block number `block`, counted from 0; None where it has another."""
+    """Returns the Mamba 2 mixer of block number `block`, counted from 0; None if it has another mixer."""
     if args.attention_config[block] != "mamba2":
         return None
     low, high = (*(args.mamba_time_step_limit or (0.0,)), math.inf)[:2]
@@ -55,12 +57,16 @@ def mamba2_spec(args: NeoXArgs, block: int) -> Mamba2Spec | None:
         state=args.mamba_state_dim or 128, conv_kernel=args.mamba_conv_kernel, conv_bias=args.mamba_use_bias_in_conv,
         bias=args.mamba_use_bias_in_linears, norm_eps=norm_spec(args).eps, chunk=args.mamba_chunk_size,
         time_step_limit=(low, high), fp32_params=args.mamba_selective_fp32_params, state_fp32=args.mamba_state_fp32,
+        lora=lora_spec(args, block),
     )  # fmt: skip
 
 
 class Convolution(nn.Module):
-    """The causal convolution of each channel and silu; parameters `weight` `[channels, 1, k]` and `bias`.
-    kernel: as of `ScanKernels`."""
+    """The causal convolution of each channel, followed by silu.
+
+    Parameters: `weight` `[channels, 1, k]` and `bias`. kernel: as of `ScanKernels.convolution`; None: torch's
+    operations.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -74,27 +80,28 @@ class Convolution(nn.Module):
 
     @staticmethod
     def params(blocks: tuple[int, ...], width: int, bias: bool) -> tuple[ParamSpec, ...]:
-        """blocks: as of `ParamSpec`, of the channels. width: k."""
+        """Returns the parameters. blocks: of the channels, as of `ParamSpec`. width: k."""
         channels = sum(blocks)
         weight = ParamSpec("weight", (channels, 1, width), 0, blocks, "kaiming_uniform", weight_decay=True)
         return (weight, ParamSpec("bias", (channels,), 0, blocks)) if bias else (weight,)
 
     def forward(self, x: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
-        """`[seq, batch, channels/T]` to the same."""
+        """Returns the convolved x, `[seq, batch, channels/T]` as x. Also updates the cache, if any."""
         if self.kernel is not None and cache is None:
             return self.kernel(x, self.weight, self.bias, inputs)
-        before = cache.inputs() if cache is not None and inputs.continues else None
+        history = cache.inputs() if cache is not None and inputs.continues else None
         if cache is not None:
-            cache.put_inputs(last_inputs(x, self.weight.shape[-1] - 1, inputs, before))
-        return F.silu(causal_convolution(x, self.weight, self.bias, inputs.documents, before))
+            cache.put_inputs(last_inputs(x, self.weight.shape[-1] - 1, inputs, history))
+        return F.silu(causal_convolution(x, self.weight, self.bias, inputs.documents, history))
 
 
 class Mamba(nn.Module):
-    """Mamba's mixer over this rank's channels, `[seq, batch, hidden]` in and out; parameters as of GPT-NeoX
-    and mamba_ssm: `in_proj` (rows of x, then of the gate z), `conv1d`, `x_proj` (time steps, B, C),
-    `dt_proj`, `A_log` `[channels, state]`, `D` `[channels]`, `out_proj`.
+    """Mamba's mixer over this rank's channels, `[seq, batch, hidden]` in and out.
 
-    Tensor ranks have channels each; B, C and the time steps before `dt_proj` are sums over all of them.
+    Parameters are named as in GPT-NeoX and mamba_ssm: `in_proj` (rows of x, then of the gate z), `conv1d`,
+    `x_proj` (time steps, B, C), `dt_proj`, `A_log` `[channels, state]`, `D` `[channels]`, `out_proj`.
+
+    Channels are sharded over tensor ranks. B, C and the input of `dt_proj` are summed over all tensor ranks.
     """
 
     Spec = MambaSpec
@@ -110,10 +117,10 @@ class Mamba(nn.Module):
         self.widths = (spec.dt_rank, spec.state, spec.state)
         self.norm_eps, self.group, self.kernels = spec.norm_eps, groups.group("tensor"), backends
         self.state_fp32 = spec.state_fp32
-        own, conv, time_step = self._own(spec)
-        allocate(self, own, groups)
-        into, chosen, out = self._linears(spec)
-        self.in_proj = Linear(into, groups, sequence_parallel)
+        own_params, conv, time_step = self._own_params(spec)
+        allocate(self, own_params, groups)
+        in_spec, chosen, out = self._linears(spec)
+        self.in_proj = Linear(in_spec, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, backends.convolution)
         # Its sum is whole on every rank, whatever sequence parallelism does to the stream between blocks.
         self.x_proj = Linear(chosen, groups)
@@ -121,7 +128,7 @@ class Mamba(nn.Module):
         self.out_proj = Linear(out, groups, sequence_parallel)
 
     @staticmethod
-    def _own(spec: MambaSpec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+    def _own_params(spec: MambaSpec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
         channels = (spec.inner,)
         return (
             (
@@ -139,22 +146,28 @@ class Mamba(nn.Module):
 
     @staticmethod
     def _linears(spec: MambaSpec) -> tuple[LinearSpec, LinearSpec, LinearSpec]:
-        both, chosen = (spec.inner, spec.inner), (spec.dt_rank, spec.state, spec.state)
+        x_and_z, chosen = (spec.inner, spec.inner), (spec.dt_rank, spec.state, spec.state)
         return (
-            LinearSpec(spec.hidden, 2 * spec.inner, "column", spec.bias, both),
-            LinearSpec(spec.inner, sum(chosen), "row", spec.bias, projections=chosen),
+            LinearSpec(
+                spec.hidden, 2 * spec.inner, "column", spec.bias, x_and_z,
+                adapters=adapters_of(spec.lora, 2 * spec.inner, "in_proj"),
+            ),
+            LinearSpec(
+                spec.inner, sum(chosen), "row", spec.bias, projections=chosen,
+                adapters=adapters_of(spec.lora, sum(chosen), "x_proj"),
+            ),
             LinearSpec(spec.inner, spec.hidden, "row", spec.bias),
-        )
+        )  # fmt: skip
 
     @classmethod
     def params(cls, spec: MambaSpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
-        own, conv, time_step = cls._own(spec)
-        into, chosen, out = (linear.params() for linear in cls._linears(spec))
-        chosen = tuple(replace(each, init="input") if each.name == "weight" else each for each in chosen)
+        own_params, conv, time_step = cls._own_params(spec)
+        in_proj, chosen, out = (linear.params() for linear in cls._linears(spec))
+        chosen = tuple(replace(param, init="input") if param.name == "weight" else param for param in chosen)
         return (
-            *own,
-            *with_prefix("in_proj", into),
+            *own_params,
+            *with_prefix("in_proj", in_proj),
             *with_prefix("conv1d", conv),
             *with_prefix("x_proj", chosen),
             *with_prefix("dt_proj", time_step),
@@ -163,7 +176,7 @@ class Mamba(nn.Module):
 
     @staticmethod
     def state_shapes(spec: MambaSpec, size: int, dtype: torch.dtype) -> StateShapes:
-        """The shapes of what a tensor rank of `size` keeps of each text between tokens. dtype: of weights."""
+        """Returns the shapes of what a tensor rank (of `size`) keeps of each text. dtype: of weights."""
         channels = spec.inner // size
         state_dtype = torch.float32 if spec.state_fp32 else dtype
         return StateShapes((spec.conv_kernel - 1, channels), (channels, spec.state), state_dtype)
@@ -181,12 +194,12 @@ class Mamba(nn.Module):
         adapter_seed: Tensor | None = None,
     ) -> Tensor:
         """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
-        dropout and adapters."""
-        x, z = self.in_proj(x).chunk(2, dim=-1)
+        dropout. adapter_seed: as of `Linear.forward`."""
+        x, z = self.in_proj(x, adapter_seed).chunk(2, dim=-1)
         x = self.conv1d(x, inputs, cache)
-        dt, b, c = copy_to_tensor(self.x_proj(x), self.group).split(self.widths, dim=-1)
+        dt, b, c = copy_to_tensor(self.x_proj(x, adapter_seed), self.group).split(self.widths, dim=-1)
         if self.norm_eps is not None:
-            dt, b, c = (F.rms_norm(each, each.shape[-1:], eps=self.norm_eps) for each in (dt, b, c))
+            dt, b, c = (F.rms_norm(tensor, tensor.shape[-1:], eps=self.norm_eps) for tensor in (dt, b, c))
         dt, a, begins = F.linear(dt, self.dt_proj.weight), -torch.exp(self.A_log.float()), None
         if self.kernels.selective is not None and cache is None and inputs.documents is None:
             return self.kernels.selective(x, dt, self.dt_proj.bias, a, b, c, self.D, z)
@@ -195,7 +208,7 @@ class Mamba(nn.Module):
         if inputs.documents is not None:
             numbers = inputs.documents
             begins = torch.cat([torch.zeros_like(numbers[:1]), numbers[:-1]]) != numbers
-        scanned, dt, a, b, c = (each.to(dtype) for each in (x, dt, a, b, c))
+        scanned, dt, a, b, c = (tensor.to(dtype) for tensor in (x, dt, a, b, c))
         y, last = selective_scan(scanned, dt, a, b, c, begins, _initial(cache, inputs, dtype))
         if cache is not None:
             cache.put_state(last)
@@ -204,8 +217,11 @@ class Mamba(nn.Module):
 
 
 class _TimeStep(nn.Module):
-    """The projection of time steps to this rank's channels, and its bias. No `Linear`: its input has been
-    copied to the tensor ranks with B and C, in one sum of gradients; and some kernels add the bias."""
+    """The weight and bias of the projection of time steps to this rank's channels.
+
+    It is no `Linear` for two reasons. Its input is copied to the tensor ranks together with B and C, so their
+    gradients need one all-reduce. And some kernels add the bias.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -216,11 +232,12 @@ class _TimeStep(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out; parameters as of mamba_ssm:
-    `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B and C, `dt_bias`, `A_log` and `D`
-    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each;
-    those that outnumber the groups have a slice of the B and C of one, and gather them whole for their
-    heads."""
+    """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out.
+
+    Parameters are those of mamba_ssm: `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B
+    and C, `dt_bias`, `A_log` and `D` `[heads]`, the gated norm's `norm.weight`, `out_proj`. Each tensor rank
+    has full groups of heads. If there are more ranks than groups, a rank has a slice of one group's B and C,
+    and gathers them for its heads."""
 
     Spec = Mamba2Spec
     spec = staticmethod(mamba2_spec)
@@ -240,16 +257,16 @@ class Mamba2(nn.Module):
         shared = spec.groups * spec.state // size
         self.projected, self.convolved = (inner, inner + 2 * shared, spec.heads // size), (inner, shared, shared)
         self.chunk, self.limit, self.state_fp32 = spec.chunk, spec.time_step_limit, spec.state_fp32
-        own, conv, norm = self._own(spec)
-        allocate(self, own, groups)
-        into, out = self._linears(spec)
-        self.in_proj = Linear(into, groups, sequence_parallel)
+        own_params, conv, norm = self._own_params(spec)
+        allocate(self, own_params, groups)
+        in_spec, out = self._linears(spec)
+        self.in_proj = Linear(in_spec, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, backends.convolution)
         self.norm = GatedNorm(norm, spec.groups, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
 
     @staticmethod
-    def _own(spec: Mamba2Spec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+    def _own_params(spec: Mamba2Spec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
         heads, shared = (spec.heads,), spec.groups * spec.state
         return (
             (
@@ -266,18 +283,25 @@ class Mamba2(nn.Module):
         shared = spec.groups * spec.state
         rows = (spec.inner, spec.inner, shared, shared, spec.heads)
         return (
-            LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
+            LinearSpec(
+                spec.hidden,
+                sum(rows),
+                "column",
+                spec.bias,
+                rows,
+                adapters=adapters_of(spec.lora, sum(rows), "in_proj"),
+            ),
             LinearSpec(spec.inner, spec.hidden, "row", spec.bias),
         )
 
     @classmethod
     def params(cls, spec: Mamba2Spec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates, in mamba_ssm's registration order."""
-        own, conv, norm = cls._own(spec)
-        into, out = (linear.params() for linear in cls._linears(spec))
+        own_params, conv, norm = cls._own_params(spec)
+        in_proj, out = (linear.params() for linear in cls._linears(spec))
         return (
-            *own,
-            *with_prefix("in_proj", into),
+            *own_params,
+            *with_prefix("in_proj", in_proj),
             *with_prefix("conv1d", conv),
             *with_prefix("norm", norm),
             *with_prefix("out_proj", out),
@@ -285,7 +309,7 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def state_shapes(spec: Mamba2Spec, size: int, dtype: torch.dtype) -> StateShapes:
-        """The shapes of what a tensor rank of `size` keeps of each text between tokens. dtype: of weights."""
+        """Returns the shapes of what a tensor rank (of `size`) keeps of each text. dtype: of weights."""
         channels = (spec.inner + 2 * spec.groups * spec.state) // size
         state = (spec.heads // size, spec.head_dim, spec.state)
         return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32 if spec.state_fp32 else dtype)
@@ -303,13 +327,13 @@ class Mamba2(nn.Module):
         adapter_seed: Tensor | None = None,
     ) -> Tensor:
         """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
-        dropout and adapters."""
-        z, xbc, dt = self.in_proj(x).split(self.projected, dim=-1)
+        dropout. adapter_seed: as of `Linear.forward`."""
+        z, xbc, dt = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
         x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.head_dim))
         if self.sharers > 1:
             b, c = gather_from_sharers(torch.stack([b, c]), self.group, self.sharers).unbind(0)
-        b, c = (each.unflatten(2, (self.groups, -1)) for each in (b, c))
+        b, c = (tensor.unflatten(2, (self.groups, -1)) for tensor in (b, c))
         a, dtype = -torch.exp(self.A_log.float()), torch.float32 if self.state_fp32 else x.dtype
         if self.kernels.chunked is not None and cache is None:
             y = self.kernels.chunked(x, dt, self.dt_bias, a, b, c, self.D, self.mixer_spec, inputs)
@@ -327,20 +351,21 @@ class Mamba2(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """y silu(z) over the root of its mean square in each group of heads, times `weight`, in fp32 (norms
-    behind the gate, as mamba_ssm's `RMSNormGated` with `norm_before_gate=False`)."""
+    """RMSNorm of y silu(z) in each group of heads, times `weight`, in fp32.
+
+    The norm follows the gate, as in mamba_ssm's `RMSNormGated` with `norm_before_gate=False`."""
 
     weight: nn.Parameter
 
     def __init__(self, params: tuple[ParamSpec, ...], number: int, eps: float, groups: ParallelGroups) -> None:
-        """number: groups of heads, over all tensor ranks."""
+        """number: number of groups of heads over all tensor ranks."""
         super().__init__()
         self.number, self.sharers = share_out(number, groups.size("tensor"))
         self.group, self.eps = groups.group("tensor"), eps
         allocate(self, params, groups)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """y, z: `[seq, batch, channels/T]`; fp32."""
+        """Returns the norm of y silu(z), in fp32. y, z: `[seq, batch, channels/T]`."""
         gated = (y * F.silu(z.float())).unflatten(2, (self.number, -1))
         if self.sharers == 1:
             return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(2) * self.weight.float()
@@ -350,8 +375,10 @@ class GatedNorm(nn.Module):
 
 
 def _steps(dt: Tensor, inputs: StateInputs, limit: tuple[float, float] | None = None) -> Tensor:
-    """Time steps: softplus of fp32, within their limit; 0 where no token is, which leaves the state as it
-    is."""
+    """Returns time steps: softplus of dt (fp32), clamped to `limit`.
+
+    Padding gets 0, which leaves states unchanged.
+    """
     dt = F.softplus(dt)
     if limit is not None and limit != (0.0, float("inf")):
         dt = dt.clamp(*limit)
@@ -362,9 +389,11 @@ def _initial(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) 
     return cache.state().to(dtype) if cache is not None and inputs.continues else None
 
 
-def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> tuple[Tensor, Tensor]:
-    """`scan(*given)`, whose pairs of tokens backward computes again: they take more memory than all else of
-    a block."""
+def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `scan(*inputs)`, whose intermediate values the backward pass computes again.
+
+    They hold a number for each pair of tokens in a chunk, more memory than everything else in a block.
+    """
     if not torch.is_grad_enabled():
-        return scan(*given)
-    return checkpoint(scan, *given, use_reentrant=False, preserve_rng_state=False)
+        return scan(*inputs)
+    return checkpoint(scan, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,6 @@
-"""Kernels of packages in the place of torch's operations: mamba_ssm and flash-linear-attention for scans,
-causal-conv1d for the convolution before them (`mamba_backend`)."""
+"""Kernels of packages instead of torch's operations (`mamba_backend`): mamba_ssm and flash-linear-attention
+for scans, causal-conv1d for the convolution before them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,16 @@ _CONVOLUTION = ("causal_conv1d", "causal_conv1d_fn")
 
 @dataclass(frozen=True)
 class ScanKernels:
-    """What mixers run on in training; where a function is None, and wherever states are kept, on torch's
-    operations.
+    """The kernels of Mamba's mixers in training.
 
-    package: whose scans these are, torch or a value of `mamba_backend`.
-    selective: Mamba's scan, from x, dt and its bias (before softplus), a, b, c, d and the gate z, shapes as
-    of `selective_scan`, to the gated output; without documents.
-    chunked: Mamba 2's, from x, dt and its bias, a, b, c, d, the spec and the inputs, shapes as of
-    `chunk_scan`, to the output before the gated norm.
-    convolution: with silu, from x `[seq, batch, channels]`, weight, bias and the inputs.
+    torch's operations run instead if a function is None, and in generation (cached states).
+
+    package: who provides the scans: torch or a value of `mamba_backend`.
+    selective: Mamba's scan: from (x, dt, bias of dt before softplus, a, b, c, d, gate z), shapes as of
+        `selective_scan`, to the gated output; not for documents.
+    chunked: Mamba 2's scan: from (x, dt, bias of dt, a, b, c, d, spec, inputs), shapes as of `chunk_scan`, to
+        the output before the gated norm.
+    convolution: convolution and silu: from (x `[seq, batch, channels]`, weight, bias, inputs).
     """
 
     package: str = "torch"
@@ -45,58 +47,67 @@ def choose_scans(
     specs: Sequence[MambaSpec | Mamba2Spec],
     log: Callable[[str], None] | None = None,
 ) -> ScanKernels:
-    """The kernels that `mamba_backend` means for these mixers. Raises ConfigError for a package that is named
-    and is not there, or cannot do the run."""
-    asked, kinds = args.mamba_backend, {type(spec) for spec in specs}
-    if asked == "torch":
+    """Returns the kernels that `mamba_backend` selects for these mixers.
+
+    Logs the choice. Raises ConfigError if a named package is not installed, or does not support the run.
+    """
+    requested, kinds = args.mamba_backend, {type(spec) for spec in specs}
+    if requested == "torch":
         return ScanKernels()
     passed_over = []
-    for name in ("mamba_ssm", "fla") if asked == "auto" else (asked,):
-        if asked == "auto" and device.type != "cuda":
+    for name in ("mamba_ssm", "fla") if requested == "auto" else (requested,):
+        if requested == "auto" and device.type != "cuda":
             passed_over.append("packages need a GPU")
             break
-        if asked == "auto" and (unproven := not_run_on(f"mamba_backend: {name}", capability_of(device))) is not None:
+        if (
+            requested == "auto"
+            and (unproven := not_run_on(f"mamba_backend: {name}", capability_of(device))) is not None
+        ):
             passed_over.append(f"{name}: {unproven}")
             continue
-        if asked == "auto" and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
+        if requested == "auto" and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
             passed_over.append("fla: Mamba 2 alone, with mamba_state_fp32: false")
             continue
         try:
             _check(name, specs)
-            chosen = _of_package(name, kinds, _convolves(specs, args.tp))
+            chosen = _kernels_of_package(name, kinds, _convolves(specs, args.tp))
         except PackageProblem as problem:
-            if asked != "auto":
-                raise args.error("mamba_backend", f"{name} needs {problem}; or write torch") from None
+            if requested != "auto":
+                raise args.error("mamba_backend", f"{name} needs {problem}; or set mamba_backend: torch") from None
             passed_over.append(f"{name}: {str(problem).partition(':')[0]}")
             continue
         convolution = "causal-conv1d" if chosen.convolution is not None else "torch's convolution"
-        others = "; documents of Mamba 1 and generation run on torch" if MambaSpec in kinds else "; generation on torch"
-        _say(log, asked, f"{name} with {convolution}{others}")
+        fallback = (
+            "; documents of Mamba 1 and generation run on torch" if MambaSpec in kinds else "; generation on torch"
+        )
+        _say(log, requested, f"{name} with {convolution}{fallback}")
         return chosen
-    _say(log, asked, f"torch ({'; '.join(passed_over)})")
+    _say(log, requested, f"torch ({'; '.join(passed_over)})")
     return ScanKernels()
 
 
 def _check(name: str, specs: Sequence[MambaSpec | Mamba2Spec]) -> None:
-    """Raise PackageProblem for what its scans cannot do."""
-    most = max(spec.state for spec in specs)
-    if name == "mamba_ssm" and most > _MOST_STATES:
-        raise PackageProblem(f"a mamba_state_dim of {_MOST_STATES} at most: it is {most}")
+    """Raise PackageProblem if the package's scans do not support these mixers."""
+    largest = max(spec.state for spec in specs)
+    if name == "mamba_ssm" and largest > _MOST_STATES:
+        raise PackageProblem(f"a mamba_state_dim of at most {_MOST_STATES} (now {largest})")
 
 
 def _convolves(specs: Sequence[MambaSpec | Mamba2Spec], tensor: int) -> bool:
-    """Whether causal-conv1d can do the convolutions: of 2 to 4 tokens, and channels of a rank, which are the
-    innermost dimension, in multiples of 8."""
+    """Whether causal-conv1d supports the convolutions.
+
+    They must span 2 to 4 tokens. The number of a rank's channels must be a multiple of 8.
+    """
     channels = [spec.inner + (2 * spec.groups * spec.state if isinstance(spec, Mamba2Spec) else 0) for spec in specs]
-    return all(2 <= spec.conv_kernel <= 4 for spec in specs) and all(each // tensor % 8 == 0 for each in channels)
+    return all(2 <= spec.conv_kernel <= 4 for spec in specs) and all(count // tensor % 8 == 0 for count in channels)
 
 
-def _say(log: Callable[[str], None] | None, asked: str, chosen: str) -> None:
+def _say(log: Callable[[str], None] | None, requested: str, chosen: str) -> None:
     if log is not None:
-        log(f"mamba_backend: {'auto chose ' if asked == 'auto' else ''}{chosen}")
+        log(f"mamba_backend: {'auto chose ' if requested == 'auto' else ''}{chosen}")
 
 
-def _of_package(name: str, kinds: set[type], convolves: bool) -> ScanKernels:
+def _kernels_of_package(name: str, kinds: set[type], convolves: bool) -> ScanKernels:
     # The compiler cannot look into these: they run between its graphs.
     convolution = None
     try:
@@ -119,7 +130,7 @@ def _selective(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(
         x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor
     ) -> Tensor:  # fmt: skip
-        rows = [each.permute(1, 2, 0) for each in (x, dt.to(x.dtype), b, c, z)]
+        rows = [tensor.permute(1, 2, 0) for tensor in (x, dt.to(x.dtype), b, c, z)]
         out = scan(*rows[:2], a, *rows[2:4], D=d.float(), z=rows[4], delta_bias=bias.float(), delta_softplus=True)
         return out.permute(2, 0, 1)
 
@@ -131,7 +142,7 @@ def _chunked(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, spec: Mamba2Spec,
         inputs: StateInputs,
     ) -> Tensor:  # fmt: skip
-        rows = [each.transpose(0, 1) for each in (x, dt, b, c)]
+        rows = [tensor.transpose(0, 1) for tensor in (x, dt, b, c)]
         documents = None if inputs.documents is None else inputs.documents.t().contiguous()
         out = scan(
             *rows[:2], a, *rows[2:], chunk_size=spec.chunk, D=d.float(), dt_bias=bias.float(), seq_idx=documents,
@@ -143,19 +154,22 @@ def _chunked(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """Mamba 2's scan as linear attention with a decay for each head: queries are C, keys B, values dt x."""
+    """Returns Mamba 2's scan, computed by `attend` as linear attention with a decay for each head.
+
+    Queries are C, keys B, values dt x.
+    """
 
     def run(
         x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, spec: Mamba2Spec,
         inputs: StateInputs,
     ) -> Tensor:  # fmt: skip
         steps = torch.nn.functional.softplus(dt.float() + bias.float()).clamp(*spec.time_step_limit)
-        q, k = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (c, b))
+        q, k = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (c, b))
         values = (x.float() * steps.unsqueeze(3)).to(x.dtype)
-        rows = [each.transpose(0, 1) for each in (q, k, values, steps * a)]
+        rows = [tensor.transpose(0, 1) for tensor in (q, k, values, steps * a)]
         shape, ends = rows[2].shape, inputs.cu_seqlens
         if ends is not None:  # it takes documents in one row
-            rows = [each.flatten(0, 1).unsqueeze(0) for each in rows]
+            rows = [tensor.flatten(0, 1).unsqueeze(0) for tensor in rows]
         out, _ = attend(*rows, scale=1.0, cu_seqlens=None if ends is None else ends.unique().long())
         return out.view(shape).transpose(0, 1) + x * d.to(x.dtype).unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""The way of tokens to experts and back: sorted by expert, and over the ranks that share experts out."""
+"""Dispatch of tokens to experts and back: sorted by expert, and over the ranks that share the experts."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +15,12 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Plan(NamedTuple):
-    """Where rows go. order: `[rows]`, of the row that is sorted to each place, token * top_k + choice.
-    inverse: the place of each row. counts: `[experts]` of rows; those behind their sum have no expert."""
+    """The order that sorts rows (choices of a token) by expert.
+
+    order: `[rows]`, for each sorted position the index of its row: token * top_k + choice.
+    inverse: `[rows]`, the sorted position of each row.
+    counts: `[experts]`, number of rows of each expert. Sorted rows past their sum have no expert.
+    """
 
     order: Tensor
     inverse: Tensor
@@ -24,8 +28,10 @@ class Plan(NamedTuple):
 
 
 def sort_rows(experts: Tensor, number: int) -> Plan:
-    """experts: `[tokens, top_k]`, the expert of each row, and `number` for rows without one, which come
-    last."""
+    """Returns the plan that sorts rows by expert.
+
+    experts: `[tokens, top_k]`, the expert of each row; `number` for rows without one, which come last.
+    """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -33,31 +39,37 @@ def sort_rows(experts: Tensor, number: int) -> Plan:
 
 
 def _counts(flat: Tensor, number: int) -> Tensor:
-    """`[number + 1]`, how often 0, 1, .. `number` stand in `flat`; no wait for the device."""
+    """Returns how often each of 0 to `number` is in `flat`: `[number + 1]`. The host does not wait."""
     return torch.zeros(number + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def limit(experts: Tensor, weights: Tensor, number: int, factor: float) -> Tensor:
-    """The experts `[tokens, top_k]` of rows that have room: an expert takes no more than ceil(`factor` * rows
-    / `number`) of the rows that have an expert, those with the highest weights; `number` in the place of
-    others."""
+    """Applies the experts' capacity: returns `experts` `[tokens, top_k]` with `number` for dropped rows.
+
+    An expert keeps at most ceil(`factor` * rows / `number`) rows, those with the highest weights. Here `rows`
+    counts the rows that have an expert.
+    """
     flat, counts = experts.flatten(), _counts(experts.flatten(), number)
     capacity = (counts[:number].sum().double() * factor / number).ceil()
-    by_weight = weights.detach().flatten().argsort(descending=True, stable=True)
-    by_expert = by_weight[flat[by_weight].argsort(stable=True)]  # by expert, and by weight within each
-    first = counts.cumsum(0) - counts
-    place = torch.arange(len(flat), device=flat.device) - first[flat[by_expert]]
-    kept = torch.empty_like(flat).scatter_(0, by_expert, torch.where(place < capacity, flat[by_expert], number))
-    return kept.view(experts.shape)
+    weight_order = weights.detach().flatten().argsort(descending=True, stable=True)
+    expert_order = weight_order[flat[weight_order].argsort(stable=True)]  # by expert, and by weight within each
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(len(flat), device=flat.device) - starts[flat[expert_order]]
+    retained = torch.empty_like(flat).scatter_(
+        0, expert_order, torch.where(place < capacity, flat[expert_order], number)
+    )
+    return retained.view(experts.shape)
 
 
-def run_local(x: Tensor, experts: Tensor, number: int, compute: Compute, all_here: bool) -> tuple[Tensor, Plan]:
-    """The outputs of all choices by experts of this rank, as the plan sorts them, `[tokens * top_k, hidden]`;
-    0 where `experts` `[tokens, top_k]` is `number`, which is nowhere where `all_here`."""
+def run_local(x: Tensor, experts: Tensor, number: int, compute: Compute, all_local: bool) -> tuple[Tensor, Plan]:
+    """Returns the outputs of this rank's experts, `[tokens * top_k, hidden]`, sorted by expert, and the plan.
+
+    Rows whose expert is `number` have outputs of 0. all_local: there are no such rows.
+    """
     plan = sort_rows(experts, number)
     rows = _ToExperts.apply(x, plan.order, plan.inverse, experts.shape[1])
     ends = plan.counts.cumsum(0).int()
-    if all_here:
+    if all_local:
         return compute(rows, ends), plan
     valid = (torch.arange(len(plan.order), device=x.device) < plan.counts.sum()).unsqueeze(-1)
     # What a product makes of rows without expert is undefined, and so are their gradients.
@@ -67,34 +79,40 @@ def run_local(x: Tensor, experts: Tensor, number: int, compute: Compute, all_her
 def run_on_ranks(
     x: Tensor, experts: Tensor, number: int, compute: Compute, group: dist.ProcessGroup
 ) -> tuple[Tensor, Plan]:
-    """`run_local` with experts that are shared out over the ranks of `group`, each of which has as many, in
-    turn. The host waits for the numbers of rows that travel, once."""
+    """`run_local` with experts sharded over the ranks of `group`: equally many consecutive experts on each.
+
+    The host waits once, for the numbers of rows to send and receive.
+    """
     size, top_k = dist.get_world_size(group), experts.shape[1]
     plan = sort_rows(experts, number)
     counts = plan.counts.view(size, -1)
-    theirs = exchange(counts, group, [1] * size, [1] * size)  # by source and expert of this rank
-    sent, received = read_sizes(counts, theirs)
+    received_counts = exchange(counts, group, [1] * size, [1] * size)  # by source and expert of this rank
+    sent, received = read_sizes(counts, received_counts)
     rows = _ToExperts.apply(x, plan.order, plan.inverse, top_k)
     arrived = all_to_all(rows[: sum(sent)], group, sent, received)
-    own = torch.arange(number // size, device=x.device).repeat(size)
-    expert_of = own.repeat_interleave(theirs.flatten(), output_size=sum(received))
-    here = sort_rows(expert_of.unsqueeze(1), number // size)
-    out = compute(_Permute.apply(arrived, here.order, here.inverse), here.counts.cumsum(0).int())
-    out = all_to_all(_Permute.apply(out, here.inverse, here.order), group, received, sent)
+    local_experts = torch.arange(number // size, device=x.device).repeat(size)
+    expert_of = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+    local_plan = sort_rows(expert_of.unsqueeze(1), number // size)
+    out = compute(_Permute.apply(arrived, local_plan.order, local_plan.inverse), local_plan.counts.cumsum(0).int())
+    out = all_to_all(_Permute.apply(out, local_plan.inverse, local_plan.order), group, received, sent)
     if len(out) < len(rows):
         out = torch.cat([out, out.new_zeros((len(rows) - len(out), out.shape[1]))])
     return out, plan
 
 
-def read_sizes(counts: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
-    """Numbers of rows for each rank and from each, of counts `[ranks, experts]`."""
-    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+def read_sizes(counts: Tensor, received_counts: Tensor) -> tuple[list[int], list[int]]:
+    """Returns the numbers of rows to send to each rank, and to receive from each, as lists on the host.
+
+    counts, received_counts: `[ranks, experts of a rank]`.
+    """
+    sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
     return sent, received
 
 
 class _ToExperts(torch.autograd.Function):
-    """`x` `[tokens, hidden]`, each `top_k` times, sorted; the gradient of a token is a sum of `top_k` in one
-    order, not of rows that are added as they come."""
+    """Repeats the rows of `x` `[tokens, hidden]` `top_k` times, sorted by expert.
+
+    A token's gradient is a sum of `top_k` rows in a fixed order, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -109,7 +127,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """The rows of `x` in another order; inverse: the place that each of them gets."""
+    """Permutes the rows of `x` by `order`. inverse: the inverse permutation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -123,8 +141,11 @@ class _Permute(torch.autograd.Function):
 
 
 def combine(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """The sum of each token's outputs times their weights `[tokens, top_k]`, `[tokens, hidden]`. rows: as of
-    `run_local`; they are kept for the gradient as they lie, and not once more by token."""
+    """Returns the weighted sum of each token's outputs, `[tokens, hidden]`.
+
+    rows: from `run_local`, sorted by expert; kept for the backward pass without a copy in token order.
+    weights: `[tokens, top_k]`.
+    """
     return _Combine.apply(rows, weights.to(rows.dtype), plan.order, plan.inverse)
 
 
@@ -138,11 +159,13 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         rows, weights, order, inverse = ctx.saved_tensors
         sorted_grad = grad[order // weights.shape[1]]
-        of_weights = (rows * sorted_grad).sum(-1)[inverse].view_as(weights)
-        return sorted_grad * weights.flatten()[order].unsqueeze(-1), of_weights, None, None
+        grad_weights = (rows * sorted_grad).sum(-1)[inverse].view_as(weights)
+        return sorted_grad * weights.flatten()[order].unsqueeze(-1), grad_weights, None, None
 
 
 def _sums(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Of each token the sum of the rows `[rows, hidden]` at `places` `[tokens, top_k]`, times their weights:
-    `[tokens, hidden]`, in one pass over the rows."""
+    """Returns the sum of each token's rows, times weights if given: `[tokens, hidden]`, in one pass.
+
+    rows: `[rows, hidden]`. places: `[tokens, top_k]`, the indices of each token's rows.
+    """
     return F.embedding_bag(places, rows.contiguous(), mode="sum", per_sample_weights=weights)

@@ -1,4 +1,4 @@
-"""The experts of a mixture: plain or gated feed-forwards, their weights one above the other."""
+"""The experts of a mixture: plain or gated feed-forwards, whose weights are stacked along rows."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,11 @@ from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, gr
 
 
 class Experts(nn.Module):
-    """w2(act(w1 x)), or w2(act(w1 x) * w3 x) where experts are gated, under GPT-NeoX's names.
+    """Computes w2(act(w1 x)), or w2(act(w1 x) * w3 x) for gated experts, with GPT-NeoX's names.
 
-    w1, w3 and w2 `[experts * width, hidden]`, of each expert in turn, w2 as `[width, hidden]`. Tensor ranks
-    have whole experts, or a slice of each one's width; ranks of expert parallelism have whole experts.
+    w1, w3 and w2 are `[experts * width, hidden]`, expert after expert; an expert's w2 is stored as
+    `[width, hidden]`. Tensor ranks hold full experts, or a slice of each one's width. Ranks of expert
+    parallelism hold full experts.
     """
 
     w1: nn.Parameter
@@ -27,12 +28,12 @@ class Experts(nn.Module):
     def __init__(self, spec: MoESpec, groups: ParallelGroups) -> None:
         super().__init__()
         self.gated, self.hidden = spec.expert.gated, spec.expert.hidden
-        self.number = spec.router.experts // groups.size("expert") // (1 if spec.cut else groups.size("tensor"))
+        self.number = spec.router.experts // groups.size("expert") // (1 if spec.sharded else groups.size("tensor"))
         self.activate: Callable[..., Tensor] = (gated_activation if self.gated else ACTIVATIONS.__getitem__)(
             spec.expert.activation
         )
         # Slices of an expert's output are added up, its bias but once.
-        self.group = groups.group("tensor") if spec.cut else None
+        self.group = groups.group("tensor") if spec.sharded else None
         self.adds_bias = self.group is None or groups.rank("tensor") == 0
         allocate(self, self.params(spec), groups, "w3", "w1_bias", "w2_bias", "w3_bias")
 
@@ -41,28 +42,39 @@ class Experts(nn.Module):
         """The parameters that the constructor allocates."""
         expert, n = spec.expert, spec.router.experts
         rows = n * expert.width
-        blocks = (expert.width,) * n if spec.cut else (rows,)
+        blocks = (expert.width,) * n if spec.sharded else (rows,)
 
         def matrix(name: str, init: str) -> ParamSpec:
             shape = (rows, expert.hidden)
-            each = (expert.width,) * n
+            expert_rows = (expert.width,) * n
             return ParamSpec(
-                name, shape, 0, blocks, init, weight_decay=True, projections=each, experts=n, transposed=name == "w2"
+                name,
+                shape,
+                0,
+                blocks,
+                init,
+                weight_decay=True,
+                projections=expert_rows,
+                experts=n,
+                transposed=name == "w2",
             )
 
         def bias(name: str) -> ParamSpec:
             if name != "w2_bias":
                 return ParamSpec(name, (rows,), 0, blocks, experts=n)
-            whole = (n, expert.hidden)
-            return ParamSpec(name, whole, experts=n) if spec.cut else ParamSpec(name, whole, 0, (n,), experts=n)
+            shape = (n, expert.hidden)
+            return ParamSpec(name, shape, experts=n) if spec.sharded else ParamSpec(name, shape, 0, (n,), experts=n)
 
         names = ("w1", "w3", "w2") if expert.gated else ("w1", "w2")
         weights = tuple(matrix(name, "output" if name == "w2" else "input") for name in names)
         return (*weights, *(bias(f"{name}_bias") for name in names)) if expert.bias else weights
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows `[rows, hidden]` sorted by expert to as many outputs, under "cut" this rank's summand of them.
-        ends: `[experts of this rank]` int32, as of `grouped_mm`."""
+        """Returns the outputs of rows `[rows, hidden]` that are sorted by expert.
+
+        If tensor ranks hold slices of experts, it is this rank's summand of the outputs.
+        ends: `[experts of this rank]` int32, the end of each expert's rows, as of `grouped_mm`.
+        """
         inner = self._up(x, self.w1, self.w1_bias, ends)
         if self.w3 is None:
             inner = self.activate(inner)
@@ -83,6 +95,6 @@ class Experts(nn.Module):
         return weight.view(self.number, -1, self.hidden)
 
     def _expert_of(self, x: Tensor, ends: Tensor) -> Tensor:
-        """The expert of each row `[rows]`; the last one for rows behind the last end."""
+        """Returns the expert of each row, `[rows]`; the last expert for rows past the last end."""
         places = torch.arange(len(x), dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, places, right=True).clamp(max=self.number - 1)

@@ -22,11 +22,11 @@ from megatron.mpu import (
 
 
 class Dispatcher(nn.Module):
-    """Brings tokens to their experts, and adds up the outputs of each token's. `mlp` are the experts, so that
-    checkpoints have GPT-NeoX's names for them.
+    """Sends tokens to their experts, and sums the outputs of each token's experts.
 
-    Tensor ranks that have whole experts leave out the tokens of others; their outputs are summands, as those
-    of slices are.
+    mlp: the experts, so that checkpoints have GPT-NeoX's names for them.
+    A tensor rank with full experts skips tokens of other ranks' experts. With full or sliced experts, its
+    output is a summand over tensor ranks.
     """
 
     def __init__(self, spec: MoESpec, groups: ParallelGroups) -> None:
@@ -35,31 +35,33 @@ class Dispatcher(nn.Module):
         self.total, self.capacity_factor = spec.router.experts, spec.capacity_factor
         self.expert_group = groups.group("expert")
         self.number = self.mlp.number * groups.size("expert")  # of this tensor rank's experts, on all its replicas
-        self.first = 0 if spec.cut else groups.rank("tensor") * self.number
+        self.first_expert = 0 if spec.sharded else groups.rank("tensor") * self.number
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`[tokens, hidden]`, with the choice of each token `[tokens, top_k]`, to this tensor rank's summand
-        of the output, and the number of choices that were dropped. counted: `[tokens]` boolean, tokens that
-        go to experts, the others are padding; None: all."""
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns this tensor rank's summand of the output, and the number of dropped choices.
+
+        x: `[tokens, hidden]`. experts, weights: the choices of each token, `[tokens, top_k]`. token_mask:
+        `[tokens]` boolean, false for padding, which goes to no expert; None: no padding.
+        """
         dropped = torch.zeros((), device=x.device)
-        if counted is not None:
-            experts = torch.where(counted.unsqueeze(1), experts, self.total)
+        if token_mask is not None:
+            experts = torch.where(token_mask.unsqueeze(1), experts, self.total)
         if self.capacity_factor is not None:
-            kept = limit(experts, weights, self.total, self.capacity_factor)
-            dropped, experts = (kept != experts).sum().float(), kept
-        all_here = self.number == self.total and self.capacity_factor is None and counted is None
-        if not all_here:
-            own = (experts >= self.first) & (experts < self.first + self.number)
-            experts = torch.where(own, experts - self.first, self.number)
+            retained = limit(experts, weights, self.total, self.capacity_factor)
+            dropped, experts = (retained != experts).sum().float(), retained
+        all_local = self.number == self.total and self.capacity_factor is None and token_mask is None
+        if not all_local:
+            is_local = (experts >= self.first_expert) & (experts < self.first_expert + self.number)
+            experts = torch.where(is_local, experts - self.first_expert, self.number)
         if self.expert_group is None:
-            rows, plan = run_local(x, experts, self.number, self.mlp, all_here)
+            rows, plan = run_local(x, experts, self.number, self.mlp, all_local)
         else:
             rows, plan = run_on_ranks(x, experts, self.number, self.mlp, self.expert_group)
         return combine(rows, weights, plan), dropped
 
 
 class _SharedGate(nn.Module):
-    """The sigmoid of one number a token, `[.., hidden]` to `[.., 1]`; the same on every tensor rank."""
+    """Computes the sigmoid of a linear: `[.., hidden]` to `[.., 1]`; replicated on tensor ranks."""
 
     weight: nn.Parameter
 
@@ -77,14 +79,17 @@ class _SharedGate(nn.Module):
 
 
 class _Projection(nn.Module):
-    """A linear without bias before or behind the experts, `[.., in]` to `[.., out]`; the same on every tensor
-    rank. cut: what a rank gives it is a part of the sequence, or a summand, so that gradients are summed."""
+    """A linear without bias before or after the experts: `[.., in]` to `[.., out]`.
+
+    It is replicated on tensor ranks. sums_gradients: sum the weight's gradients over them, because each
+    rank's input is a part of the sequence, or a summand.
+    """
 
     weight: nn.Parameter
 
-    def __init__(self, params: tuple[ParamSpec, ...], groups: ParallelGroups, cut: bool) -> None:
+    def __init__(self, params: tuple[ParamSpec, ...], groups: ParallelGroups, sums_gradients: bool) -> None:
         super().__init__()
-        self.group = groups.group("tensor") if cut else None
+        self.group = groups.group("tensor") if sums_gradients else None
         allocate(self, params, groups)
 
     @staticmethod
@@ -96,8 +101,11 @@ class _Projection(nn.Module):
 
 
 class MoE(nn.Module):
-    """sum over a token's experts of score * expert(x), and the shared expert's output; `[seq, batch,
-    hidden]`. With a latent: up(sum over experts of score * expert(down x)), and that of the shared one."""
+    """Sums score * expert(x) over a token's experts, plus the shared expert's output.
+
+    `[seq, batch, hidden]` in and out. With a latent it is up(sum of score * expert(down x)), plus the shared
+    expert's output.
+    """
 
     Spec = MoESpec
     spec = staticmethod(moe_spec)
@@ -138,37 +146,42 @@ class MoE(nn.Module):
         )
 
     def core(
-        self, x: Tensor, seed: Tensor | None = None, counted: Tensor | None = None
+        self, x: Tensor, seed: Tensor | None = None, token_mask: Tensor | None = None
     ) -> tuple[Tensor, RoutingSums | None]:
-        """`[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to this tensor rank's summand of
-        the output, of all tokens, and in training what balancing needs. seed: of the router's jitter.
-        counted: as of `Router`."""
-        routing, sums = self.router(x, counted, seed)
+        """Returns this tensor rank's summand of the output of all tokens, and in training the sums for
+        balancing.
+
+        x: `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism). seed: of the router's jitter,
+        and of `Linear.forward`. token_mask: as of `Router`."""
+        routing, sums = self.router(x, token_mask, seed)
         inner = x if self.latent_down is None else self.latent_down(x)
-        whole, experts, weights = self._of_all(inner, routing)
-        tokens = None if counted is None else counted.flatten()
-        out, dropped = self.experts(whole.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
-        out = out.view(whole.shape)
+        gathered, experts, weights = self._gather_tokens(inner, routing)
+        tokens = None if token_mask is None else token_mask.flatten()
+        out, dropped = self.experts(gathered.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
+        out = out.view(gathered.shape)
         if self.latent_up is not None:  # of a summand: the sum of these is that of the sum
             out = self.latent_up(out)
         if self.shared_expert is not None:
-            inner, _ = self.shared_expert.core(x)
-            shared = self.shared_expert.output.summand(inner, None)
+            inner, _ = self.shared_expert.core(x, seed)
+            shared = self.shared_expert.output.summand(inner, seed)
             out = out + (
-                shared if self.shared_expert_gate is None else shared * self._whole(self.shared_expert_gate(x))
+                shared if self.shared_expert_gate is None else shared * self._gather(self.shared_expert_gate(x))
             )
         if sums is None:
             return out, None
         # Not `_replace`, which torch 2.11 does not compile.
         return out, RoutingSums(sums.tokens, sums.chosen, sums.scores, sums.z, sums.entropy, dropped)
 
-    def _of_all(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, experts and weights of the whole sequence."""
+    def _gather_tokens(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns tokens, experts and weights of the full sequence."""
         experts = routing.experts
         if self.sequence_parallel and self.group is not None:
             experts = all_gather(experts, self.group)
-        return self._whole(x), experts, self._whole(routing.weights)
+        return self._gather(x), experts, self._gather(routing.weights)
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """Of the whole sequence, where each tensor rank goes on to a summand: gradients are summed."""
+    def _gather(self, x: Tensor) -> Tensor:
+        """Gathers the full sequence.
+
+        Each tensor rank computes a summand from it, so gradients are summed over ranks.
+        """
         return gather_from_sequence(x, self.group) if self.sequence_parallel else copy_to_tensor(x, self.group)

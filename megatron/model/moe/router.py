@@ -1,5 +1,4 @@
-"""The router of a mixture of experts: scores, the choice of each token's experts, and what balancing needs of
-them."""
+"""The router of a mixture of experts: scores, the choice of experts, and sums for load balancing."""
 
 from typing import NamedTuple
 
@@ -25,10 +24,13 @@ _SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # GPT-NeoX's
 class RoutingSums(NamedTuple):
     """Sums over the tokens of each row of a micro-batch, fp32, over all tensor ranks.
 
-    tokens: `[batch]`. chosen: `[batch, experts]`, how many have chosen each expert. scores: `[batch,
-    experts]`, of all experts' scores, which add up to 1 for a token. z: `[batch]`, of the square of the
-    logarithm of the softmax's normaliser. entropy: `[batch]`, of the scores'. dropped: `[]`, choices that no
-    expert had room for. Only `scores` and `z` have gradients.
+    tokens: `[batch]`, number of tokens.
+    chosen: `[batch, experts]`, number of tokens that chose each expert.
+    scores: `[batch, experts]`, sums of all scores, normalised to sum to 1 for each token.
+    z: `[batch]`, sums of the squared log-sum-exp of the logits.
+    entropy: `[batch]`, sums of the entropy of the normalised scores.
+    dropped: `[]`, number of choices that exceeded an expert's capacity.
+    Only `scores` and `z` have gradients.
     """
 
     tokens: Tensor
@@ -40,14 +42,14 @@ class RoutingSums(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where tokens go: numbers of experts `[seq, batch, top_k]` int64, and their weights, fp32."""
+    """The choice of experts: their indices `[seq, batch, top_k]` int64, and their weights in fp32."""
 
     experts: Tensor
     weights: Tensor
 
 
 class _Gate(nn.Module):
-    """Logits of experts, `[.., hidden]` to `[.., experts]`, in fp32; the same on every tensor rank."""
+    """Computes the experts' logits in fp32, `[.., hidden]` to `[.., experts]`; replicated on tensor ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -72,8 +74,8 @@ class _Gate(nn.Module):
 class Router(nn.Module):
     """Chooses `top_k` experts of each token. Everything is computed in fp32.
 
-    expert_bias: `[experts]` fp32, added to the scores where experts are chosen, and not trained: `Balance`
-    changes it (arXiv 2408.15664); None without.
+    expert_bias: `[experts]` fp32, added to the scores only to choose experts. `Balance` updates it (arXiv
+    2408.15664) without gradients; None: no bias.
     """
 
     expert_bias: nn.Parameter | None
@@ -96,11 +98,11 @@ class Router(nn.Module):
         """The parameters that the constructor allocates."""
         return (*with_prefix("layer", _Gate.params(spec)), *cls._bias_params(spec))
 
-    def forward(self, x: Tensor, counted: Tensor | None, seed: Tensor | None) -> tuple[Routing, RoutingSums | None]:
-        """`[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to the choice for these tokens,
-        in training with the sums that balancing needs.
+    def forward(self, x: Tensor, token_mask: Tensor | None, seed: Tensor | None) -> tuple[Routing, RoutingSums | None]:
+        """Returns the choice of experts for these tokens, and in training the sums for load balancing.
 
-        counted: `[seq, batch]` boolean, over the whole sequence, tokens that the sums are of; None: all.
+        x: `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
+        token_mask: `[seq, batch]` boolean over the full sequence, false for padding; None: no padding.
         seed: of the jitter.
         """
         spec = self.spec
@@ -110,21 +112,21 @@ class Router(nn.Module):
             x = x * _noise(x.detach(), spec.jitter, seed, parts, part)
         logits = self.layer(x)
         scores = torch.sigmoid(logits) if spec.scores == "sigmoid" else torch.softmax(logits, -1)
-        experts = self._choose(logits, scores, counted)
+        experts = self._choose(logits, scores, token_mask)
         weights = scores.gather(-1, experts)
         if spec.normalized:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total + 1e-20 if spec.scores == "sigmoid" else total)
         if spec.factor != 1.0:
             weights = weights * spec.factor
-        return Routing(experts, weights), self._sums(logits, scores, experts, counted) if self.training else None
+        return Routing(experts, weights), self._sums(logits, scores, experts, token_mask) if self.training else None
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor, counted: Tensor | None = None) -> Tensor:
-        """The experts of each token `[seq, batch, top_k]`. counted: as of `forward`."""
+    def _choose(self, logits: Tensor, scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """The experts of each token `[seq, batch, top_k]`. token_mask: as of `forward`."""
         spec = self.spec
         if spec.sinkhorn and self.training:
-            return self._sinkhorn(logits, counted).topk(spec.top_k, dim=-1).indices
+            return self._sinkhorn(logits, token_mask).topk(spec.top_k, dim=-1).indices
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if spec.top_groups < spec.groups:
@@ -134,63 +136,72 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(spec.top_k, dim=-1).indices
 
-    def _sinkhorn(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
-        """exp(logits) `[seq, batch, experts]`, rows and columns scaled in turn: experts draw near one sum.
+    def _sinkhorn(self, logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Returns exp(logits) `[seq, batch, experts]`, with rows and columns scaled in turn (Sinkhorn).
 
-        As GPT-NeoX over all tokens of the micro-batch, but for padding: from its start, three rounds, fewer
-        where experts' factors move less than its tolerance.
+        The experts' sums become nearly equal. As in GPT-NeoX it covers all tokens of the micro-batch, except
+        padding. It starts like GPT-NeoX and does three rounds, or stops when the experts' factors change by
+        less than GPT-NeoX's tolerance.
         """
         if self.sequence_parallel:
             logits = gather_from_sequence(logits, self.group)
         cost = logits.exp().flatten(0, 1)
         experts, tokens = cost.shape[1], cost.new_full((), len(cost))
-        if counted is not None:
-            cost, tokens = cost * counted.flatten().unsqueeze(1), counted.sum().clamp(min=1)
-        of_tokens, error = cost.new_ones(len(cost)), cost.new_full((), float("inf"))
-        of_experts = 1.0 / (experts * cost.sum(0).clamp(min=torch.finfo(cost.dtype).tiny))
+        if token_mask is not None:
+            cost, tokens = cost * token_mask.flatten().unsqueeze(1), token_mask.sum().clamp(min=1)
+        token_factors, error = cost.new_ones(len(cost)), cost.new_full((), float("inf"))
+        expert_factors = 1.0 / (experts * cost.sum(0).clamp(min=torch.finfo(cost.dtype).tiny))
         for _ in range(_SINKHORN_ROUNDS):
             done = error < _SINKHORN_TOLERANCE  # decided on the device
-            of_tokens = torch.where(done, of_tokens, (1.0 / tokens) / ((of_experts * cost).sum(1) + 1e-8))
-            now = (1.0 / experts) / ((of_tokens.unsqueeze(1) * cost).sum(0) + 1e-8)
-            error = torch.where(done, error, (of_experts - now).abs().mean())
-            of_experts = torch.where(done, of_experts, now)
-        balanced = (of_experts * cost * of_tokens.unsqueeze(1)).view(logits.shape)
+            token_factors = torch.where(done, token_factors, (1.0 / tokens) / ((expert_factors * cost).sum(1) + 1e-8))
+            now = (1.0 / experts) / ((token_factors.unsqueeze(1) * cost).sum(0) + 1e-8)
+            error = torch.where(done, error, (expert_factors - now).abs().mean())
+            expert_factors = torch.where(done, expert_factors, now)
+        balanced = (expert_factors * cost * token_factors.unsqueeze(1)).view(logits.shape)
         return balanced.chunk(self.tensor_size)[self.tensor_rank] if self.sequence_parallel else balanced
 
-    def _sums(self, logits: Tensor, scores: Tensor, experts: Tensor, counted: Tensor | None) -> RoutingSums:
+    def _sums(self, logits: Tensor, scores: Tensor, experts: Tensor, token_mask: Tensor | None) -> RoutingSums:
         spec = self.spec
         shares = scores / scores.sum(-1, keepdim=True) if spec.scores == "sigmoid" else scores
         normaliser = torch.logsumexp(logits, -1).square()
         with torch.no_grad():
             entropy = torch.special.entr(shares).sum(-1)
             chosen = torch.zeros_like(shares).scatter_(-1, experts, 1.0)
-            if counted is None:
+            if token_mask is None:
                 weight = torch.ones_like(entropy)
             else:
                 if self.sequence_parallel:
-                    counted = counted.chunk(self.tensor_size)[self.tensor_rank]
-                weight = counted.to(entropy.dtype)
-        each = [shares, normaliser.unsqueeze(-1), chosen, entropy.unsqueeze(-1), torch.ones_like(weight).unsqueeze(-1)]
-        sums = (torch.cat(each, -1) * weight.unsqueeze(-1)).sum(0)
+                    token_mask = token_mask.chunk(self.tensor_size)[self.tensor_rank]
+                weight = token_mask.to(entropy.dtype)
+        columns = [
+            shares,
+            normaliser.unsqueeze(-1),
+            chosen,
+            entropy.unsqueeze(-1),
+            torch.ones_like(weight).unsqueeze(-1),
+        ]
+        sums = (torch.cat(columns, -1) * weight.unsqueeze(-1)).sum(0)
         if self.sequence_parallel:
             sums = reduce_from_tensor(sums, self.group)
-        n, none = spec.experts, torch.zeros((), device=sums.device)
+        n, no_drops = spec.experts, torch.zeros((), device=sums.device)
         # Copies: `fully_shard` warns of views among what a block returns.
-        of_scores, z = sums[:, :n].clone(), sums[:, n].clone()
+        score_sums, z = sums[:, :n].clone(), sums[:, n].clone()
         with torch.no_grad():
-            of_chosen, of_entropy, tokens = sums[:, n + 1 : -2].clone(), sums[:, -2].clone(), sums[:, -1].clone()
-        return RoutingSums(tokens, of_chosen, of_scores, z, of_entropy, none)
+            chosen_counts, entropy_sums, tokens = sums[:, n + 1 : -2].clone(), sums[:, -2].clone(), sums[:, -1].clone()
+        return RoutingSums(tokens, chosen_counts, score_sums, z, entropy_sums, no_drops)
 
 
 # An operator, as that of dropout in `mpu.random`.
 @torch.library.custom_op("megatron::uniform_noise", mutates_args=())
 def _noise(x: Tensor, jitter: float, seed: Tensor, parts: int, part: int) -> Tensor:
-    """Numbers within 1 +- `jitter` of the shape and type of `x`, a function of `seed` alone: those of this
-    part of the sequence, of which there are `parts`."""
-    whole = x.new_empty((x.shape[0] * parts, *x.shape[1:]))
+    """Draws uniform numbers in 1 +- `jitter`, of the shape and dtype of `x`, as a function of `seed` alone.
+
+    Returns part number `part` of `parts` equal parts of the sequence's numbers.
+    """
+    full = x.new_empty((x.shape[0] * parts, *x.shape[1:]))
     with fork_seed(int(seed), x.device):
-        whole.uniform_(1.0 - jitter, 1.0 + jitter)
-    return whole.chunk(parts)[part].clone()
+        full.uniform_(1.0 - jitter, 1.0 + jitter)
+    return full.chunk(parts)[part].clone()
 
 
 @_noise.register_fake

@@ -1,7 +1,7 @@
 """FP8: the matrix products of linear layers with 8-bit floating-point operands and scales, by recipe.
 
-`casting.py` defines how a matrix becomes FP8, `products.py` multiplies, `delayed.py` keeps the history of
-delayed scaling; `transformer_engine.py` has that library multiply.
+`casting.py` casts matrices to FP8, `products.py` multiplies them, `delayed.py` keeps the history of delayed
+scaling, `transformer_engine.py` multiplies with that library.
 """
 
 from megatron.mpu.fp8.casting import Formats

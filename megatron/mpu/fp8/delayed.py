@@ -1,5 +1,5 @@
-"""Delayed scaling: scales from the largest magnitudes of earlier steps, by Transformer-Engine's definition
-of its `DelayedScaling` (transformer_engine/common/recipe)."""
+"""Delayed scaling: scales from the largest magnitudes of earlier steps, as in Transformer-Engine's
+`DelayedScaling` (transformer_engine/common/recipe)."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -13,16 +13,16 @@ from megatron.mpu.fp8.products import TensorwiseProduct
 from megatron.mpu.groups import ParallelGroups
 
 State = dict[str, Tensor]
-"""Of one product: `scale` `[3]` and `history` `[3, length]`, newest first, in the order of `OPERANDS`."""
+"""The state of one product: `scale` `[3]` and `history` `[3, length]`, newest first, in `OPERANDS` order."""
 
 
 class DelayedProduct(TensorwiseProduct):
-    """`Product` with scales that are known before a matrix is seen.
+    """A `Product` that scales an operand by the largest magnitudes of earlier steps.
 
-    amax: of each operand, the largest magnitude in this step so far, `[]` fp32. scale: what it is multiplied
-    by, 0 as long as nothing is known of it; then its own magnitude counts, as in `TensorwiseProduct`.
-    Magnitudes are noted where gradients are computed, so forwards without gradients note nothing, and ones
-    that are computed twice (recomputation) note the same.
+    amax: for each operand, its largest magnitude in this step so far, `[]` fp32; recorded in the backward
+        pass.
+    scale: factor of each operand. It is 0 in the beginning; then the current magnitude is used, as in
+        `TensorwiseProduct`.
     """
 
     def __init__(self, formats: Formats, fp8_weight_gradient: bool, margin: int, device: torch.device) -> None:
@@ -32,9 +32,9 @@ class DelayedProduct(TensorwiseProduct):
         self.scale = {operand: torch.zeros((), device=device) for operand in OPERANDS}
 
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
-        dtype, amax, known = self.formats.of(operand), matrix.abs().amax().float(), self.scale[operand]
-        scale = torch.where(known > 0, known, encode_scale(amax, dtype) / 2**self.margin)
-        # An infinity would saturate, and nobody would see it.
+        dtype, amax, known_scale = self.formats.dtype_of(operand), matrix.abs().amax().float(), self.scale[operand]
+        scale = torch.where(known_scale > 0, known_scale, encode_scale(amax, dtype) / 2**self.margin)
+        # An infinity would saturate unnoticed.
         decode = torch.where(amax.isfinite(), scale.reciprocal(), torch.nan)
         return Scaled(rounded(matrix.t() if transposed else matrix, scale, dtype), decode)
 
@@ -53,10 +53,12 @@ class DelayedProduct(TensorwiseProduct):
 
 
 class DelayedScaling:
-    """The products of a run with delayed scaling, by name, and what they remember.
+    """The products of a run with delayed scaling, by name, and the history of their magnitudes.
 
-    length: how many steps are remembered; algorithm: which of them make a scale; margin: scales are divided
-    by 2^margin; make: makes a product.
+    length: number of steps in the history.
+    algorithm: how a scale follows from the history.
+    margin: scales are divided by 2^margin.
+    make: creates a product.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class DelayedScaling:
         self.history = torch.zeros(0, length, device=groups.device)  # three rows a product
 
     def add(self, name: str) -> DelayedProduct:
-        """A new product."""
+        """Creates a product of this name."""
         product = self.make(self.formats, self.fp8_weight_gradient, self.margin, self.groups.device)
         self.products[name] = product
         self.history = torch.cat([self.history, self.history.new_zeros(len(OPERANDS), self.length)])
@@ -84,10 +86,11 @@ class DelayedScaling:
 
     @torch.no_grad()
     def end_step(self, left_out: Tensor) -> None:
-        """After an optimizer step: remember the largest magnitudes over all ranks that share these layers,
-        and make the next step's scales. What was not seen, or was not finite, leaves its scale as it is.
+        """Ends an optimizer step: reduces the largest magnitudes over ranks that share layers, and computes
+        the next scales.
 
-        left_out: boolean `[]`; a step that changes no weights changes nothing here.
+        A magnitude that is missing or not finite leaves its scale unchanged. left_out: boolean `[]`; a
+        skipped step changes nothing here.
         """
         noted = [p.amax[operand] for p in self.products.values() for operand in OPERANDS]
         scales = [p.scale[operand] for p in self.products.values() for operand in OPERANDS]
@@ -101,13 +104,15 @@ class DelayedScaling:
         history = torch.cat([newest.unsqueeze(1), self.history[:, :-1]], dim=1)
         self.history = torch.where(left_out, self.history, history)
         amax = history.amax(dim=1) if self.algorithm == "max" else newest
-        made = torch.stack([encode_scale(amax[i::3], self.formats.of(o)) for i, o in enumerate(OPERANDS)], dim=1)
-        new = torch.where((amax > 0) & ~left_out, made.flatten() / 2**self.margin, torch.stack(scales))
+        computed = torch.stack(
+            [encode_scale(amax[i::3], self.formats.dtype_of(o)) for i, o in enumerate(OPERANDS)], dim=1
+        )
+        new = torch.where((amax > 0) & ~left_out, computed.flatten() / 2**self.margin, torch.stack(scales))
         torch._foreach_copy_(scales, list(new.unbind()))
         torch._foreach_zero_(noted)
 
     def state(self) -> dict[str, State]:
-        """What a checkpoint needs, on the CPU, the same on all data and tensor ranks."""
+        """The state for a checkpoint, on the CPU; the same on all data and tensor ranks."""
         history = self.history.cpu().unflatten(0, (-1, len(OPERANDS))).unbind() if self.products else ()
         scales = [torch.stack([p.scale[o] for o in OPERANDS]).cpu() for p in self.products.values()]
         return {
@@ -117,7 +122,8 @@ class DelayedScaling:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, State]) -> None:
-        """Go on from `state` of the products that are in it; of a history of another length the newest."""
+        """Restores a saved `state` of the products that it names. A longer history is cut to its newest
+        steps."""
         for i, (name, product) in enumerate(self.products.items()):
             if name not in state:
                 continue

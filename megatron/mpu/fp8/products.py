@@ -1,8 +1,8 @@
 """Products of a linear layer in FP8, without state.
 
-Every product is A B^T with rows along which it is summed: both matrices are cast along them, contiguous,
-since Hopper multiplies no other layout. Each operand is cast from its full precision where it is needed:
-nothing of 8 bits is kept from forward to backward.
+Every product is A B^T, summed along rows. Both matrices are cast along their rows and are contiguous, since
+Hopper multiplies no other layout. Each operand is cast from full precision where it is needed: no 8-bit
+tensor is saved from forward to backward.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +29,10 @@ Cast = Callable[[Tensor, torch.dtype, bool], Scaled]
 
 
 class ScaledProduct(ABC):
-    """`Product` with operands in FP8 and results in their dtype.
+    """`Product` with operands in FP8 and results in the operands' original dtype.
 
-    multiple: features in and out must be multiples of this. fp8_weight_gradient: False leaves the gradient of
-    the weight in the operands' dtype.
+    multiple: features in and out must be multiples of this. fp8_weight_gradient: False computes the weight
+    gradient in the original dtype.
     """
 
     multiple = 16
@@ -43,15 +43,15 @@ class ScaledProduct(ABC):
 
     @abstractmethod
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
-        """`[rows, columns]`, or what it is transposed, in the operand's format, scaled along its rows."""
+        """Casts `[rows, columns]`, or its transpose, to the operand's format, scaled along its rows."""
 
     @abstractmethod
     def scaled_mm(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
-        """A B^T by tensor cores. fast: Hopper may keep sums in fewer bits."""
+        """A B^T by tensor cores. fast: allows Hopper to accumulate in fewer bits."""
 
     def multiply(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
-        """A B^T; on a CPU what is scaled back is multiplied in fp32, since releases of torch differ in which
-        products in FP8 they have there."""
+        """A B^T. On a CPU the operands are dequantized and multiplied in fp32, since torch releases differ in
+        their FP8 products there."""
         if a.values.device.type == "cpu":
             return (a.dequantized() @ b.dequantized().t()).to(dtype)
         return self.scaled_mm(a, b, dtype, fast)
@@ -75,17 +75,19 @@ class ScaledProduct(ABC):
         return self.multiply(a, b, grad.dtype, fast=False)
 
     def _padded(self, tokens: Tensor) -> Tensor:
-        """With rows of zeros up to a number of tokens that can be summed over."""
+        """Returns the tokens, padded with zero rows to a multiple of `multiple`, because FP8 products sum
+        over tokens."""
         missing = -tokens.shape[0] % self.multiple
         return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
 class TensorwiseProduct(ScaledProduct):
-    """One scale a matrix, by its largest magnitude now: torchao's and torchtitan's `tensorwise`,
-    Transformer-Engine's Float8CurrentScaling. Under tensor parallelism a matrix is a rank's own part."""
+    """One scale per matrix, from its current largest magnitude: torchao's and torchtitan's `tensorwise`,
+    Transformer-Engine's Float8CurrentScaling. Under tensor parallelism a rank scales its own part of a
+    matrix."""
 
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
-        return cast_tensorwise(matrix, self.formats.of(operand), transposed)
+        return cast_tensorwise(matrix, self.formats.dtype_of(operand), transposed)
 
     def scaled_mm(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
         return torch._scaled_mm(
@@ -94,30 +96,32 @@ class TensorwiseProduct(ScaledProduct):
 
 
 class RowwiseProduct(ScaledProduct):
-    """A scale a row and column, a power of two, E4M3 throughout: torchao's `rowwise`, and without
-    `fp8_weight_gradient` nearly its `rowwise_with_gw_hp`, which scales the weight of the input's gradient as
-    a whole."""
+    """Scales each row and column by a power of two, E4M3 throughout: torchao's `rowwise`.
+
+    Without `fp8_weight_gradient` it is nearly torchao's `rowwise_with_gw_hp`, which uses one scale for the
+    weight in the input's gradient.
+    """
 
     def __init__(self, fp8_weight_gradient: bool = True) -> None:
         super().__init__(Formats(E4M3, E4M3), fp8_weight_gradient)
 
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
-        return cast_rowwise(matrix, self.formats.of(operand), transposed)
+        return cast_rowwise(matrix, self.formats.dtype_of(operand), transposed)
 
     def scaled_mm(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
         if fast:
             return torch._scaled_mm(
                 a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=True
             )
-        # The kernel for scales of rows is slow with whole sums; powers of two round nothing when they come
-        # after.
-        one = torch.ones((), device=a.scale.device)
-        whole = torch._scaled_mm(a.values, b.values.t(), scale_a=one, scale_b=one, out_dtype=dtype)
-        return whole * a.scale.to(dtype) * b.scale.t().to(dtype)
+        # The kernel for row scales is slow with full accumulation. Scales are powers of two, so multiplying
+        # the result by them rounds nothing.
+        unit_scale = torch.ones((), device=a.scale.device)
+        unscaled = torch._scaled_mm(a.values, b.values.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=dtype)
+        return unscaled * a.scale.to(dtype) * b.scale.t().to(dtype)
 
 
 class MXProduct(ScaledProduct):
-    """MXFP8: a power of two for every 32 neighbours, E4M3 throughout (arXiv 2506.08027), on Blackwell's
+    """MXFP8: a power of two scales every 32 neighbours, E4M3 throughout (arXiv 2506.08027), on Blackwell's
     tensor cores."""
 
     multiple = MX_BLOCK
@@ -126,7 +130,7 @@ class MXProduct(ScaledProduct):
         super().__init__(Formats(E4M3, E4M3), fp8_weight_gradient)
 
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
-        return cast_mx(matrix, self.formats.of(operand), transposed)
+        return cast_mx(matrix, self.formats.dtype_of(operand), transposed)
 
     def scaled_mm(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
         scales = (swizzled(a.scale), swizzled(b.scale))

@@ -21,9 +21,9 @@ _TOKENS = 32
 
 
 class TransformerEngine:
-    """The parts of Transformer-Engine that multiply.
+    """Transformer-Engine's functions that cast to FP8 and multiply.
 
-    Raises PackageProblem where it cannot be imported.
+    Raises PackageProblem if it cannot be imported.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,11 @@ class TransformerEngine:
         self.types: dict[torch.dtype, Any] = {E4M3: types.kFloat8E4M3, E5M2: types.kFloat8E5M2}
 
     def multiply(self, a: Any, b: Any, layout: str, dtype: torch.dtype) -> Tensor:
-        """TN: b a^T, the output of weight a for b; NN: b a, the input's gradient; NT: b^T a, the weight's."""
+        """Returns the product of two FP8 matrices that `layout` names.
+
+        TN: b a^T, the output, if a is the weight and b the input. NN: b a, the input's gradient. NT: b^T a,
+        the weight's gradient.
+        """
         forward = layout == "TN"
         out: Tensor
         out, *_ = self.gemm(
@@ -44,14 +48,14 @@ class TransformerEngine:
 
 
 class _Products:
-    """The methods of `Product` by a quantizer. rows: a matrix is multiplied along its rows, else along its
-    columns."""
+    """The matrix products of `Product`. Subclasses define `quantized`, which casts an operand to FP8."""
 
     engine: TransformerEngine
     fp8_weight_gradient: bool
 
     def quantized(self, matrix: Tensor, operand: Operand, rows: bool, noted: bool = False) -> Any:
-        """`[tokens or out, features]` in FP8. noted: its largest magnitude counts for later scales."""
+        """Casts `[tokens or out, features]` to FP8. rows: scaled for a product along rows, else along
+        columns. noted: record its largest magnitude for later scales."""
         raise NotImplementedError
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,8 +79,8 @@ class _Products:
 
 
 class EngineProduct(_Products):
-    """`Product` by the recipes `tensorwise` (Float8CurrentScaling) and `mxfp8` (MXFP8BlockScaling), without
-    state."""
+    """`Product` by the recipes `tensorwise` (Float8CurrentScaling) and `mxfp8` (MXFP8BlockScaling), which
+    keep no state between steps."""
 
     def __init__(
         self, engine: TransformerEngine, formats: Formats, fp8_weight_gradient: bool, block_scales: bool
@@ -85,15 +89,18 @@ class EngineProduct(_Products):
         self.block_scales = block_scales
 
     def quantized(self, matrix: Tensor, operand: Operand, rows: bool, noted: bool = False) -> Any:
-        package, dtype = self.engine.package, self.engine.types[self.formats.of(operand)]
+        package, dtype = self.engine.package, self.engine.types[self.formats.dtype_of(operand)]
         if self.block_scales:
             return package.MXFP8Quantizer(dtype, rowwise=rows, columnwise=not rows)(matrix)
         return package.Float8CurrentScalingQuantizer(dtype, matrix.device, rowwise=rows, columnwise=not rows)(matrix)
 
 
 class EngineDelayedProduct(_Products, DelayedProduct):
-    """`Product` by the recipe `te` (DelayedScaling), with the state of `DelayedProduct`: runs go on with
-    either. A scale of which nothing is known is 1, as Transformer-Engine begins."""
+    """`Product` by the recipe `te` (DelayedScaling) with Transformer-Engine's kernels.
+
+    Its state is that of `DelayedProduct`, so a run may resume with either class. A scale that is not known
+    yet is 1, as in Transformer-Engine.
+    """
 
     def __init__(
         self,
@@ -107,13 +114,13 @@ class EngineDelayedProduct(_Products, DelayedProduct):
         self.engine = engine or TransformerEngine()
 
     def quantized(self, matrix: Tensor, operand: Operand, rows: bool, noted: bool = False) -> Any:
-        known, amax = self.scale[operand], matrix.new_zeros(1, dtype=torch.float32)
-        scale = torch.where(known > 0, known, 1.0).view(1)
-        dtype = self.engine.types[self.formats.of(operand)]
+        known_scale, amax = self.scale[operand], matrix.new_zeros(1, dtype=torch.float32)
+        scale = torch.where(known_scale > 0, known_scale, 1.0).view(1)
+        dtype = self.engine.types[self.formats.dtype_of(operand)]
         cast = self.engine.package.Float8Quantizer(scale, amax, dtype, rowwise=rows, columnwise=not rows)(matrix)
         if noted:
             self.amax[operand].copy_(torch.maximum(self.amax[operand], amax[0]))
-        # An infinity would saturate, and nobody would see it.
+        # An infinity would saturate unnoticed.
         cast._scale_inv = torch.where(amax.isfinite(), cast._scale_inv, torch.nan)
         return cast
 
@@ -126,8 +133,10 @@ class EngineDelayedProduct(_Products, DelayedProduct):
 
 
 def engine_problem(device: torch.device, recipe: str) -> str | None:
-    """What is missing for FP8 products by Transformer-Engine, by one tiny call of each of them, in words that
-    go on after "needs"; None where they work."""
+    """Tries each FP8 product of Transformer-Engine once; returns None if they work.
+
+    Otherwise returns what is missing, in words that continue a sentence after "needs".
+    """
     formats, dtype = Formats(), torch.bfloat16
     try:
         engine = TransformerEngine()
@@ -140,20 +149,20 @@ def engine_problem(device: torch.device, recipe: str) -> str | None:
         product.weight_gradient(out, x)
     except PackageProblem as problem:
         return str(problem)
-    except Exception as problem:  # those of C++ extensions are of any kind
+    except Exception as problem:  # C++ extensions raise exceptions of any kind
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return f"Transformer-Engine to work on {device.type} ({reason})"
     return None
 
 
 def _padded(x: Tensor) -> Tensor:
-    """`[..., features]` as `[tokens, features]`, with tokens of zeros up to a multiple of `_TOKENS`."""
+    """`[..., features]` as `[tokens, features]`, padded with zero tokens to a multiple of `_TOKENS`."""
     tokens = x.flatten(0, -2).contiguous()
     missing = -tokens.shape[0] % _TOKENS
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
-def _unpadded(out: Tensor, like: Tensor) -> Tensor:
-    """The tokens of `like` of `[tokens, features]`."""
-    tokens = like.shape[:-1].numel()
-    return out[:tokens].unflatten(0, like.shape[:-1])
+def _unpadded(out: Tensor, x: Tensor) -> Tensor:
+    """Removes the padding from `[tokens, features]` and restores the leading dimensions of `x`."""
+    tokens = x.shape[:-1].numel()
+    return out[:tokens].unflatten(0, x.shape[:-1])

@@ -17,29 +17,29 @@ _RUNNER_SWITCHES = ("force_multi", "no_ssh_check")
 
 
 class GPTNeoXMethods(ResolvedArgs):
-    """GPT-NeoX's constructors, which give a configuration that can be written to, and its other methods."""
+    """GPT-NeoX's constructors, which return a writable configuration, and its other methods."""
 
     mutable_class: ClassVar[Any]
-    """`compat.program.MutableNeoXArgs`, which sets this: it is made of `NeoXArgs`, so nothing
-    here can import it."""
+    """`compat.program.MutableNeoXArgs`, which sets this: it imports `NeoXArgs`, so this module cannot
+    import it."""
 
     def __post_init__(self) -> None:
         missing = [name for name in keys_of(type(self)) if getattr(self, name) is REQUIRED]
         if missing:
-            raise ConfigError([f"NeoXArgs(...): {', '.join(missing)} are required; use NeoXArgs.from_dict"])
+            raise ConfigError([f"NeoXArgs(...): set the keys {', '.join(missing)}, or use NeoXArgs.from_dict"])
 
     @classmethod
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
     ) -> Any:
-        """A `MutableNeoXArgs` from files; overwrite_values win over them. Raises ConfigError."""
+        """Returns a `MutableNeoXArgs` from files; overwrite_values win over them. Raises ConfigError."""
         return cls.mutable_class.from_ymls(paths_to_yml_files, overwrite_values)
 
     @classmethod
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> Any:
-        """A `MutableNeoXArgs` from a command line of deepy.py, `train.py a.yml b.yml`; None: sys.argv's.
+        """Returns a `MutableNeoXArgs` from a command line of deepy.py, such as `train.py a.yml b.yml`.
 
-        Raises ConfigError.
+        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
         """
         return cls.mutable_class.consume_deepy_args(input_args)
 
@@ -47,13 +47,19 @@ class GPTNeoXMethods(ResolvedArgs):
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
     ) -> Any:
-        """A `MutableNeoXArgs` from the file that a launcher handed to this process by `--neox-args FILE`;
-        other words of the command line are not looked at. Raises ConfigError."""
+        """Returns a `MutableNeoXArgs` from the file that a launcher passed to this process: `--neox-args
+        FILE`.
+
+        Other words of the command line are ignored. Raises ConfigError.
+        """
         return cls.mutable_class.consume_neox_args(overwrite_values, input_args)
 
     def get_deepspeed_main_args(self, user_script: str | None = None) -> list[str]:
-        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, the script (train.py)
-        and the configuration in a file of the temporary folder."""
+        """Returns arguments for DeepSpeed's launcher (`deepspeed.launcher.runner.main`).
+
+        They are the launcher's flags, the script (`user_script`, else train.py), and `--neox-args FILE`. FILE
+        is a new temporary file with the configuration.
+        """
         with tempfile.NamedTemporaryFile("w", prefix="neox_args.", suffix=".json", delete=False) as file:
             file.write(self.to_json())
         flags = [f"--{name}={getattr(self, name)}" for name in _RUNNER_FLAGS if self.origin(name) != "default"]
@@ -62,8 +68,8 @@ class GPTNeoXMethods(ResolvedArgs):
 
     @property
     def megatron_config(self) -> dict[str, Any]:
-        """Every key whose value is not the default, as plain lists and mappings."""
-        values = {name: (getattr(self, name), known.default) for name, known in keys_of(type(self)).items()}
+        """Returns every key whose value is not the default, as plain lists and mappings."""
+        values = {name: (getattr(self, name), key.default) for name, key in keys_of(type(self)).items()}
         return {name: thaw(value) for name, (value, default) in values.items() if value != default}
 
     def update_value(self, key: str, value: Any) -> NoReturn:
@@ -72,15 +78,15 @@ class GPTNeoXMethods(ResolvedArgs):
 
     def configure_distributed_args(self) -> NoReturn:
         """Raises TypeError: a resolved configuration is never written to."""
-        raise TypeError("a resolved NeoXArgs is read-only: write args = args.for_world(world_size) for a new one")
+        raise TypeError("a resolved NeoXArgs is read-only: write args = args.for_world(world_size) instead")
 
     @classmethod
     def validate_keys(cls) -> bool:
-        """Whether no two groups of keys declare the same key. Raises ValueError naming it."""
-        seen: dict[str, str] = {}
+        """Returns True if no two groups declare the same key; raises ValueError naming the key if two do."""
+        owners: dict[str, str] = {}
         for base in cls.__mro__[1:]:
             for name in vars(base).get("__annotations__", {}):
-                if name in seen:
-                    raise ValueError(f"{name} is declared by {seen[name]} and by {base.__name__}")
-                seen[name] = base.__name__
+                if name in owners:
+                    raise ValueError(f"{name} is declared by {owners[name]} and {base.__name__}; remove one")
+                owners[name] = base.__name__
         return True

@@ -1,10 +1,10 @@
-"""A configuration that programs written for GPT-NeoX may write to: `from megatron import NeoXArgs`.
+"""A writable configuration for programs written for GPT-NeoX: `from megatron import NeoXArgs`.
 
     args = NeoXArgs.from_ymls(["125M.yml", "local_setup.yml"])
     args.train_iters = 3
     train.main(args)
 
-Entry points take one; nothing behind them ever does, only what `args.frozen()` gives.
+Entry points accept it, and pass `args.frozen()` to all other code.
 """
 
 import os
@@ -29,39 +29,40 @@ _OTHER_LAUNCHERS_WORLD_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", 
 
 
 class MutableNeoXArgs:
-    """`NeoXArgs` as GPT-NeoX's programs know it: every key an attribute that can be written, sections as they
-    were written in the files, lists as lists. `isinstance(args, NeoXArgs)` holds.
+    """`NeoXArgs` with GPT-NeoX's interface: every key is a writable attribute.
 
-    What is written is checked for its name and type at once, and against the other keys by `frozen()`. Values
-    derived from it, as lr_decay_iters from train_iters, follow there; properties and methods are those of the
-    frozen object.
+    Sections are mappings as in the files, lists stay lists, and `isinstance(args, NeoXArgs)` holds. A write
+    checks name and type at once. `frozen()` checks values against each other and recomputes derived values,
+    as lr_decay_iters from train_iters. Properties and methods are those of the frozen object.
     """
 
     __dataclass_fields__ = NeoXArgs.__dataclass_fields__
     validate_keys = NeoXArgs.validate_keys
 
     def __init__(self, **values: Any) -> None:
-        """The configuration of these keys, as `from_dict(values)`. Raises ConfigError."""
+        """Resolves these keys, as `from_dict(values)` does. Raises ConfigError."""
         resolved, process_values = _split_process_keys(values)
         self._set_values(load([], resolved, "program"), process_values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MutableNeoXArgs":
-        """Resolve a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
+        """Resolves a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
         return cls(**values)
 
     @classmethod
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
     ) -> "MutableNeoXArgs":
-        """The configuration of these files; overwrite_values win over them. Raises ConfigError."""
+        """Returns the configuration of these files; overwrite_values win over them. Raises ConfigError."""
         values, process_values = _split_process_keys(overwrite_values)
         return cls._wrap(load(paths_to_yml_files, values, "overwrite_values"), process_values)
 
     @classmethod
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
-        """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises
-        ConfigError."""
+        """Returns the configuration of a command line of deepy.py, such as `train.py a.yml b.yml`.
+
+        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
+        """
         command = parse_deepy(input_args)
         return cls._wrap(command.args, {"user_script": command.user_script})
 
@@ -69,11 +70,13 @@ class MutableNeoXArgs:
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
     ) -> "MutableNeoXArgs":
-        """The configuration that a launcher handed to this process by `--neox-args FILE`; other words are not
-        looked at. Raises ConfigError."""
+        """Returns the configuration that a launcher passed to this process by `--neox-args FILE`.
+
+        Other words of the command line are ignored. Raises ConfigError.
+        """
         words = list(sys.argv if input_args is None else input_args)
         if ARGS_FLAG not in words:
-            raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this through deepy.py"])
+            raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this script by deepy.py"])
         start = words.index(ARGS_FLAG)
         args = parse_script(words[start : start + 2], "train.py")
         values, process_values = _split_process_keys(overwrite_values)
@@ -88,13 +91,13 @@ class MutableNeoXArgs:
 
     def _set_values(self, args: NeoXArgs, process_values: Mapping[str, Any]) -> None:
         # Two copies: lists and sections can be changed in place, which only a comparison shows.
-        self.__dict__.update(_values(args), **process_values, _args=args, _before=_values(args))
+        self.__dict__.update(_values(args), **process_values, _args=args, _initial_values=_values(args))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.update_value(name, value)
 
     def update_value(self, key: str, value: Any) -> None:
-        """Write a key. Raises ConfigError for a name that is none, and for a value of another type."""
+        """Sets a key. Raises ConfigError for an unknown key and for a value of the wrong type."""
         keys = keys_of(NeoXArgs)
         problems = ErrorCollector({})
         if key not in keys:
@@ -105,74 +108,79 @@ class MutableNeoXArgs:
         self.__dict__[key] = value
 
     def update_values(self, values: Mapping[str, Any]) -> None:
-        """Write several keys, each with `update_value`. Raises ConfigError."""
+        """Sets several keys, each with `update_value`. Raises ConfigError."""
         for key, value in values.items():
             self.update_value(key, value)
 
     def configure_distributed_args(self) -> None:
-        """Set rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE, as
-        deepy.py and torchrun set them; a process without them is alone. Raises ConfigError for values that
-        are no numbers or cannot be divided among the ranks."""
+        """Sets rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE.
+
+        deepy.py and torchrun set these variables; without them world_size is 1. Raises ConfigError for values
+        that are no numbers, and for batch sizes that cannot be divided among the ranks.
+        """
         env = os.environ
         variable = next((name for name in _OTHER_LAUNCHERS_WORLD_SIZES if env.get(name, "1") != "1"), None)
         if variable is not None and "RANK" not in env:
             raise ConfigError([
-                f"{variable} is {env[variable]} in the environment, but RANK is not there; call "
+                f"{variable} is {env[variable]} in the environment, but RANK is not set; call "
                 "megatron.launch.enter(args) first, which sets RANK, LOCAL_RANK and WORLD_SIZE under srun and mpirun"
             ])  # fmt: skip
         try:
             rank, local_rank, world_size = (
-                int(env.get(name, alone)) for name, alone in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+                int(env.get(name, default))
+                for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
             )
         except ValueError as cause:
-            raise ConfigError([f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {cause}"]) from None
+            raise ConfigError([f"environment variables RANK, LOCAL_RANK and WORLD_SIZE: {cause}"]) from None
         process_values = {name: self.__dict__[name] for name in PROCESS_KEYS}
         self._set_values(self.frozen().for_world(world_size), process_values | {"rank": rank, "local_rank": local_rank})
 
     def frozen(self) -> NeoXArgs:
-        """The resolved object with everything that was written, derived and validated anew. Raises
-        ConfigError.
+        """Returns the resolved object with all changes, derived and validated again. Raises ConfigError.
 
         A key that was set to None holds its default.
         """
-        before = self._before
+        values = self._initial_values
         changed = {
             name: value
-            for name, value in ((name, self.__dict__.get(name)) for name in before)
-            if name not in PROCESS_KEYS and value != before[name]
+            for name, value in ((name, self.__dict__.get(name)) for name in values)
+            if name not in PROCESS_KEYS and value != values[name]
         }
         return self._args.replace(**changed) if changed else self._args
 
     def get_deepspeed_main_args(self) -> list[str]:
-        """Words for DeepSpeed's launcher, which starts `user_script`, else train.py."""
+        """Returns arguments for DeepSpeed's launcher, which starts `user_script`, else train.py."""
         return self.frozen().get_deepspeed_main_args(self.user_script)
 
     def __getattr__(self, name: str) -> Any:
-        """Properties and methods of the resolved object; keys are found before this is asked."""
-        # A half-made object, as copy and pickle have it, has none; and many ask for names in the middle of
-        # changes.
+        """Returns a property or method of the resolved object; Python calls this only for names that are no
+        keys."""
+        # copy and pickle ask an object for names before its attributes exist, and a program may ask in the
+        # middle of its changes: no name is resolved that is not declared.
         if name.startswith("_") or not (hasattr(NeoXArgs, name) or name in self.__dataclass_fields__):
             raise AttributeError(f"NeoXArgs has no {name}")
         return getattr(self.frozen(), name)
 
-    def __eq__(self, other: object) -> bool:
-        """Whether every key resolves to the same value, wherever it was written. Raises ConfigError as
-        `frozen`."""
-        if not isinstance(other, NeoXArgs):
+    def __eq__(self, right: object) -> bool:
+        """Returns whether every key resolves to the same value; origins are ignored.
+
+        Raises ConfigError as `frozen` does.
+        """
+        if not isinstance(right, NeoXArgs):
             return NotImplemented
-        left, right = self.frozen(), other.frozen()
+        left_args, right_args = self.frozen(), right.frozen()
         keys = keys_of(NeoXArgs).keys() - {"config_files", *PROCESS_KEYS}
-        return all(getattr(left, name) == getattr(right, name) for name in keys) and all(
-            getattr(self, name) == getattr(other, name) for name in PROCESS_KEYS
+        return all(getattr(left_args, name) == getattr(right_args, name) for name in keys) and all(
+            getattr(self, name) == getattr(right, name) for name in PROCESS_KEYS
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """`NeoXArgs(...)` with the keys whose values are not their defaults."""
+        """Returns `NeoXArgs(...)` with the keys whose values are not their defaults."""
         values = ((name, self.__dict__.get(name), key.default) for name, key in keys_of(NeoXArgs).items())
-        shown = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
-        return f"NeoXArgs({', '.join(shown)})"
+        texts = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
+        return f"NeoXArgs({', '.join(texts)})"
 
 
 NeoXArgs.register(MutableNeoXArgs)
@@ -180,7 +188,7 @@ NeoXArgs.mutable_class = MutableNeoXArgs
 
 
 def _split_process_keys(values: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the keys of the configuration, those of PROCESS_KEYS) among `values`."""
+    """Splits `values` into (keys of the configuration, keys of PROCESS_KEYS)."""
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, value in (values or {}).items():
         parts[name in PROCESS_KEYS][name] = value
@@ -188,7 +196,7 @@ def _split_process_keys(values: Mapping[str, Any] | None) -> tuple[dict[str, Any
 
 
 def _values(args: NeoXArgs) -> dict[str, Any]:
-    """Every key as plain lists and mappings: sections as they were written, the rest as it was resolved."""
+    """Returns every key as plain lists and mappings: sections as the user wrote them, other keys resolved."""
     values = {name: getattr(args, name) for name in keys_of(NeoXArgs)}
     sections = {name: args.user_values[name] for name, key in keys_of(NeoXArgs).items()
                 if key.section is not None and name in args.user_values}  # fmt: skip
@@ -201,7 +209,7 @@ def script_args(
     prog: str,
     read_hf_model: ReadHFModel | None = None,
 ) -> NeoXArgs:
-    """The resolved configuration that `main(input_args, overwrite_values)` of a script was called with.
+    """Returns the resolved configuration of a call `main(input_args, overwrite_values)` of a script.
 
     input_args: words of its command line (None: sys.argv's), those of `get_deepspeed_main_args`, or a
     configuration that a program made. prog: the script's name, for messages. Raises ConfigError.

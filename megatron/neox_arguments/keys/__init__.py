@@ -1,1 +1,1 @@
-"""Every configuration key, in the files of its subject, and the tables of what keys may name."""
+"""Every configuration key, in one file per subject, and tables of the names some keys accept."""

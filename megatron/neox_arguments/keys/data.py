@@ -10,26 +10,26 @@ from megatron.neox_arguments.keys.sections import SeqCurriculum, WeightSchedule
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The sets of a run, how they are blended, and how documents become samples."""
+    """The data sets of a run, how they are blended, and how documents become samples."""
 
-    data_path: str | None = key(None, "Prefix of the one .bin/.idx pair that `split` divides")
+    data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`")
     train_epochs: int | None = key(
         None,
         "Passes over the training data, instead of train_iters",
         ge=1,
-        differs="over several sets GPT-NeoX draws from all alike, so small ones come again",
+        differs="over several sets GPT-NeoX draws from all alike: small ones repeat",
     )
     split: str = key(
         "969, 30, 1",
-        "Shares of training, validation and test documents of data_path; where it is written, also of each of "
-        "train_data_paths without valid_data_paths and test_data_paths, with their labels and rewards",
+        "Shares of training, validation and test documents of data_path. If set, it also divides each of "
+        "train_data_paths, with labels and rewards, unless valid_data_paths or test_data_paths is set",
         differs="GPT-NeoX reads it with data_path only",
     )
     train_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the training data; several are blended")
     valid_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the validation data; several are blended")
     test_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the test data; several are blended")
     train_data_weights: tuple[float, ...] | None = key(
-        None, "Share of the samples that each of train_data_paths gives, in any unit; unset: equal"
+        None, "Share of samples from each of train_data_paths, in any unit; unset: equal"
     )
     valid_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of valid_data_paths")
     test_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of test_data_paths")
@@ -43,57 +43,60 @@ class DataKeys:
     )
     weighted_sampler_alpha: float = key(
         1.0,
-        "Exponent of weight_by and weight_by_num_documents, 1 / temperature; below 1 small sets are seen more often, "
-        "0: all sets alike",
+        "Exponent of weight_by and weight_by_num_documents, 1 / temperature; below 1 small sets are seen more "
+        "often; 0: all equally",
         ge=0,
     )
     train_data_weight_schedule: Mapping[str, Any] | None = new_key(
-        None, "Weights of train_data_paths that change while training", section=WeightSchedule
+        None, "Change the weights of train_data_paths during training", section=WeightSchedule
     )
     seq_curriculum: Mapping[str, Any] | None = new_key(
         None,
-        "Short sequences first: the same samples, cut into rows of seq_len; a step's tokens stay as many",
+        "Short sequences first: the same samples, split into rows of seq_len, with equal tokens per step",
         section=SeqCurriculum,
     )
     compat_weight_by_num_documents: bool = new_key(
-        False, "Multiply these weights by 1 - n / N, as GPT-NeoX does (two sets with alpha 1 always get half each)"
+        False,
+        "Multiply the weights of weight_by_num_documents by 1 - n / N, as GPT-NeoX does (two sets with alpha 1 always "
+        "get half each)",
     )
     data_impl: Literal["mmap", "infer", "cached"] = key(
         "mmap",
-        "Format of .bin/.idx files: mmap (MMIDIDX), cached (TNTIDX, of cached and lazy), infer: what the file says; a "
-        "folder of .npy rows is a data path too",
+        "Format of .bin/.idx files: mmap (MMIDIDX), cached (TNTIDX, GPT-NeoX's cached and lazy), infer: detected. "
+        "A folder of .npy rows also works",
         differs="GPT-NeoX's infer finds no data",
     )
     pack_impl: Literal["packed", "pack_until_overflow", "unpacked", "best_fit"] = key(
         "packed",
-        "How documents become samples: packed: windows of their joined tokens; of whole documents: pack_until_overflow "
-        "(in random order, until one does not fit), best_fit (the least padding; TRL's bfd), unpacked (one each)",
-        differs="GPT-NeoX's whole documents ignore the split, bring the next one's first token, and train padding: "
+        "How documents become samples. packed: windows of their joined tokens. Whole documents: "
+        "pack_until_overflow (random order, until one does not fit), best_fit (least padding; TRL's bfd), "
+        "unpacked (one each)",
+        differs="with whole documents GPT-NeoX ignores the split, adds the next one's first token, and trains padding: "
         "compat_pack_impl",
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
         "gpt2",
-        "Kind of dataset; pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo, kto and rm; online: "
-        "rollout.prompts, answered while the model trains, for train_impl reinforce and dpo",
+        "Kind of dataset. pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo, kto and rm. "
+        "online: rollout.prompts, answered during training, for train_impl reinforce and dpo",
     )
     allow_chopped: bool = key(
-        True, "Samples of whole documents: cut those longer than seq_length + 1 tokens; false: leave them out"
+        True, "Samples of whole documents: truncate those longer than seq_length + 1 tokens; false: leave them out"
     )
     truncate_documents: int | None = new_key(None, "Use only this many tokens of each document", ge=1)
     drop_last: bool | None = new_key(
         None,
-        "packed: cut the documents, in their order, into blocks of seq_length tokens that do not overlap (group_texts "
-        "of HuggingFace); the rest that fills no block is left out (true) or padded (false). Unset: GPT-NeoX's windows",
+        "packed: split the documents, in order, into blocks of seq_length tokens without overlap (HuggingFace's "
+        "group_texts); drop (true) or pad (false) the incomplete last block. Unset: GPT-NeoX's windows",
     )
     compat_group_texts_batch: int | None = new_key(
-        None, "With drop_last: blocks of so many documents by themselves, 1000 in HuggingFace", ge=1
+        None, "With drop_last: build blocks from this many documents at a time, 1000 in HuggingFace", ge=1
     )
     compat_pack_impl: bool = new_key(
-        False, "pack_until_overflow and unpacked as GPT-NeoX's, with its order and its errors"
+        False, "Make pack_until_overflow and unpacked as GPT-NeoX's, with its order and its errors"
     )
     reset_attention_mask: bool = new_key(
         False,
-        "Attention stays inside documents of a sample (Megatron), and none of their first tokens is predicted from the "
+        "Keep attention inside each document of a sample (Megatron), and predict no first token from the "
         "document before",
     )
     reset_position_ids: bool = new_key(False, "Positions start anew in each document of a sample (Megatron)")
@@ -109,13 +112,12 @@ class DataKeys:
     index_cache_dir: str | None = new_key(
         None, "Folder of the index maps; unset: index_cache in `save`, else beside the data"
     )
-    num_workers: int = key(2, "Processes that load data on each rank; 0: none", ge=0)
+    num_workers: int = key(2, "Data-loading processes per rank; 0: none", ge=0)
     char_level_ppl: bool = key(False, "Validation also reports the perplexity per character")
-    eod_mask_loss: bool = key(False, "No loss where the input is the end-of-document token")
+    eod_mask_loss: bool = key(False, "No loss where the input token is end-of-document")
     loss_mask_token_ids: tuple[int | str, ...] | None = new_key(
         None,
-        "Tokens that are never trained, nor counted in validation: no loss where one is the label; each an id, or text "
-        "that is one token",
+        "Tokens never to train or validate on: labels with them have no loss. Each is an id, or the text of one token",
         ge=0,
     )
     mmap_warmup: bool = key(False, "Read the data once at start", no_effect="the page cache does this")
@@ -133,10 +135,10 @@ class TokenizerKeys:
     )
     vocab_file: str | None = key(
         None,
-        "The tokenizer's file; GPT2BPETokenizer: its vocab.json; TiktokenTokenizer: the name of an encoding; "
+        "The tokenizer's file; GPT2BPETokenizer: its vocab.json; TiktokenTokenizer: name of an encoding; "
         "HFGPT2Tokenizer: a folder or a name on the Hub, unset: gpt2",
     )
     merge_file: str | None = key(None, "GPT2BPETokenizer: its merges.txt")
     eod_token: str | None = new_key(
-        None, "Name of the token that ends documents; unset: <|endoftext|>, else the tokenizer's own EOS"
+        None, "Name of the end-of-document token; unset: <|endoftext|>, else the tokenizer's EOS"
     )

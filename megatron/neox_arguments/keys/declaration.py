@@ -1,8 +1,8 @@
-"""How a configuration key is declared: one typed line with its default and its meaning.
+"""Declares configuration keys: one typed line for each, with its default and its meaning.
 
-`num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration;
-everything else (type checks, documentation, dumps) is made from it. `resolved.ResolvedArgs` is all such
-dataclasses in one; `NeoXArgs` adds what follows from the values, and is what the code is given.
+`num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration.
+Type checks, documentation and dumps are all made from declarations. `resolved.ResolvedArgs` joins these
+dataclasses; `NeoXArgs` adds GPT-NeoX's methods, and is the class that all other code uses.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 
 class _Required:
-    """The default of a key that has none."""
+    """Marks a key without a default, which every configuration must set."""
 
     def __repr__(self) -> str:
         return "required"
@@ -26,7 +26,7 @@ STANDINGS: Final = ("honoured", "honoured, differs", "no effect", "refused", "la
 
 @dataclass(frozen=True)
 class Key:
-    """What is known about one key besides its annotation."""
+    """The declaration of one key: name, type, default, meaning, bounds and standing."""
 
     name: str
     type: Any
@@ -40,9 +40,9 @@ class Key:
     no_effect: str | None = None  # accepted, changes no number; the reason
     differs: str | None = None  # what GPT-NeoX does instead, and the key that brings it back
     refuse: str | None = None  # a run refuses anything but the default; the reason and the fix
-    later: str | None = None  # a run refuses anything but the default: this feature is not built yet
+    not_built: str | None = None  # a run refuses anything but the default: this feature is not built yet
     refuse_values: Mapping[Any, str] = field(default_factory=dict)  # as refuse, of single values
-    later_values: Mapping[Any, str] = field(default_factory=dict)  # as later, of single values
+    not_built_values: Mapping[Any, str] = field(default_factory=dict)  # as not_built, of single values
     source: str = "upstream"  # who brought it: GPT-NeoX (upstream), its geodesic fork, or new here
     same_as: str | None = None  # GPT-NeoX makes it from this dotted key: a file may repeat it, not contradict it
     unread: str | None = None  # GPT-NeoX declares it and reads it nowhere; what that means to its users' files here
@@ -55,33 +55,35 @@ class Key:
 
     @property
     def bounds(self) -> str:
-        """`at least 0 and less than 1`, "" without bounds."""
+        """The bounds in words, such as `at least 0 and less than 1`; "" without bounds."""
         limits = ((self.ge, "at least"), (self.gt, "more than"), (self.le, "at most"), (self.lt, "less than"))
         return " and ".join(f"{text} {bound}" for bound, text in limits if bound is not None)
 
     @property
     def standing(self) -> str:
-        """One of STANDINGS: whether a run follows the key, as GPT-NeoX or otherwise, ignores it, or refuses
-        it."""
+        """Returns one of STANDINGS: whether a run honours the key, ignores it, or refuses it."""
         if self.no_effect is not None:
             return "no effect"
         if self.differs is not None:
             return "honoured, differs"
-        return "refused" if self.refuse is not None else "later" if self.later is not None else "honoured"
+        return "refused" if self.refuse is not None else "later" if self.not_built is not None else "honoured"
 
     def refusal(self, value: Any) -> str | None:
-        """Why a run refuses this value, None when it takes it. Unset, empty and default values are taken."""
+        """Returns why a run refuses this value, None if it accepts it.
+
+        Unset, empty and default values are accepted.
+        """
         off = isinstance(value, Mapping) and value.get("enabled") is False
         if value is None or value == self.default or value in ({}, (), []) or off:
             return None
         if self.refuse is not None:
             return self.refuse
-        if self.later is not None:
-            return f"{self.later} is not built yet"
+        if self.not_built is not None:
+            return f"{self.not_built} is not built yet"
         if isinstance(value, tuple):
             return next((reason for reason in map(self.refusal, value) if reason), None)
         lowered = value.lower() if isinstance(value, str) else value
-        for reasons, text in ((self.refuse_values, "{}"), (self.later_values, "{} is not built yet")):
+        for reasons, text in ((self.refuse_values, "{}"), (self.not_built_values, "{} is not built yet")):
             for refused, reason in reasons.items():
                 if lowered == (refused.lower() if isinstance(refused, str) else refused):
                     return text.format(reason)
@@ -94,20 +96,20 @@ class Key:
 
 
 def key(default: Any, meaning: str, **details: Any) -> Any:
-    """Declare a key; `details` are the other fields of `Key` (bounds, standing, section).
+    """Declares a key; `details` are the other fields of `Key` (bounds, standing, section).
 
-    A default of None means that null is allowed, and that the value is None or made when resolving.
+    A default of None means that null is allowed: the value is None, or resolving derives it.
     """
     return field(default=default, metadata={"meaning": meaning, **details})
 
 
 def new_key(default: Any, meaning: str, **details: Any) -> Any:
-    """Declare a key that neither GPT-NeoX nor its geodesic fork has; the parameters are those of `key`."""
+    """Declares a key that neither GPT-NeoX nor its geodesic fork has; the parameters are those of `key`."""
     return key(default, meaning, source="new", **details)
 
 
 def keys_of(declaration: type) -> Mapping[str, Key]:
-    """Every key declared by a dataclass and its bases, in order of declaration."""
+    """Returns every key that a dataclass and its bases declare, in order of declaration."""
     return _keys_of(declaration)
 
 

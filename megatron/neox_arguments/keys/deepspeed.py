@@ -7,7 +7,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.sections import CommsLogger, CurriculumLearning
 
-_GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
+_REMOVED = "DeepSpeed 0.19.8 no longer has it; remove it"
 _UNUSED = "GPT-NeoX never reads it; write {} instead"
 _REPEATS = "another value is refused, with both places: one of them had no effect"
 _RENAMED = "the run stops at start and names the key to write instead"
@@ -16,13 +16,13 @@ _STOPS = "the run stops at start; remove the key"
 
 @dataclass(frozen=True)
 class DeepspeedKeys:
-    """What is handed on to DeepSpeed."""
+    """Keys that are passed on to DeepSpeed."""
 
     deepspeed: Literal[True, False] = key(
         True, "Train on DeepSpeed", refuse_values={False: "write engine: native instead"}
     )
     deepspeed_config_file: str | None = new_key(
-        None, "A DeepSpeed configuration (JSON); its keys count as written here, with that file as their place"
+        None, "A DeepSpeed configuration (JSON); its keys count as if written here, and messages name that file"
     )
     deepspeed_extra_args: Mapping[str, Any] | None = key(
         None, "Further keys for DeepSpeed's configuration; they may repeat ours, not contradict them"
@@ -30,12 +30,12 @@ class DeepspeedKeys:
     fp32_allreduce: bool = key(False, "Reduce gradients in fp32", no_effect="unset communication_data_type is fp32")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = key(
         None,
-        "Type in which gradients travel; unset: fp32",
-        differs="GPT-NeoX sends them in the type of the weights: say bf16 or fp16 for its traffic",
+        "Type of gradients in communication; unset: fp32",
+        differs="GPT-NeoX uses the type of the weights: set bf16 or fp16 for its traffic",
     )
-    prescale_gradients: bool = key(False, "Divide gradients before they are summed over ranks, not after")
+    prescale_gradients: bool = key(False, "Divide gradients before their sum over ranks, not after")
     gradient_predivide_factor: float = key(
-        1.0, "Without prescale_gradients: what they are divided by before they are summed", gt=0
+        1.0, "Without prescale_gradients: divide gradients by this before their sum", gt=0
     )
     curriculum_learning: Mapping[str, Any] | None = key(
         None, "Grow the sequence length while training", section=CurriculumLearning
@@ -71,35 +71,37 @@ class DeepspeedKeys:
         None, "DeepSpeed's autotuner", refuse="it starts runs its own way; measure with benchmarks/train_throughput.py"
     )
     autotuning_run: str | None = key(None, "DeepSpeed's autotuner", refuse="see autotuning; remove it")
-    sparse_gradients: bool = key(False, "Sparse embedding gradients", refuse=_GONE)
+    sparse_gradients: bool = key(False, "Sparse embedding gradients", refuse=_REMOVED)
     amp: Mapping[str, Any] | None = key(
         None,
         "apex's mixed precision",
         refuse="DeepSpeed 0.19.8 no longer has it; write bf16: {enabled: true} or fp16: {enabled: true}",
     )
-    elasticity: Mapping[str, Any] | None = key(None, "Batch sizes for changing worlds", refuse=_GONE)
-    compression_training: Mapping[str, Any] | None = key(None, "Quantised, pruned training", refuse=_GONE)
-    sparse_attention: Mapping[str, Any] | None = key(None, "Block-sparse attention", refuse=_GONE)
+    elasticity: Mapping[str, Any] | None = key(None, "Batch sizes for changing worlds", refuse=_REMOVED)
+    compression_training: Mapping[str, Any] | None = key(None, "Quantised, pruned training", refuse=_REMOVED)
+    sparse_attention: Mapping[str, Any] | None = key(None, "Block-sparse attention", refuse=_REMOVED)
 
 
 @dataclass(frozen=True)
 class MadeKeys:
-    """Keys of GPT-NeoX that follow from others. A file may repeat what they come out as."""
+    """Keys of GPT-NeoX that are computed from other keys. A file may set them only to the computed value."""
 
     batch_size: int = key(None, "Samples of one forward pass", same_as="train_micro_batch_size_per_gpu", ge=1)
     clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0, unread=_REPEATS)
     lr: float = key(None, "Peak learning rate", same_as="optimizer.params.lr", ge=0)
     optimizer_type: str = key("adam", "Optimizer", same_as="optimizer.type")
     zero_stage: int = key(None, "ZeRO stage", same_as="zero_optimization.stage", ge=0, le=3)
-    zero_reduce_scatter: bool = key(None, "ZeRO", same_as="zero_optimization.reduce_scatter", unread=_REPEATS)
+    zero_reduce_scatter: bool = key(
+        None, "ZeRO's reduce_scatter", same_as="zero_optimization.reduce_scatter", unread=_REPEATS
+    )
     zero_contiguous_gradients: bool = key(
-        None, "ZeRO", same_as="zero_optimization.contiguous_gradients", unread=_REPEATS
+        None, "ZeRO's contiguous_gradients", same_as="zero_optimization.contiguous_gradients", unread=_REPEATS
     )
     zero_reduce_bucket_size: int = key(
-        None, "ZeRO", same_as="zero_optimization.reduce_bucket_size", gt=0, unread=_REPEATS
+        None, "ZeRO's reduce_bucket_size", same_as="zero_optimization.reduce_bucket_size", gt=0, unread=_REPEATS
     )
     zero_allgather_bucket_size: int = key(
-        None, "ZeRO", same_as="zero_optimization.allgather_bucket_size", gt=0, unread=_REPEATS
+        None, "ZeRO's allgather_bucket_size", same_as="zero_optimization.allgather_bucket_size", gt=0, unread=_REPEATS
     )
     is_pipe_parallel: bool = key(False, "pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides")
     dynamic_loss_scale: bool = key(
@@ -109,10 +111,10 @@ class MadeKeys:
     loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"), unread=_RENAMED)
     min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"), unread=_RENAMED)
     hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"), unread=_RENAMED)
-    global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted", ge=1)
-    world_size: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted")
-    rank: int | None = key(None, "This rank", refuse="whoever starts the ranks says it; remove it")
-    local_rank: int | None = key(None, "This rank on its machine", refuse="whoever starts the ranks says it; remove it")
+    global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the started ranks are counted", ge=1)
+    world_size: int | None = key(None, "Ranks in all", no_effect="the started ranks are counted")
+    rank: int | None = key(None, "This rank", refuse="the launcher sets it; remove it")
+    local_rank: int | None = key(None, "This rank on its machine", refuse="the launcher sets it; remove it")
     user_script: str | None = key(None, "Script to start", refuse="the command line says it; remove it")
     do_train: bool | None = key(None, "Whether there is training data", refuse="train_iters decides; remove it")
     do_valid: bool | None = key(None, "Whether there is validation", refuse="split and eval_iters decide; remove it")
@@ -125,7 +127,7 @@ class MadeKeys:
 
 @dataclass(frozen=True)
 class DeadKeys:
-    """Keys that GPT-NeoX declares and nothing can be asked of any more."""
+    """Keys that GPT-NeoX declares but that have no use any more. A run refuses or ignores them."""
 
     adlr_autoresume: bool = key(
         False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it", unread=_STOPS

@@ -13,35 +13,31 @@ class EvaluationKeys:
 
     eval_tasks: tuple[str, ...] | None = key(
         None,
-        "Tasks, groups and tags of lm-eval, or YAML files of tasks: for eval.py, and in training at iteration 0 and "
+        "lm-eval's tasks, groups and tags, or task YAML files: for eval.py, and in training at iteration 0 and "
         "every eval_interval",
-        differs="GPT-NeoX scores ten documents of a task; here all of them, but for eval_limit",
+        differs="GPT-NeoX scores ten documents per task; here all, or eval_limit",
     )
     eval_results_prefix: str = key("", "Prefix of result files")
     eval_output_dir: str | None = new_key(
-        None, "Folder of result files; unset: eval.py writes into the working folder, training none"
+        None, "Folder of result files; unset: the working folder for eval.py, none in training"
     )
-    eval_limit: float | None = new_key(None, "Documents of each task, below 1 a share of them; unset: all", gt=0)
-    eval_num_fewshot: int | None = new_key(None, "Examples before each question; unset: as the task says", ge=0)
+    eval_limit: float | None = new_key(None, "Documents per task, below 1 a share of them; unset: all", gt=0)
+    eval_num_fewshot: int | None = new_key(None, "Examples before each question; unset: the task's number", ge=0)
     eval_include_path: str | tuple[str, ...] | None = new_key(None, "Folders with YAML files of own tasks")
-    eval_task_args: Mapping[str, Any] | None = new_key(
-        None, "Arguments of tasks that take some, as {max_seq_lengths: [4096]} of RULER"
-    )
-    eval_batch_size: Literal["auto"] | int = new_key("auto", "Texts of a forward; auto: as memory allows", ge=1)
+    eval_task_args: Mapping[str, Any] | None = new_key(None, "Task arguments, as {max_seq_lengths: [4096]} for RULER")
+    eval_batch_size: Literal["auto"] | int = new_key("auto", "Texts per forward pass; auto: as memory allows", ge=1)
     eval_overlong: Literal["truncate_left", "refuse", "skip"] = new_key(
-        "truncate_left", "What is done with a text longer than the model's positions (they are counted)"
+        "truncate_left", "Handling of texts longer than the model's positions (they are counted)"
     )
-    eval_apply_chat_template: bool = new_key(
-        False, "Ask as in a conversation, through the chat template of the tokenizer"
-    )
-    eval_system_prompt: str | None = new_key(None, "What a system says before every question")
-    eval_system_prompt_file: str | None = new_key(None, "File with that text")
+    eval_apply_chat_template: bool = new_key(False, "Ask through the tokenizer's chat template")
+    eval_system_prompt: str | None = new_key(None, "System prompt before every question")
+    eval_system_prompt_file: str | None = new_key(None, "File with the system prompt")
     eval_log_samples: bool = new_key(False, "Write every document, answer and score beside the results")
-    eval_cache: str | None = new_key(None, "Folder of answers so far, so that an interrupted evaluation goes on")
+    eval_cache: str | None = new_key(None, "Folder of answers so far, to resume an interrupted evaluation")
     eval_failures: Literal["report", "stop"] = new_key(
-        "report", "A task that fails: say so and go on with the others, or end the run"
+        "report", "If a task fails: report it and continue, or end the run"
     )
     eval_confirm_unsafe_code: bool = new_key(
-        False, "Run tasks that execute code which the model wrote, as HumanEval does"
+        False, "Allow tasks to execute code written by the model, as HumanEval does"
     )
     eval_compare_hf: bool = new_key(False, "eval.py: score with lm-eval's hf backend too, and print the differences")

@@ -9,16 +9,16 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class LoggingKeys:
-    """What a run logs, and where."""
+    """Keys of log lines, metrics and trackers."""
 
-    log_dir: str | None = key(None, "Folder of each rank's output and of metrics.jsonl; unset: `logs` in `save`")
+    log_dir: str | None = key(None, "Folder of each rank's output and metrics.jsonl; unset: `logs` in `save`")
     log_interval: int = key(100, "Iterations between log lines", ge=1)
-    tensorboard_dir: str | None = key(None, "Folder of TensorBoard's event files; unset: none are written")
+    tensorboard_dir: str | None = key(None, "Folder of TensorBoard's event files; unset: none")
     use_wandb: bool | None = key(
-        None, "Log to Weights & Biases", differs="GPT-NeoX turns it on by itself when it finds a key; unset is off here"
+        None, "Log to Weights & Biases", differs="GPT-NeoX turns it on if it finds a key; unset is off here"
     )
     wandb_mode: Literal["online", "offline", "disabled"] | None = new_key(
-        None, "Where that run is written; unset: WANDB_MODE, else online"
+        None, "Mode of the Weights & Biases run; unset: WANDB_MODE, else online"
     )
     wandb_init_all_ranks: bool = key(False, "One run a rank, in one group")
     wandb_project: str = key("neox", "Weights & Biases project")
@@ -33,9 +33,9 @@ class LoggingKeys:
     comet_experiment_name: str | None = key(None, "Comet experiment name")
     comet_tags: tuple[str, ...] | None = key(None, "Comet tags")
     comet_others: Mapping[str, Any] | None = key(None, "Further values shown with the Comet experiment")
-    git_hash: str | None = key(None, "Commit recorded with the run; unset: git says it")
+    git_hash: str | None = key(None, "Commit recorded with the run; unset: from git")
     log_device_metrics: Literal["auto", True, False] = new_key(
-        "auto", "Utilisation, memory and power of all GPUs (NVML); auto: where there are GPUs and nvidia-ml-py"
+        "auto", "Utilisation, memory and power of all GPUs (NVML); auto: with GPUs and nvidia-ml-py"
     )
     peak_theoretical_tflops: float | None = key(None, "Peak of one device; if set, MFU and HFU are logged", gt=0)
     log_grad_norm: bool = key(False, "Log the norm of each parameter's gradient (the whole norm always is)")
@@ -43,10 +43,10 @@ class LoggingKeys:
     log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each parameter's gradient")
     log_optimizer_states: bool = key(False, "Log the norms of the optimizer's states")
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale (McCandlish et al. 2018)")
-    gradient_noise_scale_n_batches: int = key(5, "Steps that estimate is made over", ge=2)
+    gradient_noise_scale_n_batches: int = key(5, "Steps per estimate", ge=2)
     gradient_noise_scale_cpu_offload: bool = key(False, "Keep its buffers in host memory")
     profile: bool = key(
-        False, "Record a torch profiler trace of some iterations; Python stacks in it only where NCCL is used (GPUs)"
+        False, "Record a torch profiler trace of some iterations; without Python stacks with gloo (CPUs)"
     )
     profile_step_start: int = key(10, "The trace begins after this iteration", ge=0)
     profile_step_stop: int = key(12, "Last iteration of the trace", ge=1)
@@ -54,8 +54,8 @@ class LoggingKeys:
     memory_profiling_path: str | None = key(None, "Folder of the snapshots")
     profile_memory: int | None = new_key(
         None,
-        "The iteration whose peak of memory is taken apart (weights, gradients, optimizer states, activations, logits, "
-        "..) into memory_parts.json beside metrics.jsonl; tools/profile_memory.py shows it",
+        "Split the memory peak of this iteration by use (weights, gradients, optimizer states, activations, "
+        "logits, ..). Written to memory_parts.json beside metrics.jsonl; show it with tools/profile_memory.py",
         ge=2,
     )
 
@@ -66,57 +66,61 @@ class TextgenKeys:
 
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute", "score"] = key(
         None,
-        "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set. score: the "
-        "log-probability of each token of sample_input_file, lines of JSON; precompute: of the data sets, beside them "
-        "(precompute_model_name)",
+        "Source of prompts. interactive: the terminal; unset: input-file if sample_input_file is set. score: "
+        "log-probability of each token of sample_input_file (JSON lines). precompute: those of the data sets, "
+        "written beside them (precompute_model_name)",
     )
-    return_logits: bool = key(False, "Write the logits of generated tokens too", later="writing logits")
+    return_logits: bool = key(False, "Write the logits of generated tokens too", not_built="writing logits")
     return_logprobs: int | None = new_key(
-        None, "Write each generated token's log-probability, and those of so many most likely ones (0: none)",
+        None, "Write each generated token's log-probability, and those of the n likeliest tokens (0: none)",
         ge=0
     )  # fmt: skip
     temperature: float = key(0.0, "Divides the logits; 0: always the most likely token", ge=0)
     top_p: float = key(0.0, "Sample from the smallest set with this probability; 0: all tokens", ge=0, le=1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all tokens", ge=0)
     min_p: float = new_key(
-        0.0, "Sample from tokens at least so likely, of the most likely one; 0: all tokens", ge=0, le=1
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0: all tokens", ge=0, le=1
     )
     repetition_penalty: float = new_key(
-        1.0, "Divides positive and multiplies negative logits of tokens that came already; 1: off", gt=0
+        1.0, "For tokens already in the text, divide positive and multiply negative logits by this; 1: off", gt=0
     )
-    frequency_penalty: float = new_key(0.0, "Subtracted from a token's logit as often as it was generated; 0: off")
+    frequency_penalty: float = new_key(0.0, "Subtracted from a token's logit once per generated occurrence; 0: off")
     presence_penalty: float = new_key(0.0, "Subtracted from the logits of generated tokens; 0: off")
-    stop_strings: tuple[str, ...] = new_key((), "A text ends before the first of these")
+    stop_strings: tuple[str, ...] = new_key((), "End the text before the first of these")
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
-    prompt_end: str = key("\n", "What separates prompts in the input file, and ends one at the terminal")
+    prompt_end: str = key("\n", "Separates prompts in the input file, and ends one at the terminal")
     adapter: tuple[str, ...] = new_key(
         (),
-        "generate.py, eval.py, tools/serve.py: adapters that the weights of `load` take in, each PATH or PATH=WEIGHT, "
-        "of several the weighted sum: a checkpoint of a run with `lora`, or a folder in peft's format. tools/serve.py "
-        "also NAME=PATH: served at once, each as the model NAME",
+        "generate.py, eval.py, tools/serve.py: adapters to add to the weights of `load`, as PATH or PATH=WEIGHT; "
+        "several give their weighted sum. PATH is a checkpoint of a run with `lora`, or a peft folder. "
+        "tools/serve.py also: NAME=PATH, served together, each as model NAME",
     )
     sample_input_file: str | None = key(None, "File with prompts")
     sample_output_file: str | None = key(
-        "samples.txt", "File that samples are written to (JSON lines); unset with input-file: INPUT.output.jsonl"
+        "samples.txt", "Output file of samples (JSON lines); unset with input-file: INPUT.output.jsonl"
     )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
-    recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
+    recompute: bool = key(False, "Generate without a cache: reprocess the text for every token (slow)")
     chat: bool = new_key(
         False,
-        "text_gen_type interactive, demo_prompts: prompts are a user's turns in a conversation, put through the chat "
-        "template",
+        "text_gen_type interactive, demo_prompts: treat prompts as a user's turns, through the chat template",
     )
-    system_prompt_file: str | None = new_key(None, "File with what such a conversation begins with")
+    system_prompt_file: str | None = new_key(None, "File with the system prompt of such a conversation")
     demo_prompts: str | None = new_key(
         None,
-        "Training: file of prompts that are answered before the first step and after the last, in <save>/demo_outputs; "
-        "a text a line, or .jsonl with `prompt` or `messages`",
+        "Training: file of prompts, one text per line, or .jsonl with `prompt` or `messages`. They are answered "
+        "before the first and after the last step, in <save>/demo_outputs",
     )
     kv_cache_gb: Literal["auto"] | float = new_key(
         "auto",
-        "Size of the cache on each rank, of keys and values and of Mamba's states; auto: a share of free memory",
+        "Size of the cache of keys, values and Mamba states on each rank; auto: a share of free memory",
         gt=0,
     )
+    decode_cuda_graphs: Literal["auto"] | bool = new_key(
+        "auto",
+        "On a GPU: run each decode step (one token per text) as one CUDA graph. Not with tensor or pipeline "
+        "parallelism, sharded weights, experts, FP8 or LongRoPE. auto: off until it has been timed on a GPU; printed",
+    )
     chat_template: str | None = new_key(
-        None, "File with a Jinja template of conversations; unset: the one beside vocab_file, else the loaded model's"
+        None, "File with a Jinja chat template; unset: the one beside vocab_file, else the loaded model's"
     )

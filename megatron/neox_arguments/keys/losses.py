@@ -1,10 +1,10 @@
-"""The table of losses: what each asks of a configuration and of its batches.
+"""The table of losses, with the requirements of each on the configuration and on batches.
 
-One with `needs_step_baselines` also has an entry of `MATCHINGS`, one with a likelihood part of `NLL_WEIGHTS`,
-both in `objectives/dpo.py`.
+A loss with `needs_step_baselines` also has an entry of `MATCHINGS`, a loss with a likelihood part one of
+`NLL_WEIGHTS`, both in `objectives/dpo.py`.
 
 The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it.
-A new loss is an entry here and a function in megatron/objectives: of a token
+A new loss is an entry here and a function in megatron/objectives or the folder of its kind: of a token
 (`language_modelling.TokenLoss`), a pair of responses (`pair_losses.PairLoss`), a judged response
 (`kto.ResponseLoss`) or an answer with a reward (`reinforcement.PolicyLoss`).
 """
@@ -16,10 +16,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Loss:
-    """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss
-    of the run reads them. needs_reference: whether answers are compared with a reference model's
-    log-probabilities of them. needs_step_baselines: whether examples are compared with values of all examples
-    of the optimizer step."""
+    """A loss of the table.
+
+    function: where it is defined, MODULE.NAME below the package `megatron`.
+    options: keys that this loss reads. A run may set them only if one of its losses reads them.
+    needs_reference: whether the loss needs a reference model's log-probabilities of the answers.
+    needs_step_baselines: whether examples are compared with values of all examples of the optimizer step.
+    """
 
     function: str
     options: tuple[str, ...] = ()
@@ -29,24 +32,22 @@ class Loss:
 
 @dataclass(frozen=True)
 class TrainImpl:
-    """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any;
-    options: further keys that all of them read, refused where no other entry of the table has them. online:
-    those that they read besides where the model writes the samples itself (`dataset_impl: online`); without
-    any it cannot."""
+    """A value of `train_impl`.
 
-    reads: Literal["texts", "pairs", "answers", "rollouts"]
+    reads: the kind of its samples.
+    key: the key that names its losses; "" if it has none.
+    options: further keys that all its losses read. A run may set them only if its `train_impl` or one of its
+        losses lists them.
+    online: keys that its losses also read if the model writes the samples itself (`dataset_impl: online`).
+        Empty: the model cannot write them.
+    """
+
+    reads: Literal["texts", "pairs", "answers", "generated"]
     key: str = ""
     losses: Mapping[str, Loss] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     online: tuple[str, ...] = ()
 
-
-FORGET_LOSSES: Mapping[str, Loss] = {
-    "nll": Loss("unlearning.ascent"),
-    "npo": Loss("unlearning.npo", ("npo_beta",), needs_reference=True),
-    "simnpo": Loss("unlearning.simnpo", ("simnpo_beta", "simnpo_gamma")),
-}
-"""The values of `ga_loss_type`: what is minimised on `ga_dataset`."""
 
 _SMOOTHED = ("dpo_label_smoothing",)
 _CLIPPED = ("rl_epsilon", "rl_epsilon_high")
@@ -59,31 +60,37 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     "normal": TrainImpl(
         "texts",
         "sft_loss_type",
-        {"nll": Loss("language_modelling.nll", ("z_loss",)), "dft": Loss("language_modelling.dft")},
+        {
+            "nll": Loss("objectives.language_modelling.nll", ("z_loss",)),
+            "dft": Loss("objectives.language_modelling.dft"),
+        },
     ),
     "dpo": TrainImpl(
         "pairs",
         "dpo_loss_type",
         {
-            "sigmoid": Loss("pair_losses.sigmoid", _SMOOTHED, needs_reference=True),
-            "hinge": Loss("pair_losses.hinge", needs_reference=True),
-            "ipo": Loss("pair_losses.ipo", needs_reference=True),
-            "exo_pair": Loss("pair_losses.exo_pair", _SMOOTHED, needs_reference=True),
-            "nca_pair": Loss("pair_losses.nca_pair", needs_reference=True),
-            "robust": Loss("pair_losses.robust", _SMOOTHED, needs_reference=True),
-            "bco_pair": Loss("pair_losses.bco_pair", needs_reference=True),
-            "sppo_hard": Loss("pair_losses.sppo_hard", needs_reference=True),
-            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, needs_step_baselines=True),
+            "sigmoid": Loss("objectives.pair_losses.sigmoid", _SMOOTHED, needs_reference=True),
+            "hinge": Loss("objectives.pair_losses.hinge", needs_reference=True),
+            "ipo": Loss("objectives.pair_losses.ipo", needs_reference=True),
+            "exo_pair": Loss("objectives.pair_losses.exo_pair", _SMOOTHED, needs_reference=True),
+            "nca_pair": Loss("objectives.pair_losses.nca_pair", needs_reference=True),
+            "robust": Loss("objectives.pair_losses.robust", _SMOOTHED, needs_reference=True),
+            "bco_pair": Loss("objectives.pair_losses.bco_pair", needs_reference=True),
+            "sppo_hard": Loss("objectives.pair_losses.sppo_hard", needs_reference=True),
+            "aot": Loss("objectives.pair_losses.aot", _SMOOTHED, needs_reference=True, needs_step_baselines=True),
             "aot_unpaired": Loss(
-                "pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, needs_step_baselines=True
+                "objectives.pair_losses.aot_unpaired",
+                _SMOOTHED,
+                needs_reference=True,
+                needs_step_baselines=True,
             ),
-            "apo_zero": Loss("pair_losses.apo_zero", needs_reference=True),
-            "apo_down": Loss("pair_losses.apo_down", needs_reference=True),
-            "discopop": Loss("pair_losses.discopop", ("discopop_tau",), needs_reference=True),
-            "sft": Loss("pair_losses.sft"),
-            "sigmoid_norm": Loss("pair_losses.sigmoid_norm", _SMOOTHED, needs_reference=True),
-            "simpo": Loss("pair_losses.simpo", (*_SMOOTHED, "simpo_gamma")),
-            "orpo": Loss("pair_losses.orpo"),
+            "apo_zero": Loss("objectives.pair_losses.apo_zero", needs_reference=True),
+            "apo_down": Loss("objectives.pair_losses.apo_down", needs_reference=True),
+            "discopop": Loss("objectives.pair_losses.discopop", ("discopop_tau",), needs_reference=True),
+            "sft": Loss("objectives.pair_losses.sft"),
+            "sigmoid_norm": Loss("objectives.pair_losses.sigmoid_norm", _SMOOTHED, needs_reference=True),
+            "simpo": Loss("objectives.pair_losses.simpo", (*_SMOOTHED, "simpo_gamma")),
+            "orpo": Loss("objectives.pair_losses.orpo"),
         },
         ("dpo_loss_weights", "dpo_reference_free", "prefix_sharing"),
         online=_JUDGED,
@@ -93,21 +100,26 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
         "answers",
         "kto_loss_type",
         {
-            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, needs_step_baselines=True),
-            "apo_zero_unpaired": Loss("kto.prospect", needs_reference=True),
+            "kto": Loss(
+                "objectives.kto.prospect",
+                ("compat_kto", "kto_kl"),
+                needs_reference=True,
+                needs_step_baselines=True,
+            ),
+            "apo_zero_unpaired": Loss("objectives.kto.prospect", needs_reference=True),
         },
     ),
     "reinforce": TrainImpl(
-        "rollouts",
+        "generated",
         "rl_loss_type",
         {
-            "reinforce": Loss("reinforcement.policy_gradient", ("reinforce_leave_one_out",)),
-            "rloo": Loss("reinforcement.clipped_sequences", _CLIPPED),
-            "grpo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
-            "dapo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
-            "dr_grpo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
-            "gspo": Loss("reinforcement.clipped_means", (*_CLIPPED, "rl_scale_rewards")),
-            "cispo": Loss("reinforcement.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
+            "reinforce": Loss("methods.reinforcement.objective.policy_gradient", ("reinforce_leave_one_out",)),
+            "rloo": Loss("methods.reinforcement.objective.clipped_sequences", _CLIPPED),
+            "grpo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "dapo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "dr_grpo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "gspo": Loss("methods.reinforcement.objective.clipped_means", (*_CLIPPED, "rl_scale_rewards")),
+            "cispo": Loss("methods.reinforcement.objective.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
         },
         (
             *_JUDGED,

@@ -1,1 +1,1 @@
-"""From YAML files, `key=value` overrides and the command line to values that know where they were written."""
+"""From YAML files, `key=value` overrides and the command line to values with their file and line."""

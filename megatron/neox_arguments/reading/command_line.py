@@ -1,4 +1,4 @@
-"""The command line of deepy.py and of the scripts it starts; one parser, so that both mean the same."""
+"""Parses the command line of deepy.py and of the scripts it starts, with one parser for both."""
 
 import argparse
 import socket
@@ -82,7 +82,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
 
 
 class DeepyCommand(NamedTuple):
-    """The command line of deepy.py, parsed, with the configuration resolved."""
+    """The parsed command line of deepy.py, with the resolved configuration."""
 
     user_script: str
     args: NeoXArgs
@@ -94,22 +94,21 @@ class DeepyCommand(NamedTuple):
     """The script, its files and flags as they were typed, without those that name hosts, devices and
     ports."""
     presets: Sequence[str] = ()
-    """Those of the configuration files that come with the package."""
+    """The presets among the configuration files: files that come with the package."""
 
 
 # Keys whose flags differ from machine to machine when a person types a line on each.
-_OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
+_MACHINE_KEYS = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
 ReadHFModel = Callable[[str], Mapping[str, Any]]
-"""Gives the keys of a HuggingFace model, for `--hf-model`: what can read one is imported by scripts,
-not here."""
+"""Returns the keys of a HuggingFace model, for `--hf-model`. Scripts import the reader and pass it."""
 
 
 def parse_deepy(
     argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, preset_root: Path | None = None
 ) -> DeepyCommand:
-    """Parse the command line of deepy.py (without its name; None: sys.argv's). Raises ConfigError.
+    """Parses the command line of deepy.py (without its name; None: sys.argv's). Raises ConfigError.
 
-    preset_root: the folder of the presets, which names mean that are no file's.
+    preset_root: folder of the presets, in which names are looked up if no such file exists.
     """
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
@@ -138,15 +137,15 @@ def parse_deepy(
         args = load_assignments(files, assignments)
         if parsed.hosts and (args.include or args.exclude or args.hostfile):
             key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
-            raise ConfigError([f"--hosts names the machines and their GPUs; remove {key} ({args.origin(key)})"])
+            raise ConfigError([f"--hosts already chooses machines and GPUs; remove {key} ({args.origin(key)})"])
     return DeepyCommand(
         parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
         tuple(_words(parsed)), tuple(presets),
     )  # fmt: skip
 
 
-def _given(parsed: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """Of each flag of `_FLAGS` that was given: its name, its key, the value, and how argparse takes it."""
+def _used_flags(parsed: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Yields (name, key, value, argparse options) of each flag of `_FLAGS` on the command line."""
     for names, key, options in _FLAGS:
         value = getattr(parsed, key)
         if value is not None and value == options.get("const", value):
@@ -160,11 +159,11 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
         yield from ("--conf_dir", parsed.conf_dir)
     if parsed.hf_model is not None:
         yield from ("--hf-model", parsed.hf_model)
-    for flag, key, value, options in _given(parsed):
-        if key in _OF_ONE_MACHINE:
+    for flag, key, value, options in _used_flags(parsed):
+        if key in _MACHINE_KEYS:
             continue
         if options.get("action") == "append":
-            yield from (word for one in value for word in (flag, str(one)))
+            yield from (word for item in value for word in (flag, str(item)))
             continue
         yield flag
         if options.get("action") != "store_const":
@@ -174,10 +173,10 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
 
 
 def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFModel | None = None) -> NeoXArgs:
-    """Command line of a script such as train.py (without its name). Raises ConfigError.
+    """Parses the command line of a script such as train.py (without its name) into a resolved configuration.
 
-    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config
-    prints and exits.
+    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config it
+    prints the configuration and exits. Raises ConfigError.
     """
     description = "Run on this rank; usually started by deepy.py or torchrun."
     parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=read_hf_model is not None)
@@ -215,7 +214,7 @@ class _DiffConfig(argparse.Action):
 
 
 def _layers(text: str) -> list[str]:
-    """`a.yml,b` -> [a.yml, b.yml]; a folder -> the files in it."""
+    """Splits `a.yml,b` into [a.yml, b.yml]; a folder gives the files in it."""
     if Path(text).is_dir():
         return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in SUFFIXES]
     return [file_name(name) for name in text.split(",")]
@@ -254,24 +253,24 @@ def _assignments(parsed: argparse.Namespace, read_hf_model: ReadHFModel | None) 
     assignments: list[tuple[str, Any, str]] = []
     if read_hf_model is not None and parsed.hf_model is not None:
         assignments += [(key, value, "--hf-model") for key, value in read_hf_model(parsed.hf_model).items()]
-    assignments += [(key, value, flag) for flag, key, value, _ in _given(parsed)]
+    assignments += [(key, value, flag) for flag, key, value, _ in _used_flags(parsed)]
     return assignments + parse_overrides(parsed.set, "--set")
 
 
 def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
     if assignments or parsed.conf_dir:
-        raise ConfigError(["--neox-args is complete in itself; give --set and other flags to deepy.py"])
+        raise ConfigError(["--neox-args FILE holds the complete configuration: give --set and other flags to deepy.py"])
     return _read_resolved(parsed.neox_args)
 
 
 def _read_resolved(path: str) -> NeoXArgs:
-    """The file of a launcher, which may have run on another machine."""
+    """Reads the file of resolved arguments that a launcher has written, possibly on another machine."""
     try:
         return NeoXArgs.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as cause:
         raise ConfigError([
-            f"--neox-args {path}: {cause.strerror} on host {socket.gethostname()}; log_dir (or save) must be one "
-            "folder that all machines see"
+            f"--neox-args {path}: {cause.strerror} on host {socket.gethostname()}; log_dir (or save) must be a "
+            "folder shared by all machines"
         ]) from cause  # fmt: skip
     except (KeyError, ValueError) as cause:
         if isinstance(cause, ConfigError):

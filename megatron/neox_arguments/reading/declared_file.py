@@ -1,5 +1,6 @@
-"""Reads a YAML file that is no configuration of a run (a site, a pipeline, its gates) with the place of every
-key, for checks against a declaration."""
+"""Reads a YAML file other than a configuration (a site, a pipeline, its gates), with the place of every key.
+
+The places serve checks against a declaration."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
 
 
 def read_declared(file: str | Path, origins: dict[str, str], problems: ErrorCollector) -> dict[str, Any]:
-    """The mapping that a file holds, names as they are written; the place `FILE:LINE` of each dotted key goes
-    into `origins`, items of lists counted from 0 (`stages.data.sources.0.url`).
+    """Reads the mapping in a YAML file, and writes `FILE:LINE` of each dotted key into `origins`.
 
-    Notes a key that is set twice, and raises ConfigError for a file that cannot be read as a mapping.
+    Names stay as they are written. Items of lists count from 0 (`stages.data.sources.0.url`). A key that is
+    set twice is added to `problems`. Raises ConfigError for a file that cannot be read as a mapping.
     """
     try:
         loader = ConfigLoader(Path(file).expanduser().read_text(encoding="utf-8"))

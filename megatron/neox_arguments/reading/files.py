@@ -1,4 +1,4 @@
-"""Reads YAML and JSON files and `key=value` overrides, remembering where every value was written."""
+"""Reads YAML and JSON files and `key=value` overrides, and records where each value was written."""
 
 import os
 import re
@@ -19,8 +19,11 @@ IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration o
 
 @dataclass
 class RawConfig:
-    """What a user wrote, merged: values by key, the origin of each dotted path (`a.yml:12`), and the files'
-    texts; removed: the paths that an override has set to null."""
+    """The merged files and overrides of a user, before they are checked and resolved.
+
+    It has values by key, origins by dotted path (`a.yml:12`), and the texts of the files. removed: dotted
+    paths that an override has set to null.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -31,7 +34,7 @@ class RawConfig:
     removed: set[str] = field(default_factory=set)
 
     def assign(self, path: str, value: Any, origin: str) -> None:
-        """Set the value at a dotted path; None removes it, so that the default holds again."""
+        """Sets the value at a dotted path. None removes it, so that the default applies again."""
         *parents, last = (part.replace("-", "_") for part in path.split("."))
         (self.removed.add if value is None else self.removed.discard)(".".join([*parents, last]))
         target = self.values
@@ -44,8 +47,8 @@ class RawConfig:
                 return
             target[parent] = target = dict(inner or {})
         path = ".".join([*parents, last])
-        for known in [known for known in self.origins if known == path or known.startswith(path + ".")]:
-            del self.origins[known]
+        for key in [key for key in self.origins if key == path or key.startswith(path + ".")]:
+            del self.origins[key]
         if value is None:
             target.pop(last, None)
         else:
@@ -54,10 +57,10 @@ class RawConfig:
 
 
 def read_files(files: Sequence[str | Path]) -> RawConfig:
-    """Merge files into one `RawConfig`.
+    """Merges files into one `RawConfig`.
 
-    A key set twice, an unreadable file and bad YAML are noted as problems. After the file of an imported
-    model `seq_length` and its tokenizer may be set again.
+    Unreadable files, invalid YAML, and keys that are set twice are recorded as problems. One exception: later
+    files may override `seq_length` and the tokenizer of an imported model's file.
     """
     config = RawConfig()
     for file in files:
@@ -81,7 +84,8 @@ def read_files(files: Sequence[str | Path]) -> RawConfig:
 
 
 def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -> list[tuple[str, Any, str]]:
-    """`{"a.b": 1}` or `["a.b=1"]` (values are YAML) -> [(path, value, origin)]."""
+    """Parses `{"a.b": 1}` or `["a.b=1"]` (values are YAML) into [(dotted path, value, origin)]. Raises
+    ConfigError."""
     if isinstance(overrides, Mapping):
         return [(path, value, origin) for path, value in overrides.items()]
     assignments, problems = [], []
@@ -93,19 +97,19 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
         try:
             assignments.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
         except yaml.YAMLError as cause:
-            why = f" ({cause.problem})" if isinstance(cause, yaml.constructor.ConstructorError) else ""
-            problems.append(f'{origin}: {path.strip()}: "{value[:200]}" is not valid YAML{why}')
+            reason = f" ({cause.problem})" if isinstance(cause, yaml.constructor.ConstructorError) else ""
+            problems.append(f'{origin}: {path.strip()}: "{value[:200]}" is not valid YAML{reason}')
     if problems:
         raise ConfigError(problems)
     return assignments
 
 
 def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> None:
-    """Take the keys of `deepspeed_config_file` into `config`, with that file as their origin.
+    """Copies the keys of `deepspeed_config_file` into `config`, with that file as their origin.
 
-    is_key: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as
-    HuggingFace writes it) is left out. A value that stands elsewhere too must be the same, unless an override
-    says it, or removes it (null).
+    is_key: whether a name is one of our keys; all other names go to deepspeed_extra_args. The value "auto"
+        (HuggingFace's) is skipped. A value that is also set elsewhere must be equal, unless an override sets
+        it or removes it (null).
     """
     path = config.values.get("deepspeed_config_file")
     if not isinstance(path, str):
@@ -119,27 +123,27 @@ def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> N
 
 
 def _merge_value(config: RawConfig, path: str, value: Any, origins: Mapping[str, str]) -> None:
-    """Take one value of a DeepSpeed file, or those of a section one by one."""
+    """Merges one value of a DeepSpeed file; sections are merged key by key."""
     if value == "auto" or path in config.removed:
         return
-    before: Any = config.values
+    current: Any = config.values
     for part in path.split("."):
-        before = before.get(part) if isinstance(before, Mapping) else None
-    if isinstance(value, Mapping) and value and (before is None or isinstance(before, Mapping)):
+        current = current.get(part) if isinstance(current, Mapping) else None
+    if isinstance(value, Mapping) and value and (current is None or isinstance(current, Mapping)):
         for name, inner in value.items():
             _merge_value(config, f"{path}.{name}", inner, origins)
         return
     origin = _nearest(path.removeprefix(_EXTRA), origins)
-    if before is None:
+    if current is None:
         config.assign(path, value, origin)
-    elif before != value and not config.origins.get(path, "").startswith("--"):
+    elif current != value and not config.origins.get(path, "").startswith("--"):
         origin_before = _nearest(path, config.origins)
-        values = f"{format_value(value)}, but {origin_before} says {format_value(before)}"
+        values = f"{format_value(value)}, but {origin_before} says {format_value(current)}"
         config.problems.append(f"{origin}: {path}: {values}; keep one of them")
 
 
 def _nearest(path: str, origins: Mapping[str, str]) -> str:
-    """The origin of a dotted path, or of the section around it."""
+    """Returns the origin of a dotted path, or of the nearest section that contains it."""
     while path not in origins:
         path = path.rpartition(".")[0]
     return origins[path]
@@ -152,10 +156,10 @@ _MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark_references(text: str) -> tuple[str, list[str]]:
-    """(the text with marks, which YAML reads as letters, for each `${NAME}`, and these): braces would end a
-    mapping.
+    """Replaces each `${NAME}` by a mark, because its braces would end a YAML mapping.
 
-    The two letters of the marks themselves are marked too, where a file holds them.
+    Returns (the text with marks, the replaced texts). If the text itself contains characters that marks
+    consist of, they are replaced by marks too.
     """
     references: list[str] = []
 
@@ -167,7 +171,7 @@ def _mark_references(text: str) -> tuple[str, list[str]]:
 
 
 def _fill(node: yaml.Node, references: list[str], config: RawConfig, file: str) -> None:
-    """Put values from the environment into the scalars of a document."""
+    """Replaces the marks in a document's scalars by values of environment variables."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             _fill(key, references, config, file)
@@ -176,12 +180,12 @@ def _fill(node: yaml.Node, references: list[str], config: RawConfig, file: str) 
         for value in node.value:
             _fill(value, references, config, file)
     elif _MARKED.search(node.value) or "${" in node.value:
-        origin, before = f"{file}:{node.start_mark.line + 1}", len(config.problems)
+        origin, num_problems = f"{file}:{node.start_mark.line + 1}", len(config.problems)
         node.value = _MARKED.sub(lambda mark: _value_of(references[int(mark[1])], config, origin), node.value)
         node.tag = "!environment"
         if "${" in node.value:
             config.problems.append(f"{origin}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are filled in")
-        if len(config.problems) > before:
+        if len(config.problems) > num_problems:
             node.tag, node.value = "tag:yaml.org,2002:null", "null"
             config.unread.append(file)
 
@@ -219,11 +223,11 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
                 )
                 continue
             key, origin = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
-            if key in config.spellings and not _may_be_set_again(key, config.origins[key], file):
-                before = config.spellings[key]
-                also = f" (as {before})" if before != spelling else ""
+            if key in config.spellings and not _is_overridable(key, config.origins[key], file):
+                first_spelling = config.spellings[key]
+                as_spelled = f" (as {first_spelling})" if first_spelling != spelling else ""
                 config.problems.append(
-                    f"{origin}: {spelling}: already set at {config.origins[key]}{also}; keep one of them"
+                    f"{origin}: {spelling}: already set at {config.origins[key]}{as_spelled}; keep one of them"
                 )
                 continue
             config.spellings[key], config.origins[key] = spelling, origin
@@ -239,15 +243,19 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
         loader.dispose()
 
 
-def _may_be_set_again(key: str, origin: str, file: str) -> bool:
-    """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the
-    longest that the model can read, and in a recipe the length of its rows; and the tokenizer."""
-    before = origin.rpartition(":")[0]
-    return key in _GIVE_WAY and before != file and Path(before).name == IMPORTED_MODEL_FILE
+def _is_overridable(key: str, origin: str, file: str) -> bool:
+    """Returns whether a later file may override a key of an imported model's file: `seq_length` or the
+    tokenizer.
+
+    The model's file has the longest sequence that the model can read as `seq_length`; in a recipe
+    `seq_length` is the length of rows.
+    """
+    first_file = origin.rpartition(":")[0]
+    return key in _GIVE_WAY and first_file != file and Path(first_file).name == IMPORTED_MODEL_FILE
 
 
 def _note_lines(config: RawConfig, file: str, path: str, node: yaml.Node) -> None:
-    """Note the line of every key inside a section, and sub-keys that stand there twice."""
+    """Records the line of every key in a section, and reports duplicate sub-keys."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:

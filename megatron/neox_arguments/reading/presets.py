@@ -1,4 +1,4 @@
-"""Names of configuration files as people type them: their own files, else the presets that come with the
+"""Finds configuration files by the names that people type: their own files, else the presets of the
 package."""
 
 import os
@@ -9,18 +9,21 @@ SUFFIXES = (".yml", ".yaml", ".json")
 
 
 def file_name(name: str) -> str:
-    """The file that a name means: `a` is a.yml, and a name with an ending stays as it is."""
+    """Returns the file name for a typed name: `a` gives a.yml; a name with a suffix stays as it is."""
     return name if name.endswith(SUFFIXES) else name + ".yml"
 
 
 def files_of(
     names: Sequence[str], folder: str | None = None, preset_root: Path | None = None
 ) -> tuple[list[str], list[str]]:
-    """(the files that names in `folder`, or in the working folder, mean; those of them that are presets).
+    """Returns (the files that the names stand for, those of them that are presets).
 
-    preset_root: where `configs/` and `post-training/` are; `125M` and `configs/125M.yml` name the same preset
-    there. A file of the user's own always comes first. A name that is neither stays as it is, and reading
-    refuses it.
+    folder: where the user's files are; None: the working folder. A user's file takes precedence over a
+        preset.
+    preset_root: the folder of `configs/` and `post-training/`; `125M` and `configs/125M.yml` name the same
+        preset.
+
+    An unknown name is returned unchanged; reading it fails later.
     """
     files, presets = [], []
     for name in names:
@@ -33,5 +36,5 @@ def files_of(
 
 def _preset(file: str, preset_root: Path) -> str | None:
     candidates = (preset_root / "configs" / file, preset_root / file)
-    inside = [path for path in candidates if path.is_file() and path.resolve().is_relative_to(preset_root)]
-    return str(inside[0]) if inside else None
+    matches = [path for path in candidates if path.is_file() and path.resolve().is_relative_to(preset_root)]
+    return str(matches[0]) if matches else None

@@ -1,5 +1,4 @@
-"""YAML of configuration files and of `key=value` overrides: as people write it, and bounded in depth and
-size."""
+"""Loads YAML of configuration files and of `key=value` overrides, with limits on depth and size."""
 
 import re
 from typing import Any
@@ -8,10 +7,10 @@ import yaml
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text.
+    """Loads YAML with the meanings that people expect: `1e-5` is a number, a date or `12:30` is text.
 
-    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents
-    nested too deeply, and those that aliases make huge or endless.
+    Raises yaml.YAMLError with a line for invalid input: values that do not match their tag, too deep nesting,
+    and documents that aliases make huge or endless.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -28,7 +27,7 @@ class ConfigLoader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (KeyError, AttributeError, ValueError, TypeError, OverflowError):  # `!!bool x`, an int of 5,000 digits
             tag = node.tag.removeprefix("tag:yaml.org,2002:")
-            raise _unreadable(f"{str(node.value)[:40]} is no {tag}", node.start_mark) from None
+            raise _unreadable(f"{str(node.value)[:40]} is not a valid {tag}", node.start_mark) from None
 
 
 _MAX_DEPTH = 50
@@ -56,15 +55,17 @@ def _check_size(root: yaml.Node) -> None:
                 inner = [part for pair in inner for part in pair]
             sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
         if sizes[id(node)] > _MAX_NODES:
-            raise _unreadable(f"aliases make more than {_MAX_NODES:,} values of it", node.start_mark)
+            raise _unreadable(f"with its aliases expanded it has more than {_MAX_NODES:,} values", node.start_mark)
         return sizes[id(node)]
 
     size(root, 0)
 
 
 ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    letter: [
+        (tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")
+    ]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
@@ -77,7 +78,7 @@ ConfigLoader.add_implicit_resolver(
 
 
 class EnvText(str):
-    """Text that came from the environment: a number, a boolean or a list where the key is one."""
+    """Text from an environment variable. It becomes a number, boolean or list if the key has that type."""
 
 
 ConfigLoader.add_constructor("!environment", lambda loader, node: EnvText(node.value))

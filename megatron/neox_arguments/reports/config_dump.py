@@ -12,16 +12,16 @@ from megatron.neox_arguments.validation.startup_notes import startup_notes
 
 
 def print_config(args: ResolvedArgs) -> str:
-    """Every resolved value with its origin, aligned, values that are not defaults first; reads back as YAML.
+    """Returns all resolved values with their origins as YAML, aligned, values that are not defaults first.
 
-    What a run would refuse is marked, with the reasons at the end.
+    Values that a run would refuse are marked, and the reasons are listed at the end.
     """
     refused = refusals(args)
     rows = [
         (path, yaml_value(value), args.origin(path) + (" (REFUSED by a run, see below)" if path in refused else ""))
         for path, value in flat_values(args)
     ]
-    shown = {path for path, _, _ in rows}
+    paths = {path for path, _, _ in rows}
     changed = [row for row in rows if row[2] != "default"]
     default = [row for row in rows if row[2] == "default"]
     path_width = max(len(path) for path, _, _ in rows) + 1
@@ -32,34 +32,39 @@ def print_config(args: ResolvedArgs) -> str:
         lines += [f"{path + ':':<{path_width}} {value:<{value_width}}  # {origin}" for path, value, origin in part]
     lines += [f"# note: {note}" for note in startup_notes(args)]
     lines += [
-        f"# a run refuses {'' if path in shown else args.origin(path) + ': '}{path}: {reason}"
+        f"# a run refuses {'' if path in paths else args.origin(path) + ': '}{path}: {reason}"
         for path, reason in refused.items()
     ]
     return "\n".join(lines)
 
 
-def diff_config(one: ResolvedArgs, other: ResolvedArgs) -> str:
-    """The resolved values that differ, a line each: `path: one (origin) -> other (origin)`; "" when none
-    does."""
-    return "\n".join(f"{path}: {' -> '.join(texts)}" for path, texts in differing_values([one, other]).items())
+def diff_config(left: ResolvedArgs, right: ResolvedArgs) -> str:
+    """Returns a line for each resolved value that differs: `path: value (origin) -> value (origin)`; "" if
+    all are equal."""
+    return "\n".join(f"{path}: {' -> '.join(texts)}" for path, texts in differing_values([left, right]).items())
 
 
 def differing_values(runs: Sequence[ResolvedArgs]) -> dict[str, list[str]]:
-    """The resolved values that differ between configurations, by dotted path, as `value (origin)` or `unset`
-    for each of them."""
+    """Returns the resolved values that differ between configurations, by dotted path.
+
+    Each has a list with `value (origin)` or `unset` for every configuration.
+    """
     values = [dict(flat_values(args)) for args in runs]
     texts = {}
-    for path in dict.fromkeys(path for of_run in values for path in of_run):
-        if any(of_run.get(path) != values[0].get(path) for of_run in values):
+    for path in dict.fromkeys(path for run_values in values for path in run_values):
+        if any(run_values.get(path) != values[0].get(path) for run_values in values):
             texts[path] = [
-                f"{yaml_value(of_run[path])} ({args.origin(path)})" if path in of_run else "unset"
-                for args, of_run in zip(runs, values, strict=True)
+                f"{yaml_value(run_values[path])} ({args.origin(path)})" if path in run_values else "unset"
+                for args, run_values in zip(runs, values, strict=True)
             ]
     return texts
 
 
 def arguments_dump(args: ResolvedArgs) -> str:
-    """The dump GPT-NeoX prints at start: updated values first, then defaults, each with dots in between."""
+    """Returns the dump of all values that GPT-NeoX prints at start.
+
+    Lines are `name ..... value ..... updated`, then those of unchanged values, which end in `default`.
+    """
     rows = []
     for name, key in keys_of(type(args)).items():
         if name == "config_files":
@@ -73,7 +78,7 @@ def arguments_dump(args: ResolvedArgs) -> str:
 
 
 def flat_values(args: ResolvedArgs) -> Iterator[tuple[str, Any]]:
-    """Every resolved value but the files' text, by dotted path."""
+    """Returns every resolved value by dotted path, except the texts of the files."""
     for name, key in keys_of(type(args)).items():
         if name != "config_files":
             yield from _flat_value(name, getattr(args, name), key)
@@ -89,8 +94,10 @@ def _flat_value(path: str, value: Any, key: Key) -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(value: Any) -> str:
-    """A value as one line of YAML (JSON is YAML); the same kind for all layers is shortened as NeoX writes
-    it."""
+    """Returns a value as one line of YAML.
+
+    If all layers have the same kind of attention, it is written once, as `[[["flash"], 12]]`.
+    """
     if isinstance(value, tuple) and len(value) > 1 and set(value) in ({"flash"}, {"global"}):
         value = [[[value[0]], len(value)]]
     return json.dumps(thaw(value), ensure_ascii=False)

@@ -2,13 +2,14 @@
 
 import difflib
 import fnmatch
+import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.neox_arguments.errors import ConfigError
-from megatron.neox_arguments.keys.declaration import STANDINGS, Key, keys_of, union_members
+from megatron.neox_arguments.keys.declaration import STANDINGS, Key, keys_of, literal_values, union_members
 from megatron.neox_arguments.reports.config_dump import yaml_value
 from megatron.neox_arguments.reports.schema import description
 
@@ -17,7 +18,10 @@ _TABLE = ["", "| key | type | default | standing | meaning |", "|---|---|---|---
 
 
 def config_reference(declaration: type) -> str:
-    """Markdown: how many keys have which standing, then a table of every key; sub-keys follow their key."""
+    """Returns the reference of all keys in Markdown: a table of counts, then a table of every key.
+
+    The counts are of keys that a run honours, ignores or refuses. Sub-keys follow their key.
+    """
     lines, owner = _counts(declaration), ""
     for key in keys_of(declaration).values():
         if key.owner != owner:
@@ -28,9 +32,10 @@ def config_reference(declaration: type) -> str:
 
 
 def help_pages(declaration: type, pattern: str) -> str:
-    """A page for every key that `pattern` names: a key, a dotted sub-key, or a pattern such as `lr_*`.
+    """Returns a page for every key that `pattern` names: a key, a dotted sub-key, or a pattern such as
+    `lr_*`.
 
-    Raises ConfigError, with near names, when there is none.
+    Raises ConfigError, with similar names, if no key matches.
     """
     pattern = pattern.replace("-", "_").lower()
     keys = {path: key for name in keys_of(declaration).values() for path, key in _with_sections(name, "")}
@@ -39,8 +44,9 @@ def help_pages(declaration: type, pattern: str) -> str:
     names = names or [path for path in keys if fnmatch.fnmatchcase(path.lower(), pattern)]
     names = names or [path for path in keys if pattern in path.lower() and not set(pattern) & set("*?[")]
     if not names:
-        near = difflib.get_close_matches(pattern, keys, n=3)
-        raise ConfigError([f"--help-config {pattern}: no such key" + (f"; near are {', '.join(near)}" if near else "")])
+        similar_keys = difflib.get_close_matches(pattern, keys, n=3)
+        similar = f"; near are {', '.join(similar_keys)}" if similar_keys else ""
+        raise ConfigError([f"--help-config {pattern}: no such key{similar}"])
     return "\n\n".join(_page(path, keys[path]) for path in names)
 
 
@@ -80,19 +86,25 @@ def _page(path: str, key: Key) -> str:
 
 
 def _type(key: Key) -> str:
-    if key.choices:
-        return ", ".join(f"`{v if isinstance(v, str) else yaml_value(v)}`" for v in key.choices)
-    return " or ".join(_type_name(member) for member in union_members(key.type) if member is not type(None))
+    types = [m for m in union_members(key.type) if m is not type(None) and not literal_values(m)]
+    names = [_type_name(member, key.choices) for member in types]
+    return " or ".join([_quoted(key.choices), *names] if key.choices else names)
 
 
-def _type_name(member: Any) -> str:
+def _quoted(values: Sequence[Any]) -> str:
+    return ", ".join(f"`{v if isinstance(v, str) else yaml_value(v)}`" for v in values)
+
+
+def _type_name(member: Any, choices: Sequence[Any]) -> str:
     if typing.get_origin(member) is tuple:
         element = typing.get_args(member)[0]
+        if values := literal_values(element):
+            return f"list of {'these' if values == choices else _quoted(values)}"
         names = " or ".join(inner.__name__ for inner in union_members(element)) if element is not Any else ""
         return f"list of {names}" if names else "list"
     return "mapping" if typing.get_origin(member) is Mapping else member.__name__
 
 
 def _title(owner: str) -> str:
-    words = "".join(" " + c.lower() if c.isupper() else c for c in owner.removesuffix("Keys")).strip()
-    return words.capitalize()
+    words = re.split("(?<=[a-z])(?=[A-Z][a-z])", owner.removesuffix("Keys"))  # FP8, MuP and MoE stay one word
+    return " ".join([words[0], *map(str.lower, words[1:])])

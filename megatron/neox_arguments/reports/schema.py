@@ -11,8 +11,10 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 
 
 def json_schema(declaration: type) -> dict[str, Any]:
-    """Draft 7, which yaml-language-server reads. Keys in both spellings, null anywhere, `${NAME}` for any
-    value."""
+    """Returns a JSON Schema (draft 7, for yaml-language-server) of configuration files.
+
+    It allows both spellings of keys, null for any key, and `${NAME}` for any value.
+    """
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "NeoXArgs",
@@ -27,8 +29,9 @@ def _section(declaration: type, path: str) -> dict[str, Any]:
         properties[name] = _property(key, f"{path}/properties/{name}")
         if "_" in name:
             properties[name.replace("_", "-")] = {"$ref": f"{path}/properties/{name}"}
-    needed = [name for name, key in keys_of(declaration).items() if key.required and path != "#"]  # files are layers
-    return {"type": "object", "additionalProperties": False, "properties": properties, "required": needed}
+    keys = keys_of(declaration).items()
+    required_keys = [name for name, key in keys if key.required and path != "#"]  # files are layers
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required_keys}
 
 
 def _property(key: Key, path: str) -> dict[str, Any]:
@@ -48,18 +51,28 @@ def description(key: Key) -> str:
     """Meaning, bounds and standing of a key in a few sentences."""
     sentences: list[str | None] = [key.meaning, key.bounds and f"A number {key.bounds}"]
     sentences += [key.no_effect and f"No effect here: {key.no_effect}", key.differs and f"Differs: {key.differs}"]
-    sentences += [key.refuse and f"Refused: {key.refuse}", key.later and f"Later: {key.later} is not built yet"]
-    sentences += [f"Refused: {value}: {reason}" for value, reason in key.refuse_values.items()]
-    sentences += [f"Later: {value}: {reason} is not built yet" for value, reason in key.later_values.items()]
-    sentences += [key.same_as and f"It is made from {key.same_as}: a file may repeat it"]
+    sentences += [key.refuse and f"Refused: {key.refuse}", key.not_built and f"Later: {key.not_built} is not built yet"]
+    sentences += [f"Refused: {values}: {reason}" for reason, values in _group_by_reason(key.refuse_values)]
+    sentences += [
+        f"Later: {values}: {reason} is not built yet" for reason, values in _group_by_reason(key.not_built_values)
+    ]
+    sentences += [key.same_as and f"Derived from {key.same_as}; a file may repeat it"]
     return ". ".join(sentence for sentence in sentences if sentence)
+
+
+def _group_by_reason(reasons: Mapping[Any, str]) -> list[tuple[str, str]]:
+    """Returns each reason once, with the values it applies to, separated by commas."""
+    return [
+        (reason, ", ".join(str(value) for value in reasons if reasons[value] == reason))
+        for reason in dict.fromkeys(reasons.values())
+    ]
 
 
 def _kind(member: Any, key: Key) -> dict[str, Any]:
     if choices := literal_values(member):
         texts = [choice for choice in choices if isinstance(choice, str)]
-        others = [choice for choice in choices if not isinstance(choice, str)]
-        return {"enum": _spellings(texts) + others}
+        non_texts = [choice for choice in choices if not isinstance(choice, str)]
+        return {"enum": _spellings(texts) + non_texts}
     origin = typing.get_origin(member)
     if origin is tuple:
         element = typing.get_args(member)[0]
@@ -80,8 +93,10 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 
 def _spellings(texts: list[str]) -> list[str]:
-    """Each name as declared, in lower and in upper case: names are read without case, which no schema can
-    say."""
+    """Returns each name as declared, in lower case and in upper case.
+
+    Names are matched without case, which a schema cannot express.
+    """
     return list(
         dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))
     )

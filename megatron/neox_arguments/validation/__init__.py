@@ -1,1 +1,1 @@
-"""Checks of a configuration: single keys, keys that must fit each other, and what is refused."""
+"""Checks of a configuration: single keys, combinations of keys, and refusals."""

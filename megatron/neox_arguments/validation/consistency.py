@@ -4,9 +4,9 @@ import re
 
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.methods import check_methods, further_sets
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
-from megatron.neox_arguments.validation.distillation import validate_distillation
 from megatron.neox_arguments.validation.hub import validate_hub
 from megatron.neox_arguments.validation.model import (
     validate_lora,
@@ -15,19 +15,17 @@ from megatron.neox_arguments.validation.model import (
     validate_trainable,
 )
 from megatron.neox_arguments.validation.preferences import validate_preferences
-from megatron.neox_arguments.validation.rollouts import validate_rollouts
 from megatron.neox_arguments.validation.schedule import validate_schedule
-from megatron.neox_arguments.validation.unlearning import validate_unlearning
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.remote_paths import is_remote, remote_data_error, remote_path_error
 
-_DATA_PATHS = re.compile(r"(.+_)?data_paths?|ga_dataset|ga_label_dataset|gd_retain_dataset|gd_retain_label_dataset")
+_DATA_PATHS = re.compile(r"(.+_)?data_paths?")
 
 
 def validate(args: ResolvedArgs) -> ErrorCollector:
-    """The problems that any use of the configuration has."""
+    """Returns the problems of a configuration that matter to every command."""
     problems = ErrorCollector(args.origins)
     validate_model(args, problems)
     validate_parallel(args, problems)
@@ -42,14 +40,12 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     _data(args, problems)
     validate_packing(args, problems)
     validate_preferences(args, problems)
-    validate_unlearning(args, problems)
-    validate_distillation(args, problems)
-    validate_rollouts(args, problems)
+    check_methods(args, problems)
     return problems
 
 
 def validate_training(args: ResolvedArgs) -> ErrorCollector:
-    """The problems that only training has: other commands do without these keys."""
+    """Returns the problems that only training has; other commands do not need these keys."""
     problems = ErrorCollector(args.origins)
     if args.train_iters is None and args.train_epochs is None:
         problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
@@ -61,9 +57,9 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
             "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
         )
     if args.adapter:
-        problems.add("adapter", "is not of training; `load` begins with adapters of a checkpoint, lora trains them")
+        problems.add("adapter", "is not for training; load starts from adapters of a checkpoint, lora trains them")
     if args.score_head and args.train_impl != "rm":
-        problems.add("score_head", f"train_impl {args.cite('train_impl')} trains a language model; remove it")
+        problems.add("score_head", f"train_impl {args.cite('train_impl')} trains no reward model; remove score_head")
     for key in ("demo_prompts", "eval_tasks") if args.score_head else ():
         if getattr(args, key):
             problems.add(key, "a reward model gives scores, no text; remove it")
@@ -77,7 +73,8 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
 
 
 def _remote_data(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    for name in filter(_DATA_PATHS.fullmatch, keys_of(type(args))):
+    further_keys = {key for further in further_sets().values() for key in (further.data, further.labels)}
+    for name in [key for key in keys_of(type(args)) if _DATA_PATHS.fullmatch(key) or key in further_keys]:
         paths = getattr(args, name) or ()
         for path in (paths,) if isinstance(paths, str) else paths:
             if (wrong := remote_data_error(path)) is not None:
@@ -85,7 +82,8 @@ def _remote_data(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _fp8(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """`auto` finds these by itself, and leaves FP8 off."""
+    """Notes problems if FP8 is requested by name but cannot be used. `precision_fp8: auto` leaves FP8 off
+    instead."""
     key = "precision_fp8" if args.user_values.get("precision_fp8") is not None else "te_fp8_mha"
     if args.precision_fp8 in ("auto", "off"):
         return
@@ -109,13 +107,13 @@ def validate_generation(args: ResolvedArgs) -> ErrorCollector:
     if args.text_gen_type in ("input-file", "score") and args.sample_input_file is None:
         problems.add("sample_input_file", f"is required by text_gen_type: {args.text_gen_type} (or use -i FILE)")
     if args.text_gen_type == "precompute" and args.precompute_model_name is None:
-        problems.add("precompute_model_name", "is required by text_gen_type: precompute: what its files are named by")
+        problems.add("precompute_model_name", "is required by text_gen_type: precompute, to name its files")
     if args.text_gen_type in ("score", "precompute"):
         return problems
     if args.chat and args.text_gen_type != "interactive":
         problems.add("chat", "is a conversation at the terminal; set text_gen_type: interactive")
     if not args.prompt_end:
-        problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
+        problems.add("prompt_end", 'is empty but must separate prompts; set it to "\\n" (in double quotes)')
     _texts(args, problems)
     return problems
 
@@ -165,14 +163,14 @@ def _recomputation(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if selective and not args.checkpoint_activations:
         problems.add("recompute_granularity", "selective needs checkpoint_activations: true, which turns it on")
     if selective and args.checkpoint_num_layers > 1:
-        where = args.cite("checkpoint_num_layers")
-        problems.add("recompute_granularity", f"selective is within a block: checkpoint_num_layers {where} must be 1")
+        place = args.cite("checkpoint_num_layers")
+        problems.add("recompute_granularity", f"selective is for one block: checkpoint_num_layers {place} must be 1")
     if selective and args.checkpoint_in_cpu:
-        where = args.origin("checkpoint_in_cpu")
-        problems.add("recompute_granularity", f"checkpoint_in_cpu ({where}) needs full recomputation; remove one")
+        place = args.origin("checkpoint_in_cpu")
+        problems.add("recompute_granularity", f"checkpoint_in_cpu ({place}) needs full, not selective; remove one")
     if args.activation_memory_budget is not None and args.checkpoint_activations:
-        where = args.origin("checkpoint_activations")
-        problems.add("activation_memory_budget", f"is instead of checkpoint_activations ({where}); remove one")
+        place = args.origin("checkpoint_activations")
+        problems.add("activation_memory_budget", f"replaces checkpoint_activations ({place}); remove one")
 
 
 def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -180,7 +178,7 @@ def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}")
     if args.log_optimizer_states and args.use_bnb_optimizer:
         problems.add(
-            "log_optimizer_states", f"states of 8 bits have no norm (use_bnb_optimizer: "
+            "log_optimizer_states", f"8-bit states have no norm to log (use_bnb_optimizer: "
             f"{args.origin('use_bnb_optimizer')}); remove one of them",
         )  # fmt: skip
 
@@ -189,7 +187,7 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
     factor = args.checkpoint_factor
     saves = factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
     if args.save is not None and not (saves or args.init_only):
-        problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins: when to save")
+        problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins to know when")
     if factor is not None and args.checkpoint_scale == "linear" and factor != int(factor):
         problems.add(
             "checkpoint_factor", f"expected a whole number of iterations with checkpoint_scale linear, got {factor}"
@@ -201,7 +199,7 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if wrong is not None:
             problems.add(name, wrong)
     if args.save is not None and args.save.startswith("hf://"):
-        problems.add("save", "hf:// is a model on the Hub, which runs read; write to a folder or a bucket")
+        problems.add("save", "runs can read hf:// (a model on the Hub) but not save there; set a folder or a bucket")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which it is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
@@ -222,12 +220,12 @@ def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.save is None:
         problems.add("save_best", "needs save, the folder in which it is kept")
     elif is_remote(args.save):
-        problems.add("save_best", f"keeps one folder up to date, which {args.cite('save')} cannot; save to a folder")
+        problems.add("save_best", f"needs a local folder, not save {args.cite('save')}; save to a local one")
     if metric.startswith("validation/") and args.eval_iters == 0:
-        message = f"needs validations: eval_iters is {args.cite('eval_iters')}; set it to their batches"
+        message = f"needs validation: eval_iters is {args.cite('eval_iters')}; set it to a number of batches"
         problems.add("save_best", message)
     if metric.startswith("eval_tasks/") and not args.eval_tasks:
-        problems.add("save_best", f"{metric}: eval_tasks names no task; add it")
+        problems.add("save_best", f"{metric}: eval_tasks lists no task; add its task")
 
 
 def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -239,16 +237,17 @@ def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _texts(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check the keys of writing text after prompts, which generation and `demo_prompts` share."""
+    """Check the keys of generating text after prompts, which generation and `demo_prompts` share."""
     if args.system_prompt_file is not None and not args.chat:
-        problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
+        problems.add("system_prompt_file", "begins conversations only; set chat: true, or remove it")
     if "" in args.stop_strings:
         problems.add("stop_strings", "an empty string would end every text at once; remove it")
     if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
         problems.add(
             "maximum_tokens",
-            f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
-            f"{args.cite('max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+            f"{args.maximum_tokens} leaves no room for a prompt in max_position_embeddings "
+            f"{args.cite('max_position_embeddings')}; use at most "
+            f"{args.max_position_embeddings - args.opt_pos_emb_offset - 1}",
         )
 
 
@@ -260,8 +259,8 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
     elif present and args.train_data_paths is None:
         problems.add(present[0], "needs train_data_paths too")
     elif present and args.eval_iters > 0 and args.valid_data_paths is None and not cuts_listed_paths(args):
-        needs = "needs valid_data_paths too (or eval_iters: 0, to train only"
-        problems.add(present[0], f"{needs}{'; or split, to cut some off' if sample_kind(args) == 'texts' else ''})")
+        message = "needs valid_data_paths too (or eval_iters: 0, to train only"
+        problems.add(present[0], f"{message}{'; or split, to cut some off' if sample_kind(args) == 'texts' else ''})")
     parts = args.split.replace("/", ",").split(",")
     try:
         shares = [float(part) for part in parts]
@@ -273,35 +272,35 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _blend(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
+    weighting_key = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
     for name in ("train", "valid", "test"):
-        listed = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
-        key, paths = f"{name}_data_weights", getattr(args, listed)
-        weights, origin = getattr(args, key), args.origin(listed)
+        paths_key = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
+        key, paths = f"{name}_data_weights", getattr(args, paths_key)
+        weights, origin = getattr(args, key), args.origin(paths_key)
         if paths == ():
-            problems.add(listed, "expected at least one path, got none")
+            problems.add(paths_key, "expected at least one path, got none")
         if weights is None:
             continue
-        if by is not None:
-            problems.add(key, f"{by} ({args.origin(by)}) sets it; remove one")
+        if weighting_key is not None:
+            problems.add(key, f"{weighting_key} ({args.origin(weighting_key)}) sets the weights; remove one")
         elif paths is None:
-            problems.add(key, f"weighs {listed}, which is not set; remove it")
+            problems.add(key, f"sets weights for {paths_key}, which is not set; remove it")
         elif len(weights) != len(paths):
             problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
         if any(weight <= 0 for weight in weights):
-            got = format_value(weights)
-            problems.add(key, f"expected numbers above 0, got {got}; leave out the path of a set not wanted")
+            received = format_value(weights)
+            problems.add(key, f"expected numbers above 0, got {received}; remove the paths of unwanted data sets")
     validate_weights(args, problems)
     validate_pairs(args, problems)
 
 
 def _vocab_file(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    needed = {
+    required_files = {
         "GPT2BPETokenizer": {"vocab_file": "its vocab.json", "merge_file": "its merges.txt"},
         "HFTokenizer": {"vocab_file": "its tokenizer.json"},
         "SPMTokenizer": {"vocab_file": "its SentencePiece .model"},
         "TiktokenTokenizer": {"vocab_file": "the name of its encoding, such as cl100k_base"},
     }
-    for key, file in needed.get(args.tokenizer_type, {}).items():
+    for key, file in required_files.get(args.tokenizer_type, {}).items():
         if getattr(args, key) is None:
             problems.add(key, f"is required by tokenizer_type {args.cite('tokenizer_type')}: {file}")

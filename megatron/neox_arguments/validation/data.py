@@ -13,14 +13,14 @@ _WEIGHT_KEYS = ("weight_by_num_documents", "weight_by", "train_data_weight_sched
 
 
 def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check the weights of the sets of a blend, of which one key alone may say them."""
-    used = [key for key in _WEIGHT_KEYS if getattr(args, key) not in (None, False)]
-    for key in used:
-        listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
-        if getattr(args, listed) is None:
-            problems.add(key, f"weighs the sets of {listed}, which is not set; remove it")
-        elif key != used[0]:
-            problems.add(key, f"{used[0]} ({args.origin(used[0])}) sets the weights; remove one")
+    """Check the weights of blended data sets: only one key may set them, and each set needs a weight."""
+    chosen_keys = [key for key in _WEIGHT_KEYS if getattr(args, key) not in (None, False)]
+    for key in chosen_keys:
+        paths_key = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
+        if getattr(args, paths_key) is None:
+            problems.add(key, f"sets weights for {paths_key}, which is not set; remove it")
+        elif key != chosen_keys[0]:
+            problems.add(key, f"{chosen_keys[0]} ({args.origin(chosen_keys[0])}) sets the weights; remove one")
     if args.train_data_weight_schedule is not None and args.train_data_weights is not None:
         problems.add("train_data_weights", f"{_WEIGHT_KEYS[2]} ({args.origin(_WEIGHT_KEYS[2])}) sets it; remove one")
     alpha = keys_of(type(args))["weighted_sampler_alpha"].default
@@ -41,18 +41,22 @@ def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_phases(path: str, name: str, section: Mapping[str, Any], problems: ErrorCollector) -> None:
-    """Check the iterations `until` in which phases end: one fewer than there are phases, and rising."""
-    until, count = section["until"], len(section[name])
-    if len(until) != count - 1:
-        problems.add(f"{path}.until", f"expected {count - 1} iterations for {count} phases of {name}, got {len(until)}")
-    if list(until) != sorted(set(until)) or min(until, default=1) < 1:
-        problems.add(f"{path}.until", f"expected rising iterations from 1 on, got {list(until)}")
+    """Check `until`, the iterations at which phases end: they must rise, and be one fewer than the phases
+    (`section[name]`)."""
+    phase_ends, count = section["until"], len(section[name])
+    if len(phase_ends) != count - 1:
+        problems.add(
+            f"{path}.until", f"expected {count - 1} iterations for {count} phases of {name}, got {len(phase_ends)}"
+        )
+    if list(phase_ends) != sorted(set(phase_ends)) or min(phase_ends, default=1) < 1:
+        problems.add(f"{path}.until", f"expected rising iterations from 1 on, got {list(phase_ends)}")
 
 
 def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check how documents become samples, and the labels and rewards that lie beside them."""
+    """Check the keys that say how documents become samples, and the data sets of labels and rewards that
+    belong to them."""
     if args.drop_last is not None and args.pack_impl != "packed":
-        problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {args.cite('pack_impl')}")
+        problems.add("drop_last", f"needs pack_impl: packed; remove it, or pack_impl {args.cite('pack_impl')}")
     if args.compat_group_texts_batch is not None and args.drop_last is None:
         problems.add("compat_group_texts_batch", "only drop_last reads it; set drop_last: true, or remove it")
     if args.compat_pack_impl:
@@ -60,36 +64,36 @@ def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
             problems.add("compat_pack_impl", "only pack_impl: pack_until_overflow and unpacked read it; remove it")
         for key in ("train_epochs", "truncate_documents"):
             if getattr(args, key) is not None:
-                problems.add(key, f"GPT-NeoX has none for whole documents; remove it, or compat_pack_impl "
+                problems.add(key, f"GPT-NeoX's packing does not support it; remove it, or compat_pack_impl "
                              f"({args.origin('compat_pack_impl')})")  # fmt: skip
     for name in ("train", "valid", "test"):
         for kind in ("label", "reward"):
             key = f"{name}_{kind}_data_paths"
             margins = kind == "reward" and args.train_impl == "rm"
             owner = f"pos_{name}_data_paths" if margins else f"{name}_data_paths"
-            beside, paths = getattr(args, key), getattr(args, owner)
-            if beside is None:
+            companion_paths, paths = getattr(args, key), getattr(args, owner)
+            if companion_paths is None:
                 continue
             if paths is None:
-                instead = "" if margins else "; set it instead of data_path"
-                problems.add(key, f"belongs to {owner}, which is not set{instead}")
-            elif len(beside) != len(paths):
-                problems.add(key, f"expected one for each of the {len(paths)} {owner} ({args.origin(owner)}), got "
-                             f"{len(beside)}")  # fmt: skip
+                fix = "" if margins else f"; set {owner} instead of data_path"
+                problems.add(key, f"needs {owner}, which is not set{fix}")
+            elif len(companion_paths) != len(paths):
+                problems.add(key, f"expected one path for each of the {len(paths)} {owner} ({args.origin(owner)}), got "
+                             f"{len(companion_paths)}")  # fmt: skip
             if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) == "texts":
-                problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {args.cite('pack_impl')})")
+                problems.add(key, f"a row has only one reward; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
 def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged
     answers."""
     pairwise = args.dataset_impl == "pairwise"
-    if pairwise and sample_kind(args) in ("texts", "rollouts"):
-        problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")
+    if pairwise and sample_kind(args) in ("texts", "generated"):
+        problems.add("dataset_impl", f"pairwise is for train_impl dpo, kto and rm, not {args.cite('train_impl')}")
     if sample_kind(args) == "pairs" and not pairwise:
-        instead = ", or online, with rollout" if args.train_impl == "dpo" else ""
+        alternative = ", or online, with rollout" if args.train_impl == "dpo" else ""
         problems.add(
-            "dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise{instead}"
+            "dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise{alternative}"
         )
     _answers(args, problems)
     if pairwise and args.pos_train_data_paths is None:
@@ -104,37 +108,37 @@ def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
             if not pairwise:
                 problems.add(written, "only dataset_impl: pairwise reads it; set that, or remove it")
             elif pos is None or neg is None or len(pos) != len(neg):
-                problems.add(written, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
+                problems.add(written, f"expected as many {keys[0]} as {keys[1]}")
             elif len(pos) != len(getattr(args, f"pos_{name}_data_paths") or ()):
                 problems.add(written, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
 
 
 def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    if sample_kind(args) in ("texts", "rollouts"):
+    if sample_kind(args) in ("texts", "generated"):
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
-                problems.add(key, f"is for preferences that are read, not train_impl {args.cite('train_impl')} with "
+                problems.add(key, f"is for preference data from files, not train_impl {args.cite('train_impl')} with "
                              f"dataset_impl {args.cite('dataset_impl')}; remove it")  # fmt: skip
         return
     if args.pack_impl == "packed":
-        problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")
+        problems.add("pack_impl", "packed would cut answers; set unpacked, pack_until_overflow or best_fit")
     if sample_kind(args) == "answers" and args.dataset_impl == "gpt2":
         if args.data_path is not None:
-            problems.add("data_path", "KTO reads train_data_paths, with labels and rewards beside it")
+            problems.add("data_path", "KTO does not read it; set train_data_paths, with labels and rewards")
         for name in ("train", "valid", "test"):
             for kind in ("label", "reward"):
                 if getattr(args, f"{name}_data_paths") and getattr(args, f"{name}_{kind}_data_paths") is None:
-                    problems.add(f"{name}_data_paths", f"KTO needs {name}_{kind}_data_paths beside it")
-    for key, why in (
-        ("seq_curriculum", "cuts rows, but answers are whole"),
-        ("curriculum_learning", "cuts rows, but answers are whole"),
+                    problems.add(f"{name}_data_paths", f"KTO needs {name}_{kind}_data_paths too")
+    for key, reason in (
+        ("seq_curriculum", "would cut answers"),
+        ("curriculum_learning", "would cut answers"),
         ("train_data_weight_schedule", "is for language modelling"),
         ("eod_mask_loss", "is for language modelling: an answer's labels say what is trained"),
         ("loss_mask_token_ids", "is for language modelling: an answer's labels say what is trained"),
     ):
         value = getattr(args, key)
         if value and (key != "curriculum_learning" or value["enabled"]):
-            problems.add(key, f"{why}; remove it, or train_impl {args.cite('train_impl')}")
+            problems.add(key, f"{reason}; remove it, or train_impl {args.cite('train_impl')}")
     longest, prompt = args.max_length, args.max_prompt_length
     if longest is not None and longest > row_places(args):
         room = row_places(args)
@@ -144,17 +148,17 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
             f"to {room} or less",
         )  # fmt: skip
     if longest is not None and prompt is not None and prompt >= longest:
-        problems.add("max_prompt_length", f"leaves nothing of max_length {longest} for the answer")
+        problems.add("max_prompt_length", f"leaves no room for the answer in max_length {longest}; lower it")
     if args.compat_pack_impl and args.train_impl == "rm":
         problems.add("compat_pack_impl", "drops the last token of a row, which has the score; remove it")
     if args.compat_pack_impl:
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
-                problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {args.cite('compat_pack_impl')}")
+                problems.add(key, f"GPT-NeoX lacks it; remove it, or compat_pack_impl {args.cite('compat_pack_impl')}")
     if args.kto_kl == "rotated":
         if args.compat_kto:
-            problems.add("kto_kl", "GPT-NeoX has its own; remove it, or compat_kto")
+            problems.add("kto_kl", "compat_kto uses GPT-NeoX's own KL; remove one of the two")
         if args.pack_impl != "unpacked":
-            problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
+            problems.add("kto_kl", f"needs one answer per row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
         if args.train_micro_batch_size_per_gpu == 1:
-            problems.add("kto_kl", "a micro-batch of 1 has no other answer; set train_micro_batch_size_per_gpu: 2")
+            problems.add("kto_kl", "needs several answers per micro-batch; set train_micro_batch_size_per_gpu: 2")

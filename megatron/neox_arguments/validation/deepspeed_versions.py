@@ -15,8 +15,8 @@ FIX = f"pip install deepspeed=={TESTED}"
 def wrong_deepspeed(installed: str) -> str | None:
     """Why this version of DeepSpeed is refused, in words; None for one that may train."""
     number = tuple(int(part) for part in installed.split("+")[0].split(".")[:3])
-    for first, last, reason in _WRONG:
-        if first <= number <= last:
+    for oldest, newest, reason in _WRONG:
+        if oldest <= number <= newest:
             return f"deepspeed {installed} computes wrong gradients: {reason}"
     if number < _WRONG[0][0]:
         return f"deepspeed {installed} is older than anything checked here"

@@ -8,7 +8,7 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 # Keys that change nothing without a router of this kind.
-_OF_TOPK = ("moe_router_bias_update_rate", "moe_router_num_groups", "moe_jitter_eps")
+_TOPK_KEYS = ("moe_router_bias_update_rate", "moe_router_num_groups", "moe_jitter_eps")
 
 
 def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -21,34 +21,34 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
                 problems.add(name, f"needs {key} above 1, which is {args.cite(key)}; remove one of them")
         return
     if args.moe_layer_freq is not None and not set(args.moe_layer_freq) <= {0, 1}:
-        problems.add("moe_layer_freq", "is a list of 0 and 1")
+        problems.add("moe_layer_freq", "expected a list of 0 and 1")
     elif args.moe_layer_freq is not None and 1 not in args.moe_layer_freq and "moe" not in args.attention_config:
         problems.add("moe_layer_freq", f"no block has experts; set {key}: 1")
     if args.moe_layer_freq is not None and args.moe_expert_interval != 1:
         place = args.origin("moe_expert_interval")
-        problems.add("moe_layer_freq", f"moe_expert_interval ({place}) says it too; remove one of them")
+        problems.add("moe_layer_freq", f"moe_expert_interval ({place}) sets this too; remove one of them")
     if isinstance(args.intermediate_size, tuple) and args.moe_intermediate_size is None:
-        problems.add("moe_intermediate_size", "is needed where intermediate_size is a list")
+        problems.add("moe_intermediate_size", "is required if intermediate_size is a list")
     if args.moe_intermediate_size is None and args.intermediate_size is None:
         for name in ("expansion_factor", "mlp_multiple_of"):
             if getattr(args, name) != keys_of(type(args))[name].default:
-                of_dense = f"{name} ({args.origin(name)}), which is of dense feed-forwards alone"
-                problems.add("moe_intermediate_size", f"is needed beside {of_dense}")
+                dense_key = f"{name} ({args.origin(name)}), which is for dense feed-forwards only"
+                problems.add("moe_intermediate_size", f"is required with {dense_key}")
     _choice(args, problems)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
         problems.add("moe_shared_expert_gate", "needs moe_shared_expert_intermediate_size")
     if args.te_layernorm_mlp:
         problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has no experts ({key}: {args.origin(key)})")
     if args.activation == "xielu":
-        problems.add("activation", f"xielu has parameters of its own, which experts have not ({key}: {args.cite(key)})")
+        problems.add("activation", f"experts do not support xielu, which is trained ({key}: {args.cite(key)})")
     if args.moe_aux_loss_scope == "transformers" and args.pp > 1:
         stages = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
-        problems.add("moe_aux_loss_scope", f"transformers is a sum over all layers, which {stages} has apart")
+        problems.add("moe_aux_loss_scope", f"transformers sums over all layers, which {stages} puts on several ranks")
     _layout(args, problems)
 
 
 def router_notes(args: ResolvedArgs) -> Iterator[str]:
-    """A line for each reason why training may leave a router as it is, or end at a few experts."""
+    """Returns a line for each reason why training may leave a router unchanged, or use only a few experts."""
     if args.moe_num_experts == 1:
         return
     if not (args.moe_aux_loss_coeff or args.moe_router_bias_update_rate or args.moe_router_type == "sinkhorn"):
@@ -65,51 +65,49 @@ def router_notes(args: ResolvedArgs) -> Iterator[str]:
 
 
 def _choice(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """How tokens choose experts."""
-    experts, groups, of = args.moe_num_experts, args.moe_router_num_groups, "moe_router_num_groups"
+    """Checks the keys by which tokens choose experts."""
+    experts, groups, groups_key = args.moe_num_experts, args.moe_router_num_groups, "moe_router_num_groups"
     if args.moe_top_k > experts:
         problems.add("moe_top_k", f"{args.moe_top_k} is more than moe_num_experts {args.cite('moe_num_experts')}")
     if args.moe_router_type == "sinkhorn":
-        for name in _OF_TOPK:
+        for name in _TOPK_KEYS:
             if getattr(args, name):
-                where = f"moe_router_type {args.cite('moe_router_type')}"
-                problems.add(
-                    name, f"is of the router topk, and {where} balances otherwise; write moe_router_type: topk"
-                )
+                router_type = f"moe_router_type {args.cite('moe_router_type')}"
+                problems.add(name, f"works only with topk, not {router_type}; set topk, or remove it")
     if groups is None:
         if args.moe_router_group_topk is not None:
-            problems.add("moe_router_group_topk", f"needs {of}")
+            problems.add("moe_router_group_topk", f"needs {groups_key}")
         return
     if experts % groups:
-        problems.add(of, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}")
+        problems.add(groups_key, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}")
         return
     if args.moe_router_group_topk is None:
-        problems.add(of, "needs moe_router_group_topk, how many of them a token takes")
+        problems.add(groups_key, "needs moe_router_group_topk, the number of groups for each token")
         return
-    taken = args.moe_router_group_topk
-    if taken > groups:
-        problems.add("moe_router_group_topk", f"{taken} is more than {of} {args.cite(of)}")
-    elif args.moe_top_k > taken * (experts // groups):
-        problems.add("moe_top_k", f"{args.moe_top_k} is more than the experts of {taken} groups")
+    group_topk = args.moe_router_group_topk
+    if group_topk > groups:
+        problems.add("moe_router_group_topk", f"{group_topk} is more than {groups_key} {args.cite(groups_key)}")
+    elif args.moe_top_k > group_topk * (experts // groups):
+        problems.add("moe_top_k", f"{args.moe_top_k} is more than {group_topk} groups of experts have")
 
 
 def _layout(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """How experts are shared out over ranks."""
+    """Checks how experts are distributed over ranks."""
     experts, tp, key = args.moe_num_experts, args.tp, "expert_parallel_size"
-    whole = args.moe_expert_tensor_parallel == "whole"
+    unsharded = args.moe_expert_tensor_parallel == "whole"
     if args.expert_parallel_size > 1 and args.pp > 1:
-        problems.add(key, f"does not go with pipe_parallel_size {args.cite('pipe_parallel_size')}; set one to 1")
-    ranks = args.expert_parallel_size * (tp if whole else 1)
+        problems.add(key, f"excludes pipe_parallel_size {args.cite('pipe_parallel_size')}; set one of them to 1")
+    ranks = args.expert_parallel_size * (tp if unsharded else 1)
     if experts % ranks:
-        named = f"model_parallel_size {args.cite('model_parallel_size')}"
+        sizes = f"model_parallel_size {args.cite('model_parallel_size')}"
         if args.expert_parallel_size > 1:
-            named = f"{key} {args.cite(key)}" + (f" times {named}" if whole and tp > 1 else "")
-        cut = "; or set moe_expert_tensor_parallel: cut" if whole and tp > 1 else ""
-        problems.add("moe_num_experts", f"{experts} cannot be shared out over {named}{cut}")
-    if not whole and args.expert_ffn_size % tp:
+            sizes = f"{key} {args.cite(key)}" + (f" times {sizes}" if unsharded and tp > 1 else "")
+        alternative = "; or set moe_expert_tensor_parallel: cut" if unsharded and tp > 1 else ""
+        problems.add("moe_num_experts", f"{experts} is not a multiple of {sizes}{alternative}")
+    if not unsharded and args.expert_ffn_size % tp:
         width, ranks_of = args.expert_ffn_size, f"model_parallel_size {args.cite('model_parallel_size')}"
         problems.add(
-            "moe_expert_tensor_parallel", f"the width {width} of an expert is not a multiple of {ranks_of}; write whole"
+            "moe_expert_tensor_parallel", f"the width {width} of an expert is not a multiple of {ranks_of}; set whole"
         )
     shared = args.moe_shared_expert_intermediate_size
     if shared is not None and shared % tp:

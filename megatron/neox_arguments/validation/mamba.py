@@ -5,8 +5,8 @@ from megatron.neox_arguments.keys.architectures import MambaKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import FULL_BLOCKS, ResolvedArgs
 
-_OF_MAMBA_1 = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
-_OF_MAMBA_2 = (
+_MAMBA_1_KEYS = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
+_MAMBA_2_KEYS = (
     "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_chunk_size", "mamba_time_step_limit",
 )  # fmt: skip
 
@@ -24,40 +24,40 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
         problems.add("mamba_expand", f"its {args.mamba_inner_size} channels are not a multiple of {ranks}")
     if args.mamba_backend == "fla" and args.mamba_state_fp32 and args.params_dtype != "fp32":
-        problems.add("mamba_backend", "fla: its states are in the type of the weights; set mamba_state_fp32: false")
+        problems.add("mamba_backend", "fla keeps states in the dtype of the weights; set mamba_state_fp32: false")
     if args.mamba_backend == "fla" and "mamba" in kinds:
-        problems.add("mamba_backend", "fla: flash-linear-attention has no scan of Mamba 1; write auto")
+        problems.add("mamba_backend", "fla does not support Mamba 1 (blocks mamba); set auto")
 
 
 def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
     for name, declared in keys_of(MambaKeys).items():
-        needed = "mamba" if name in _OF_MAMBA_1 else "mamba2" if name in _OF_MAMBA_2 else None
-        reads = needed in kinds if needed is not None else bool(kinds & {"mamba", "mamba2"})
+        kind = "mamba" if name in _MAMBA_1_KEYS else "mamba2" if name in _MAMBA_2_KEYS else None
+        reads = kind in kinds if kind is not None else bool(kinds & {"mamba", "mamba2"})
         if declared.source == "new" and not reads and getattr(args, name) != declared.default:
-            blocks = needed or "mamba or mamba2"
+            blocks = kind or "mamba or mamba2"
             problems.add(
                 name, f"no block of attention_config ({args.origin('attention_config')}) is {blocks}; remove it"
             )
 
 
 def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
-    alone = kinds - set(FULL_BLOCKS) - {"rwkv", "gmlp", "amlp"}
+    single_sublayer_kinds = kinds - set(FULL_BLOCKS) - {"rwkv", "gmlp", "amlp"}
     place = f"attention_config ({args.origin('attention_config')})"
     if "moe" in kinds and args.moe_num_experts == 1:
-        problems.add("moe_num_experts", f"{place} has blocks moe: it needs to be above 1")
+        problems.add("moe_num_experts", f"{place} has moe blocks; set more than 1")
     has_none = not any(args.has_experts(block) for block in range(args.num_layers))
     if args.moe_num_experts > 1 and has_none and args.moe_layer_freq is None:
-        problems.add("moe_num_experts", f"no block of {place} has experts; write moe among its blocks")
-    if not alone:
+        problems.add("moe_num_experts", f"no block of {place} has experts; add moe blocks, or set 1")
+    if not single_sublayer_kinds:
         return
     for key in ("gpt_j_residual", "norm_placement"):
         if getattr(args, key) != keys_of(type(args))[key].default and not kinds & set(FULL_BLOCKS):
-            problems.add(key, f"{place} has no block of attention and MLP; remove it")
+            problems.add(key, f"{place} has no blocks with attention and MLP; remove it")
     for key in ("te_mha", "te_layernorm_mlp"):
         if getattr(args, key):
-            problems.add(key, f"Transformer-Engine's names are of whole blocks, {place} has others; remove it")
+            problems.add(key, f"needs attention and MLP in each block, but {place} has other blocks; remove it")
     if args.pos_emb == "rpe":
-        problems.add("pos_emb", f"rpe is one table of all blocks, of which {place} has some without attention")
+        problems.add("pos_emb", f"rpe needs attention in each block, but {place} has blocks without")
 
 
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -70,7 +70,7 @@ def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}")
     elif groups * state % args.tp:
         sharers = args.tp // groups
-        problems.add("mamba_state_dim", f"{state} is not a multiple of {sharers}, the ranks of a group under {ranks}")
+        problems.add("mamba_state_dim", f"{state} is not a multiple of {sharers}, the ranks per group ({ranks})")
 
 
 def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -80,7 +80,7 @@ def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
         and "mamba" not in args.attention_config
         and args.origin("mamba_expand") != "default"
     ):
-        problems.add("mamba_expand", f"mamba_num_heads {args.cite('mamba_num_heads')} says the channels; remove one")
+        problems.add("mamba_expand", f"mamba_num_heads {args.cite('mamba_num_heads')} sets the channels; remove one")
     if args.mamba_num_heads is None and inner % args.mamba_head_dim:
         problems.add("mamba_head_dim", f"{args.mamba_head_dim} does not divide mamba_expand x hidden_size, {inner}")
     elif heads % groups:

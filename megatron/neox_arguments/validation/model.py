@@ -7,7 +7,16 @@ from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.experts import validate_experts
 from megatron.neox_arguments.validation.mamba import validate_mamba
-from megatron.neox_arguments.values.adapters import MODULES, copied_modules, known_targets, lora_targets
+from megatron.neox_arguments.values.lora_settings import (
+    MODULES,
+    block_targets,
+    chosen_blocks,
+    copied_modules,
+    is_pattern_of,
+    is_targeted,
+    known_targets,
+    lora_targets,
+)
 
 
 def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -39,7 +48,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     if args.intermediate_size is not None and args.expansion_factor is not None:
         problems.add(
-            "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} says the width; remove one"
+            "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} sets the width; remove one"
         )
     _positions(args, problems)
     validate_experts(args, problems)
@@ -81,18 +90,18 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.pos_emb != "rotary":
         problems.add("rope_scaling", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
     original = "original_max_position_embeddings"
-    needed = {
+    required = {
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", original),
         "dynamic": ("factor", original),
         "longrope": ("short_factor", "long_factor", original),
     }.get(kind, ("factor",))
     allowed = {
-        "yarn": (*needed, original, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+        "yarn": (*required, original, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
                  "truncate", "llama_4_scaling_beta"),
-        "longrope": (*needed, "attention_factor"),
-    }.get(kind, needed)  # fmt: skip
+        "longrope": (*required, "attention_factor"),
+    }.get(kind, required)  # fmt: skip
     for name, value in scaling.items():
-        if name in needed and value is None:
+        if name in required and value is None:
             problems.add("rope_scaling", f"{kind} needs {name}")
         if value is not None and name not in (*allowed, "rope_type"):
             problems.add(f"rope_scaling.{name}", f"{kind} does not read it; remove it")
@@ -104,7 +113,7 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for name in ("short_factor", "long_factor"):
         if scaling[name] is not None and kind == "longrope" and len(scaling[name]) != pairs:
             problems.add(
-                f"rope_scaling.{name}", f"expected {pairs} numbers, half of what a head rotates, got "
+                f"rope_scaling.{name}", f"expected {pairs} numbers, half a head's rotated dimensions, got "
                 f"{len(scaling[name])}",
             )  # fmt: skip
     fast, slow = scaling["beta_fast"] or 32, scaling["beta_slow"] or 1
@@ -114,11 +123,11 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if kind == "llama3" and low is not None and high is not None and low >= high:
         problems.add("rope_scaling.low_freq_factor", f"{low} must be less than high_freq_factor {high}")
     if kind == "dynamic" and int(args.head_dim * args.rotary_pct) <= 2:
-        problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions a head")
+        problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions per head")
 
 
 def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Keys that say what differs from layer to layer."""
+    """Checks keys with values for single layers."""
     sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
     if sliding and args.sliding_window_width is None:
         problems.add("layer_types", "sliding_attention needs sliding_window_width")
@@ -128,7 +137,7 @@ def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.rope_local_base_freq is not None and (not sliding or args.pos_emb != "rotary"):
         problems.add("rope_local_base_freq", "needs pos_emb: rotary and sliding_attention among layer_types")
     if args.no_rope_layers is not None and (args.pos_emb != "rotary" or not set(args.no_rope_layers) <= {0, 1}):
-        problems.add("no_rope_layers", "needs pos_emb: rotary and is a list of 0 and 1")
+        problems.add("no_rope_layers", "needs pos_emb: rotary, and must be a list of 0 and 1")
 
 
 def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -138,11 +147,11 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.norm_placement in ("olmo3", "sandwich"):
         for key in ("gpt_j_residual", "te_layernorm_mlp"):
             if getattr(args, key):
-                message = f"{args.norm_placement} has no form with {key} {args.cite(key)}; remove one of them"
+                message = f"{args.norm_placement} excludes {key} {args.cite(key)}; remove one of them"
                 problems.add("norm_placement", message)
     if args.te_layernorm_mlp and tied:
         problems.add("te_layernorm_mlp", f"its MLP has its own norm, so gpt_j_tied ({args.origin('gpt_j_tied')}) "
-            "cannot hold; remove one of them")  # fmt: skip
+            "is impossible; remove one of them")  # fmt: skip
     if args.te_layernorm_mlp and shape in ("scalenorm", "non_parametric_layernorm"):
         problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {args.cite('norm')}")
     if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
@@ -159,20 +168,20 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.attention_multiplier is not None and args.query_pre_attn_scalar is not None:
         place = args.origin("query_pre_attn_scalar")
-        problems.add("attention_multiplier", f"query_pre_attn_scalar ({place}) says the factor too; remove one of them")
+        problems.add("attention_multiplier", f"query_pre_attn_scalar ({place}) sets the factor too; remove one of them")
     if args.attn_logit_softcapping is not None and args.attention_dropout > 0.0:
-        problems.add("attn_logit_softcapping", f"has no attention_dropout {args.cite('attention_dropout')}; set 0")
+        problems.add("attn_logit_softcapping", f"excludes attention_dropout {args.cite('attention_dropout')}; set 0")
     if args.attn_logit_softcapping is not None and args.pos_emb in ("rpe", "alibi"):
-        problems.add("attn_logit_softcapping", f"caps no biases of positions (pos_emb {args.cite('pos_emb')})")
+        problems.add("attn_logit_softcapping", f"excludes the position biases of pos_emb {args.cite('pos_emb')}")
     if args.attention_sinks and args.attention_dropout > 0.0:
-        problems.add("attention_sinks", f"have no attention_dropout {args.cite('attention_dropout')}; set 0")
+        problems.add("attention_sinks", f"excludes attention_dropout {args.cite('attention_dropout')}; set it to 0")
     if args.attention_sinks and args.te_mha:
-        problems.add("attention_sinks", f"Transformer-Engine's attention has none here ({args.origin('te_mha')})")
+        problems.add("attention_sinks", f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')})")
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
-        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} has these biases and more; set it to false")
+        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases too; set that to false")
     if args.add_qkv_bias and args.te_mha:
-        problems.add("add_qkv_bias", f"Transformer-Engine's attention has all biases or none ({args.origin('te_mha')})")
+        problems.add("add_qkv_bias", f"te_mha ({args.origin('te_mha')}) needs all biases or none; remove one of them")
 
 
 def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -181,11 +190,11 @@ def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(key, f"needs norm layernorm or rmsnorm, not {args.cite('norm')}")
     elif min(as_tuple(args.kv_heads)) < args.num_attention_heads:
         problems.add(
-            key, f"one norm cannot serve all heads of queries and {min(as_tuple(args.kv_heads))} of keys "
+            key, f"one norm needs as many key heads as query heads, not {min(as_tuple(args.kv_heads))} "
             f"(num_kv_heads: {args.origin('num_kv_heads')}); set use_separate_qk_norms: true",
         )  # fmt: skip
     elif args.te_mha:
-        problems.add(key, f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')}); remove one")
+        problems.add(key, f"is not supported with te_mha ({args.origin('te_mha')}); remove one")
 
 
 def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -197,7 +206,7 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}")
     if args.pp > args.num_layers:
         problems.add(
-            "pipe_parallel_size", f"{args.pp} stages for num_layers {args.cite('num_layers')}; use fewer stages"
+            "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
         )
     if args.pp > 1 and args.zero_stage > 1:
         stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
@@ -212,18 +221,20 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check that each tensor rank has whole heads of queries, and whole key-value heads or an equal slice of
     one."""
-    tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
+    tp, key, min_kv_heads = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if args.num_attention_heads % tp:
         problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}")
     elif any(heads % tp and tp % heads for heads in as_tuple(args.kv_heads)):
         problems.add(key, f"{tp} is neither a divisor nor a multiple of num_kv_heads {args.cite('num_kv_heads')}")
     elif any(args.head_dim * heads % tp for heads in as_tuple(args.kv_heads)):
-        dimensions = f"{args.head_dim} dimensions (head_dim) they do not divide"
-        problems.add(key, f"{tp} ranks would share {least} key-value heads, whose {dimensions}; use {least}")
-    elif least < tp and args.te_mha:
+        dimensions = f"{args.head_dim} dimensions (head_dim) each"
         problems.add(
-            key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}, which Transformer-Engine's rows have no "
-            f"place for; remove te_mha ({args.origin('te_mha')}), or use {least}",
+            key, f"{tp} ranks cannot equally divide {min_kv_heads} key-value heads of {dimensions}; use {min_kv_heads}"
+        )
+    elif min_kv_heads < tp and args.te_mha:
+        problems.add(
+            key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}, which te_mha does not support; "
+            f"remove te_mha ({args.origin('te_mha')}), or use {min_kv_heads}",
         )  # fmt: skip
 
 
@@ -232,60 +243,92 @@ def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.trainable is None:
         return
     if args.trainable["last_layers"] > args.num_layers:
-        got = f"{args.trainable['last_layers']} of num_layers {args.cite('num_layers')}"
-        problems.add("trainable.last_layers", f"expected at most all blocks, got {got}")
+        received = f"{args.trainable['last_layers']} of num_layers {args.cite('num_layers')}"
+        problems.add("trainable.last_layers", f"expected at most all blocks, got {received}")
     for pattern in args.trainable["names"] or ():
         try:
             re.compile(pattern)
         except re.error as problem:
-            problems.add("trainable.names", f"{pattern} is no regular expression ({problem})")
+            problems.add("trainable.names", f"{pattern} is not a regular expression ({problem})")
 
 
 def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check `lora`: that its names are the model's, and that nothing else says what is trained."""
+    """Check `lora`: its names must be the model's, and `trainable` must not be set too."""
     if args.lora is None:
         return
     if args.trainable is not None:
-        problems.add("lora", f"trains adapters alone, trainable ({args.origin('trainable')}) names weights; remove one")
-    known, targets = known_targets(args), lora_targets(args)
-    if not known:
-        problems.add("lora", "finds no linear: experts and Mamba's mixers have no adapters; remove it")
+        problems.add("lora", f"trains only adapters, trainable ({args.origin('trainable')}) other weights; remove one")
+    model_targets, targets = known_targets(args), lora_targets(args)
+    if not model_targets:
+        problems.add("lora", "the model has no linear for adapters (routed experts get none); remove it")
         return
+    invalid_blocks = [block for block in chosen_blocks(args) if not 0 <= block < args.num_layers]
+    if invalid_blocks:
+        received = f"{invalid_blocks[0]} (num_layers: {args.cite('num_layers')})"
+        problems.add(
+            "lora.layers_to_transform", f"expected numbers of blocks from 0 to {args.num_layers - 1}, got {received}"
+        )
     for name in targets:
-        if name not in known:
-            some = ", ".join(known)
-            problems.add("lora.target", f"{name}: no linear of this model; write all-linear, or some of {some}")
-    for whole, names in (
+        blocks = () if "." not in name else range(args.num_layers)
+        if name not in model_targets and not any(
+            is_targeted(name, target, block) for target in model_targets for block in blocks
+        ):
+            names_text = ", ".join(model_targets)
+            problems.add("lora.target", f"{name}: not a linear of this model; set all-linear, or some of {names_text}")
+    for fused, names in (
         ("query_key_value", ("q_proj", "k_proj", "v_proj")),
         ("gate_up_proj", ("up_proj", "gate_proj")),
     ):
         parts = sorted(set(names) & set(targets))
-        if whole in targets and parts:
-            problems.add("lora.target", f"{whole} is all of {', '.join(parts)}; name it or them")
+        if fused in targets and parts:
+            problems.add("lora.target", f"{fused} already includes {', '.join(parts)}; remove either")
+    _patterns(args, problems)
     _quantization(args, problems)
     copies = copied_modules(args)
     for name in sorted(copies - set(MODULES)):
-        problems.add("lora.modules_to_save", f"{name}: is not embed_tokens (embed_in) or lm_head (embed_out)")
+        problems.add("lora.modules_to_save", f"{name}: expected embed_tokens (embed_in) or lm_head (embed_out)")
     if "lm_head" in copies and args.score_head:
-        problems.add("lora.modules_to_save", "lm_head: a reward model has none")
+        problems.add("lora.modules_to_save", "lm_head: a reward model has none; remove it")
     if "lm_head" in copies and not args.no_weight_tying and "embed_tokens" not in copies:
         problems.add(
             "lora.modules_to_save",
-            "lm_head: is the embedding (no_weight_tying: false), and alone it would no longer be; write embed_tokens, "
-            "which trains both as one",
+            "lm_head: shares its weight with the embedding (no_weight_tying: false); set embed_tokens instead, which "
+            "trains both together",
         )
+
+
+def _patterns(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check `lora.rank_pattern` and `lora.alpha_pattern`."""
+    assert args.lora is not None
+    adapted = [(name, block) for block in range(args.num_layers) for name in block_targets(args, block)]
+    for table, is_value, expected in (
+        ("rank_pattern", lambda value: type(value) is int and value > 0, "a whole number above 0"),
+        ("alpha_pattern", lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
+    ):
+        for pattern, value in (args.lora[table] or {}).items():
+            if not is_value(value):
+                problems.add(f"lora.{table}", f"{pattern}: expected {expected}, got {value!r}")
+            try:
+                matches = any(is_pattern_of(pattern, name, block) for name, block in adapted)
+            except re.error as problem:
+                problems.add(f"lora.{table}", f"{pattern} is not a regular expression ({problem})")
+                continue
+            if not matches:
+                names = ", ".join(dict.fromkeys(name for name, _ in adapted))
+                text = f"{pattern}: matches no module with an adapter, such as {names}, layers.0.self_attn.q_proj"
+                problems.add(f"lora.{table}", text)
 
 
 def _quantization(args: ResolvedArgs, problems: ErrorCollector) -> None:
     assert args.lora is not None
     if not args.quantized:
         if args.lora["double_quant"]:
-            problems.add("lora.double_quant", "true is for quantised weights; write quantization: nf4, or remove it")
+            problems.add("lora.double_quant", "true needs quantised weights; set lora.quantization: nf4, or remove it")
         return
     if args.lora["save"] == "both":
         problems.add(
-            "lora.save", "both: weights in 4 bits are not what `load` has, and are made anew from it; write adapter"
+            "lora.save", "both would save 4-bit weights, which each start makes from `load` again; set adapter"
         )
     if args.precision_fp8 not in ("off", "auto"):
         place = args.cite("precision_fp8")
-        problems.add("lora.quantization", f"nf4 multiplies unpacked weights, precision_fp8 {place} others; remove one")
+        problems.add("lora.quantization", f"precision_fp8 {place} cannot multiply nf4 weights; remove one of them")

@@ -7,7 +7,7 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.losses import (
     losses_of,
     needs_reference,
-    reference_by,
+    reference_mode,
     sample_kind,
     scores_reference,
 )
@@ -22,34 +22,34 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_impl == "dpo":
         _pairs(args, problems)
     if args.train_impl == "rm" and not args.score_head:
-        problems.add("score_head", f"train_impl {args.cite('train_impl')} trains scores; remove it")
+        problems.add("score_head", f"false contradicts train_impl {args.cite('train_impl')}; remove it")
     if args.prefix_sharing is True and args.rotates_by_length and args.rope_scaling is not None:
         kind = args.rope_scaling["rope_type"]
-        problems.add("prefix_sharing", f"{kind} rotates by the length of a text, and answers to a prompt differ in "
-                     "theirs; set auto, or false")  # fmt: skip
+        problems.add("prefix_sharing", f"rope_scaling {kind} depends on the length of a text, so two answers cannot "
+                     "share a prompt; set auto, or false")  # fmt: skip
     if args.prefix_sharing is True and args.mamba_blocks:
-        problems.add("prefix_sharing", f"blocks of Mamba (attention_config {args.origin('attention_config')}) read a "
-                     "prompt for one answer alone; set auto, or false")  # fmt: skip
+        problems.add("prefix_sharing", f"blocks of Mamba (attention_config {args.origin('attention_config')}) cannot "
+                     "share the prompt of two answers; set auto, or false")  # fmt: skip
     if args.prefix_sharing is True and args.pack_impl != "best_fit":
-        problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
+        problems.add("prefix_sharing", "both answers of a pair must be in one row; set pack_impl: best_fit (now "
                                        f"{args.cite('pack_impl')})")  # fmt: skip
     _reference(args, problems)
     if args.compat_kto and args.pack_impl != "unpacked":
-        problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
+        problems.add("compat_kto", f"needs one answer per row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
 def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Refuse options of losses that are not among the run's."""
+    """Notes keys that are set but are options of losses that the run does not use."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     readers: dict[str, dict[str, list[str] | None]] = {}  # by option and train_impl, its losses; None: all
     for name, impl in TRAIN_IMPLS.items():
         for option in (impl.key, *impl.options, *impl.online):
             readers.setdefault(option, {})[name] = None
-        for loss, about in impl.losses.items():
-            for option in about.options:
-                some = readers.setdefault(option, {}).setdefault(name, [])
-                assert some is not None, f"{option} is read by all losses of {name}"
-                some.append(loss)
+        for loss, loss_spec in impl.losses.items():
+            for option in loss_spec.options:
+                option_losses = readers.setdefault(option, {}).setdefault(name, [])
+                assert option_losses is not None, f"{option} is read by all losses of {name}"
+                option_losses.append(loss)
     del readers[""]
     for option, impls in readers.items():
         if getattr(args, option) == keys[option].default:
@@ -59,65 +59,65 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
                          "remove it")  # fmt: skip
             continue
         if args.train_impl not in impls:
-            who = f"only train_impl: {' and '.join(impls)} {'reads' if len(impls) == 1 else 'read'}"
-            problems.add(option, f"{who} it, not {args.cite('train_impl')}; remove it")
+            readers_text = f"only train_impl: {' and '.join(impls)} {'reads' if len(impls) == 1 else 'read'}"
+            problems.add(option, f"{readers_text} it, not {args.cite('train_impl')}; remove it")
             continue
         losses = impls[args.train_impl]
         if losses is not None and not set(losses) & set(chosen):
             key = TRAIN_IMPLS[args.train_impl].key
-            who = f"only {key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
-            problems.add(option, f"{who} reads it; remove it")
+            readers_text = f"only {key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
+            problems.add(option, f"{readers_text} reads it; remove it")
 
 
 def _noise(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_impl != "normal":
-        problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a reference has no noise, and the policy "
-                     f"would be compared with it; remove it, or train_impl {args.cite('train_impl')}")  # fmt: skip
+        problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a policy with noise cannot be compared "
+                     f"with a reference without; remove it, or train_impl {args.cite('train_impl')}")  # fmt: skip
     elif args.pack_impl != "packed" and not args.reset_attention_mask:
-        problems.add("neftune_noise_alpha", "depends on the length of a document, and rows here hold several or "
+        problems.add("neftune_noise_alpha", "needs the length of each document, unknown in rows with several or with "
                      "padding; set reset_attention_mask: true")  # fmt: skip
 
 
 def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    needed = scores_reference(args)
+    scored = scores_reference(args)
     for name in ("dpo_reference", "reference_cache_dir"):
         if getattr(args, name) == keys_of(type(args))[name].default:
             continue
-        if not needed:
-            why = "precompute_model_name has them" if needs_reference(args) else "no reference is needed"
-            problems.add(name, f"is for log-probabilities of a reference, but {why}; remove it")
-        elif name == "reference_cache_dir" and reference_by(args) != "cache":
+        if not scored:
+            reason = "precompute_model_name provides them" if needs_reference(args) else "no reference is needed"
+            problems.add(name, f"is for log-probabilities of a reference, but {reason}; remove it")
+        elif name == "reference_cache_dir" and reference_mode(args) != "cache":
             problems.add(name, f"only dpo_reference: cache reads it, not {args.cite('dpo_reference')}; remove it")
-    if not needed:
+    if not scored:
         return
     if args.lora is not None and args.dpo_reference == "cache":
-        problems.add("dpo_reference", "cache keeps what another model gives; with lora the reference is the model "
-                                      "without its adapters, in every step: remove it")  # fmt: skip
-    if args.dpo_reference == "cache" and sample_kind(args) == "rollouts":
-        problems.add("dpo_reference", "cache is for answers that are read, and the model writes these; set on_the_fly, "
+        problems.add("dpo_reference", "cache cannot be used with lora, where the reference is the model without "
+                                      "adapters, computed in every step; remove it")  # fmt: skip
+    if args.dpo_reference == "cache" and sample_kind(args) == "generated":
+        problems.add("dpo_reference", "cache is for answers from files, but the model writes them; set on_the_fly, "
                                       "or remove it")  # fmt: skip
-    if args.kto_kl == "rotated" and reference_by(args) == "cache":
-        problems.add("kto_kl", "rotated makes answers of each micro-batch, which no cache holds; set dpo_reference: "
+    if args.kto_kl == "rotated" and reference_mode(args) == "cache":
+        problems.add("kto_kl", "rotated needs new pairs in each micro-batch, which no cache holds; set dpo_reference: "
                                "on_the_fly")  # fmt: skip
     if args.save is not None and is_remote(args.load):
-        problems.add("load", "is the reference, and is read again when the run goes on; fetch it, and set load to the "
-                             "local folder")  # fmt: skip
+        problems.add("load", "is remote, but a resumed run reads it again as its reference; download it, and set "
+                             "load to the local folder")  # fmt: skip
 
 
 def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     losses = (args.dpo_loss_type,) if isinstance(args.dpo_loss_type, str) else args.dpo_loss_type
     weights = args.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):
-        problems.add("dpo_loss_type", f"expected losses, each once, got {list(losses)}")
+        problems.add("dpo_loss_type", f"expected at least one loss, each once, got {list(losses)}")
     matching = [name for name, loss in losses_of(args).items() if loss.needs_step_baselines]
     if len(matching) > 1:
         problems.add("dpo_loss_type", f"{' and '.join(matching)} match pairs differently; take one of them")
     if {"sft", "orpo"} <= set(losses):
-        problems.add("dpo_loss_type", "orpo has the likelihood of the chosen answer already; remove sft")
+        problems.add("dpo_loss_type", "orpo already includes the likelihood of the chosen answer; remove sft")
     if weights is not None and len(weights) != len(losses):
         problems.add(
             "dpo_loss_weights",
-            f"expected one for each of the {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
+            f"expected a weight for each of {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
             f"got {len(weights)}",
         )
     if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:

@@ -1,4 +1,4 @@
-"""What a run refuses although the configuration resolves: features that are gone, impossible, or not built
+"""Refuses values that resolve but cannot run: features that were removed, are impossible, or are not built
 yet."""
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,8 @@ from megatron.neox_arguments.values.ffn_width import ffn_width_error
 
 
 def refusals(args: ResolvedArgs) -> dict[str, str]:
-    """Reasons by dotted path, with what to do instead; empty for what can run."""
+    """Returns the reason of each refused value, and the fix, by dotted path; empty if the configuration can
+    run."""
     reasons = dict(_refused_values(type(args), args.user_values, args))
     if args.te_mha and not args.use_bias_in_attn_linear:
         reasons["te_mha"] = (

@@ -50,18 +50,18 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _seq_curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorCollector) -> None:
-    lengths, until = section["seq_len"], section["until"]
-    if lengths is None or until is None:
+    lengths, phase_ends = section["seq_len"], section["until"]
+    if lengths is None or phase_ends is None:
         return  # the section's own check names what is missing
     validate_phases("seq_curriculum", "seq_len", section, problems)
     for length in lengths:
         if length < 1 or args.seq_length % length:
             problems.add(
                 "seq_curriculum.seq_len", f"{length} does not divide seq_length {args.cite('seq_length')}: samples are "
-                "cut into rows of it",
+                "cut into rows of this length",
             )  # fmt: skip
     if args.pack_impl != "packed":
-        problems.add("seq_curriculum", f"cuts samples of pack_impl: packed, not {args.cite('pack_impl')}; remove it")
+        problems.add("seq_curriculum", f"needs pack_impl: packed, not {args.cite('pack_impl')}; remove it")
 
 
 def _warmup(args: ResolvedArgs) -> float:
@@ -75,7 +75,7 @@ def _epochs(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("train_epochs", f"train_iters is set at {args.origin('train_iters')}; remove one of them")
     for key in ("train_data_weights", "weight_by_num_documents", "weight_by", "train_data_weight_schedule"):
         if getattr(args, key) not in (None, False) and set(args.train_data_weights or ()) != {1.0}:
-            problems.add("train_epochs", f"each set is seen whole; remove {key} ({args.origin(key)})")
+            problems.add("train_epochs", f"reads every data set in full; remove {key} ({args.origin(key)})")
 
 
 def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorCollector) -> None:
@@ -86,15 +86,15 @@ def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorC
         return
     if section["min_difficulty"] > section["max_difficulty"]:
         problems.add(f"{path}.min_difficulty", f"is more than max_difficulty {section['max_difficulty']}")
-    needed = {
+    required = {
         "fixed_linear": ("total_curriculum_step", "difficulty_step"),
         "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
         "fixed_discrete": ("difficulty", "max_step"),
     }[kind]
     for name, value in schedule.items():
-        if name in needed and value is None:
+        if name in required and value is None:
             problems.add(f"{path}.schedule_config", f"{kind} needs {name}")
-        if name not in needed and value is not None:
+        if name not in required and value is not None:
             problems.add(f"{path}.schedule_config.{name}", f"{kind} does not read it; remove it")
     lengths, ends = schedule["difficulty"], schedule["max_step"]
     if ends is not None and list(ends) != sorted(set(ends)):

@@ -21,10 +21,10 @@ class _Mismatch(Exception):
 def check_keys(
     declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
 ) -> dict[str, Any]:
-    """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not
-    raised.
+    """Returns the checked values of all keys that `declaration` declares, with defaults. Problems are noted,
+    not raised.
 
-    A key with a problem holds its default (None when required) in the result.
+    A key with a problem gets its default in the result (None if it is required).
     """
     keys = keys_of(declaration)
     for name in user_values:
@@ -45,7 +45,7 @@ def check_keys(
 def resolve_section(
     declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
 ) -> FrozenDict:
-    """The checked values of a section, read-only, without its keys that are refused or have no effect."""
+    """Returns the checked values of a section, read-only, without keys that are refused or have no effect."""
     keys = keys_of(declaration)
     values = check_keys(declaration, user_values, problems, prefix)
     silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
@@ -53,7 +53,7 @@ def resolve_section(
 
 
 def check_value(key: Key, path: str, value: Any, problems: ErrorCollector) -> None:
-    """Note what is wrong with a value of `key` that stands at another path."""
+    """Checks `value` as a value of `key`, and notes problems under its dotted `path`."""
     _checked(key, path, value, problems, None)
 
 
@@ -73,7 +73,8 @@ def _checked(key: Key, path: str, value: Any, problems: ErrorCollector, fallback
 
 
 def _coerce(annotation: Any, value: Any) -> Any:
-    """`value` as the annotated type; an int is a float too, text of a Literal is compared without case."""
+    """Converts `value` to the annotated type. An int is accepted as a float; Literal texts are compared
+    without case."""
     members = [member for member in union_members(annotation) if member is not type(None)]
     expected = []
     for member in members:
@@ -137,25 +138,27 @@ def _coerce_one(member: Any, value: Any) -> Any:
 
 
 def _check_bounds(key: Key, value: Any) -> None:
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, str) or (  # a number or auto
-            (key.ge is None or one >= key.ge)
-            and (key.gt is None or one > key.gt)
-            and (key.le is None or one <= key.le)
-            and (key.lt is None or one < key.lt)
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, str) or (  # a number or auto
+            (key.ge is None or number >= key.ge)
+            and (key.gt is None or number > key.gt)
+            and (key.le is None or number <= key.le)
+            and (key.lt is None or number < key.lt)
         ):
             continue
         raise _Mismatch(f"a number {key.bounds}")
 
 
 def unknown(name: str, keys: Mapping[str, Key]) -> str:
-    """The message about a name that is no key, with the nearest names that are."""
-    if (here := name_here(name)) is not None:
-        return f"unknown key; here it is {here}"
-    near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
-    ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
-    near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]
-    return "unknown key" + (f"; did you mean {' or '.join(near)}?" if near else "; remove it")
+    """The message about a name that is not a key, with the nearest names that are."""
+    if (counterpart := name_here(name)) is not None:
+        return f"unknown key; here it is {counterpart}"
+    similar_keys = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, similar_key).ratio() for similar_key in similar_keys]
+    similar_keys = [
+        similar_key for similar_key, ratio in zip(similar_keys, ratios, strict=True) if ratio > ratios[0] - 0.05
+    ]
+    return "unknown key" + (f"; did you mean {' or '.join(similar_keys)}?" if similar_keys else "; remove it")
 
 
 def _one_of(values: tuple[Any, ...]) -> str:

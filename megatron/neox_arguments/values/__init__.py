@@ -1,2 +1,1 @@
-"""What follows from keys: derived values, batch sizes, the MLP's width, the losses of a run, remote
-folders."""
+"""Values derived from keys: batch sizes, the MLP's width, the losses of a run, remote folders."""

@@ -8,10 +8,10 @@ BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "grad
 
 
 def batch_sizes(data_parallel: int, batch: int | None, micro: int | None, steps: int | None) -> Mapping[str, int]:
-    """Any two of (batch, micro, steps) give the third; with batch or micro alone, steps is 1.
+    """Returns batch, micro and steps, computed from any two of them. With batch or micro alone, steps is 1.
 
-    Returns {} when neither batch nor micro is given. Raises ValueError with the arithmetic when it does not
-    work out.
+    Returns {} if neither batch nor micro is set. Raises ValueError, with the arithmetic, if the numbers do
+    not match.
     """
     if batch is None and micro is None:
         return {}
@@ -32,12 +32,12 @@ def batch_sizes(data_parallel: int, batch: int | None, micro: int | None, steps:
     return dict(zip(BATCH_KEYS, (batch, micro, steps), strict=True))
 
 
-def _divide(batch: int, divisor: int, what: str, data_parallel: int) -> int:
+def _divide(batch: int, divisor: int, factors: str, data_parallel: int) -> int:
     if batch % divisor:
-        below = batch // divisor * divisor
-        near = f"{below} or {below + divisor}" if below else f"{divisor}"
+        lower = batch // divisor * divisor
+        nearest = f"{lower} or {lower + divisor}" if lower else f"{divisor}"
         raise ValueError(
-            f"train_batch_size {batch} is not a multiple of {what} x {data_parallel} data-parallel ranks = {divisor}; "
-            f"{near} would be"
+            f"train_batch_size {batch} is not a multiple of {factors} x {data_parallel} data-parallel ranks = "
+            f"{divisor}; {nearest} would be"
         )
     return batch // divisor

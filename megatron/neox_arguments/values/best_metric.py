@@ -1,4 +1,4 @@
-"""What `save_best` names: a metric of the validation, and which of its values are better."""
+"""Parses `save_best`: a validation metric, and whether its smallest or largest value is best."""
 
 from typing import Literal
 
@@ -12,10 +12,9 @@ _HIGHER_IS_BETTER = (
 
 
 def best_metric(text: str) -> tuple[str, Mode]:
-    """(the metric, whether the smallest or the largest value is best) of `METRIC`, `METRIC:min` or
-    `METRIC:max`.
+    """Parses `METRIC`, `METRIC:min` or `METRIC:max` into (metric, which value is best: "min" or "max").
 
-    Raises ValueError for a name that is no metric of a validation, or does not say which values are better.
+    Raises ValueError if it is not a validation metric, or if it is unknown whether low or high is better.
     """
     name, colon, suffix = text.rpartition(":")
     if colon and suffix == "min":
@@ -25,11 +24,11 @@ def best_metric(text: str) -> tuple[str, Mode]:
     else:
         name = text
         if not name.endswith((*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER)):
-            raise ValueError(f"{name}: does not say whether less is better; write {name}:min or {name}:max")
+            raise ValueError(f"{name}: unknown whether low or high is better; write {name}:min or {name}:max")
         mode = "min" if name.endswith(_LOWER_IS_BETTER) else "max"
     if not name.startswith(PREFIXES):
         raise ValueError(
-            f"{name}: is no metric of the validation; name one as metrics.jsonl does, as validation/lm_loss or "
-            "eval_tasks/TASK_METRIC"
+            f"{name}: is not a validation metric; write one with its name in metrics.jsonl, such as "
+            "validation/lm_loss or eval_tasks/TASK_METRIC"
         )
     return name, mode

@@ -29,7 +29,7 @@ _LAYER_KINDS = (
 def derive(
     values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> dict[str, Any]:
-    """`values` with everything filled in that does not need the world size."""
+    """Returns `values` with all derived values that do not depend on the world size."""
     values = dict(values)
     _precision(values, problems)
     _optimizer(values, problems)
@@ -68,7 +68,11 @@ def derive(
 
 
 def _dropout(values: dict[str, Any]) -> None:
-    """Preference training has no dropout unless it is asked for: the reference model has none either."""
+    """Sets every dropout to 0 if `disable_dropout` is true. If unset, it becomes true except with
+    `train_impl: normal`.
+
+    Without dropout the policy of preference training is computed like its reference model.
+    """
     if values["disable_dropout"] is None:
         values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
     if values["disable_dropout"]:
@@ -78,15 +82,15 @@ def _dropout(values: dict[str, Any]) -> None:
 def _repeated(
     values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> None:
-    """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a
-    contradiction."""
+    """Checks keys that GPT-NeoX derives from others. A file may repeat the derived value; another value is a
+    problem."""
     for name, key in keys.items():
         if key.same_as is None:
             continue
-        value, origin = _at(values, key.same_as), problems.origin(key.same_as)
+        value, origin = _value_at(values, key.same_as), problems.origin(key.same_as)
         # An override of the one is meant for both.
         overridden = (origin or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
-        if name in user_values and not overridden and not _same(values[name], value):
+        if name in user_values and not overridden and not _equals_ignoring_case(values[name], value):
             problems.add(
                 name,
                 f"{format_value(values[name])}, but {key.same_as}, which it is made from, is {format_value(value)}"
@@ -95,20 +99,21 @@ def _repeated(
         values[name] = value
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, str) and isinstance(other, str):
-        return one.lower() == other.lower()
-    return one == other
+def _equals_ignoring_case(left: Any, right: Any) -> bool:
+    if isinstance(left, str) and isinstance(right, str):
+        return left.lower() == right.lower()
+    return left == right
 
 
-def _at(values: Any, path: str) -> Any:
+def _value_at(values: Any, path: str) -> Any:
     for part in path.split("."):
         values = values[part]
     return values
 
 
 def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
-    """`precision` from the fp16 and bf16 sections, and the other way round; contradictions are problems."""
+    """Sets `precision` from the fp16 and bf16 sections, or the sections from `precision`. Contradictions are
+    noted."""
     for name, precision, section in (("fp16", "fp16", values["fp16"]), ("bf16", "bfloat16", values["bf16"])):
         if section is None:
             continue
@@ -118,9 +123,11 @@ def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
             section = freeze({**section, "enabled": values["precision"] == precision})
             values[name] = section
         if section["enabled"] and values["precision"] not in (None, precision):
-            other = problems.origin("precision")
-            by = f"precision is {values['precision']} ({other})" if other else "bf16 and fp16 are both enabled"
-            problems.add(f"{name}.enabled", f"{by}; remove one, as in --set {name}=null")
+            precision_origin = problems.origin("precision")
+            conflict = "bf16 and fp16 are both enabled"
+            if precision_origin:
+                conflict = f"precision is {values['precision']} ({precision_origin})"
+            problems.add(f"{name}.enabled", f"{conflict}; remove one, as in --set {name}=null")
         elif section["enabled"]:
             values["precision"] = precision
         elif values["precision"] == precision:
@@ -132,7 +139,8 @@ def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
 
 
 def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
-    """Fill in the parameters of the chosen optimizer; a parameter of another one is a problem."""
+    """Adds the defaults of the chosen optimizer's parameters. A parameter of another optimizer is a
+    problem."""
     if values["optimizer"] is None:
         values["optimizer"] = resolve_section(Optimizer, {"params": {"lr": 1e-3}}, problems)
     kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
@@ -160,7 +168,8 @@ def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
 def _each_layer(
     name: str, pattern: tuple[Any, ...], num_layers: int, problems: ErrorCollector
 ) -> tuple[Any, ...] | None:
-    """The values of all layers, from a pattern that is repeated; None, and a problem, if it is too long."""
+    """Returns a value for each layer, by repeating the pattern; None, and a problem noted, if it is empty or
+    too long."""
     if not 0 < len(pattern) <= num_layers:
         problems.add(name, f"has {len(pattern)} layers, but num_layers is {num_layers}")
         return None
@@ -168,8 +177,8 @@ def _each_layer(
 
 
 def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tuple[str, ...]:
-    """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of
-    kinds."""
+    """Returns the kind of each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from a list
+    of kinds."""
     if config is None:
         return ("global",) * num_layers
     if all(isinstance(item, str) for item in config):

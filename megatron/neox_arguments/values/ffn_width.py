@@ -26,24 +26,25 @@ PUBLISHED: Final = {
 
 
 def ffn_width(values: Any, convention: str | None = None) -> int | tuple[int, ...]:
-    """The true inner width: one number, or one for each layer where intermediate_size is a list.
+    """Returns the true inner width of the MLP: a number, or one for each layer if intermediate_size is a
+    list.
 
-    values: a configuration, `ResolvedArgs`. convention: see `_width`.
+    values: a configuration, `ResolvedArgs`. convention: how to read the keys, see `_width`.
     """
     intermediate_size = values.intermediate_size
     if isinstance(intermediate_size, tuple):
-        return tuple(_width(values, one, convention) for one in intermediate_size)
+        return tuple(_width(values, layer_size, convention) for layer_size in intermediate_size)
     return _width(values, intermediate_size, convention)
 
 
 def _width(values: Any, intermediate_size: int | None, convention: str | None) -> int:
-    """True inner width: rows of the up projection, columns of the down projection, as `convention` has it.
+    """Returns the true inner width: rows of the up projection, which are columns of the down projection.
 
-    none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated
-    activations two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256
-    -> 11008). upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset:
-    compat_ffn_width's, or the fork's where a key that only it has shows that the file was written for it.
-    Raises ValueError when the keys contradict each other.
+    convention none: intermediate_size; if unset, 4 * hidden_size (or expansion_factor * hidden_size), for
+    gated activations two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple
+    of 256 -> 11008). upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19.
+    None: compat_ffn_width, else fork if the file sets a key that only the fork has, else none. Raises
+    ValueError when the keys contradict each other.
     """
     convention = convention or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
     multiple = values.mlp_multiple_of
@@ -57,17 +58,18 @@ def _width(values: Any, intermediate_size: int | None, convention: str | None) -
         return _round_up(int(base * 2 / 3) if gated else base, multiple)
     if intermediate_size % multiple:
         raise ValueError(
-            f"intermediate_size {intermediate_size} is the true width and is not a multiple of mlp_multiple_of "
-            f"{multiple}; write {_round_up(intermediate_size, multiple)}, drop mlp_multiple_of, or say "
+            f"intermediate_size {intermediate_size}, the MLP's true width, is not a multiple of mlp_multiple_of "
+            f"{multiple}; set it to {_round_up(intermediate_size, multiple)}, remove mlp_multiple_of, or set "
             "compat_ffn_width: upstream"
         )
     return intermediate_size
 
 
 def ffn_width_error(values: Any) -> str | None:
-    """Why the keys do not say which width is meant, with the line to add; None when they do.
+    """Returns why the MLP's width is unclear or impossible, with the line to add; None if it is clear.
 
-    A convention by which the model cannot run (upstream's two linears may not fit) is left out.
+    It is unclear if conventions give different widths. A convention whose width cannot run does not count,
+    since GPT-NeoX's two linears may not fit each other.
     """
     cannot = None
     try:
@@ -99,21 +101,25 @@ def ffn_width_error(values: Any) -> str | None:
 
 
 def _written_for_the_fork(values: Any) -> bool:
-    """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true
+    """Returns whether a key of the fork is set together with intermediate_size, which is then the fork's true
     width."""
     keys = keys_of(type(values))
     return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.user_values)
 
 
 def _upstream_width(base: int, multiple: int, gated: bool) -> int:
-    """ParallelMLP: the first linear is rounded to 2 * multiple, the input of the second to multiple."""
+    """Returns the MLP's width by GPT-NeoX's formula (ParallelMLP); raises ValueError if its two linears do
+    not fit.
+
+    The first linear is rounded to 2 * multiple, the input of the second to multiple.
+    """
     rows = int(base * 2 / 3) if gated else base
     columns = _round_up(rows // 2 if gated else rows, multiple)
     rows = _round_up(rows, 2 * multiple)
     if (rows // 2 if gated else rows) != columns:
         raise ValueError(
-            f"GPT-NeoX makes a first linear of {rows} rows and a second of {columns} columns from {base}, which cannot "
-            "run; drop compat_ffn_width and write the true width as intermediate_size"
+            f"by GPT-NeoX's formula an MLP of width {base} has a first linear of {rows} rows and a second of {columns} "
+            "columns, which cannot run; remove compat_ffn_width and set intermediate_size to the true width"
         )
     return columns
 

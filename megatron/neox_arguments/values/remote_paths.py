@@ -1,5 +1,4 @@
-"""Paths that are not on this machine: `save` and `load` as scheme://bucket/folder, and data that must be
-copied."""
+"""Remote paths: `save` and `load` as scheme://bucket/folder, and data that must be copied."""
 
 import difflib
 import getpass
@@ -11,19 +10,22 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def scheme_of(path: str | None) -> str | None:
-    """`s3` of s3://bucket/run; None for a folder, and for hf://, which names a model on the Hub."""
+    """Returns the scheme of a remote path: `s3` of s3://bucket/run; None for a local folder, and for hf:// (a
+    model on the Hub)."""
     match = _SCHEME.match(path or "")
     return match[1] if match is not None and match[1] != "hf" else None
 
 
 def is_remote(path: str | None) -> bool:
-    """Whether a path is scheme://bucket/folder, which fsspec reaches, and no folder of this machine."""
+    """Returns whether a path is scheme://bucket/folder, which fsspec reads, and not a local folder."""
     return scheme_of(path) is not None
 
 
 def staging_folder(path: str, staging: str | None) -> str:
-    """The local folder that stands for a remote one. staging: `remote_staging`, else a folder of the user's
-    in the temporary folder."""
+    """Returns the local folder in which files of a remote path are staged.
+
+    staging: `remote_staging`; None: a folder for this user in the system's temporary folder.
+    """
     scheme, _, inner = path.partition("://")
     parts = [re.sub(r"[^\w.=-]", "_", part) for part in inner.split("/") if part]
     if staging is None:
@@ -32,24 +34,27 @@ def staging_folder(path: str, staging: str | None) -> str:
 
 
 def remote_path_error(path: str) -> str | None:
-    """What is wrong with a remote path, in words; None if nothing is."""
+    """Returns an error message for a remote path that cannot be used, else None."""
     from fsspec import available_protocols  # comes with torch
 
     scheme, inner = scheme_of(path) or "", path.partition("://")[2]
-    known = sorted(set(available_protocols()))
-    if scheme not in known:
-        near = difflib.get_close_matches(scheme.lower(), known, n=3)
-        meant = (
-            f"did you mean {' or '.join(f'{name}://' for name in near)}?" if near else "such as s3://, gs://, abfs://"
+    protocols = sorted(set(available_protocols()))
+    if scheme not in protocols:
+        similar = difflib.get_close_matches(scheme.lower(), protocols, n=3)
+        suggestion = (
+            f"did you mean {' or '.join(f'{name}://' for name in similar)}?"
+            if similar
+            else "such as s3://, gs://, abfs://"
         )
-        return f"{path}: fsspec knows no {scheme}://; {meant}"
+        return f"{path}: fsspec knows no {scheme}://; {suggestion}"
     if not inner.strip("/") or (inner.startswith("/") and scheme not in ("file", "local")):
         return f"{path}: names no bucket; write {scheme}://BUCKET/FOLDER"
     return None
 
 
 def remote_data_error(path: str) -> str | None:
-    """What to do with data in an object store, which are mapped into memory here; None for a local path."""
+    """Returns an error message for data in an object store, which cannot be memory-mapped; None for a local
+    path."""
     scheme = scheme_of(path)
     if scheme is None:
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints on the HuggingFace Hub: one repository an experiment, one revision a checkpoint.
+"""Publishes checkpoints on the HuggingFace Hub: one repository per experiment, one revision per checkpoint.
 
-`names.py` names repositories, `checkpoints.py` lists what is to be sent, `submission.py` makes a Slurm job of
-each, `upload.py` converts one and publishes it; `repository.py` talks to the Hub, `retrying.py` says what is
-tried again, `journal.py` keeps what has been done, `card.py` writes the model card, `scores.py` evaluates.
-`in_training.py` does the same beside a run (`push_to_hub`).
+`names.py` names repositories, `checkpoints.py` lists checkpoints, `submission.py` submits a Slurm job for
+each, `upload.py` converts and publishes one. `repository.py` talks to the Hub, `retrying.py` retries
+requests, `journal.py` records progress, `card.py` writes the model card, `scores.py` evaluates.
+`in_training.py` publishes during a run (`push_to_hub`).
 """

@@ -1,5 +1,4 @@
-"""The model card (README.md) of a published checkpoint: what the export writes, and what only the run
-knows."""
+"""The model card (README.md) of a published checkpoint: the export's card with facts of the run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 from megatron.neox_arguments import NeoXArgs
 
 CARD, CURVES, CONFIG = "README.md", "curves.png", "training_config.json"
-_BEGIN = "\n<!-- of the run -->\n"  # what follows is made anew whenever the card is
+_BEGIN = "\n<!-- of the run -->\n"  # the text below it is rewritten with the card
 _ESSENTIAL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "pos_emb", "norm", "activation",
     "tokenizer_type", "precision", "train_impl", "train_batch_size", "train_iters", "optimizer_type", "lr", "min_lr",
@@ -21,8 +20,13 @@ _SCORES = "eval_tasks/"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a card says of a run. args: its configuration. data: of the checkpoint's manifest, {} without one.
-    rows: of metrics.jsonl up to the checkpoint. scores: of an evaluation of the published model, by name."""
+    """The facts of a run that its model card shows.
+
+    args: the run's configuration.
+    data: the entry `data` of the checkpoint's manifest; {} without a manifest.
+    rows: rows of metrics.jsonl up to the checkpoint.
+    scores: scores of an evaluation of the published model, by name.
+    """
 
     step: int
     args: NeoXArgs
@@ -34,7 +38,7 @@ class RunFacts:
 
 
 def write_card(folder: Path, facts: RunFacts) -> None:
-    """Complete README.md of a converted folder, or begin one where there is none (adapters)."""
+    """Adds the facts to README.md of a converted folder; for adapters, which have none, writes it anew."""
     from huggingface_hub import ModelCard
 
     path = folder / CARD
@@ -43,7 +47,7 @@ def write_card(folder: Path, facts: RunFacts) -> None:
     base = base_model(facts.args)
     if base is not None:
         card.data["base_model"] = base
-    scores = {**_of_the_run(facts), **facts.scores}
+    scores = {**_run_scores(facts), **facts.scores}
     if scores:
         card.data["model_name"] = card.data.get("model_name") or folder.name
         card.data["eval_results"] = [_result(name, value) for name, value in scores.items() if "stderr" not in name]
@@ -51,12 +55,12 @@ def write_card(folder: Path, facts: RunFacts) -> None:
 
 
 def base_model(args: NeoXArgs) -> str | None:
-    """The name on the Hub of the model that a run began with; None where it began with none of the Hub's."""
+    """Returns the Hub name of the model from which a run started; None if the model is not on the Hub."""
     return args.load.removeprefix("hf://").partition("@")[0] if args.load and args.load.startswith("hf://") else None
 
 
 def draw_curves(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Write curves.png of rows that have losses; whether there were any."""
+    """Writes curves.png from rows that have losses. Returns whether any row has one."""
     from megatron.operations.loss_plot import plot
 
     if not any("train/lm_loss" in row for row in rows):
@@ -75,7 +79,7 @@ def _sections(facts: RunFacts) -> str:
         data = json.dumps(facts.data, indent=1, sort_keys=True, default=str)
         parts += ["## Data", "Digests of the files and of their order, as the checkpoint keeps them:"]
         parts.append(f"<details><summary>data</summary>\n\n```json\n{data}\n```\n\n</details>")
-    scores = {**_of_the_run(facts), **facts.scores}
+    scores = {**_run_scores(facts), **facts.scores}
     if scores:
         parts += ["## Scores", _table(("score", "value"), [(name, f"{value:.6g}") for name, value in scores.items()])]
     if facts.has_curves:
@@ -83,14 +87,14 @@ def _sections(facts: RunFacts) -> str:
     return "\n\n".join(part.strip("\n") if part != _BEGIN else part.rstrip("\n") for part in parts) + "\n"
 
 
-def _of_the_run(facts: RunFacts) -> dict[str, float]:
-    """Scores and validation losses that the run itself logged at this step."""
-    found: dict[str, float] = {}
+def _run_scores(facts: RunFacts) -> dict[str, float]:
+    """Returns the scores and validation losses that the run logged at this step."""
+    logged: dict[str, float] = {}
     for row in facts.rows:
         if row.get("iteration") == facts.step:
-            found |= {name.removeprefix(_SCORES): v for name, v in row.items() if name.startswith(_SCORES)}
-            found |= {name: v for name, v in row.items() if name.startswith("validation/")}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+            logged |= {name.removeprefix(_SCORES): v for name, v in row.items() if name.startswith(_SCORES)}
+            logged |= {name: v for name, v in row.items() if name.startswith("validation/")}
+    return {name: value for name, value in logged.items() if isinstance(value, int | float)}
 
 
 def _result(name: str, value: float) -> Any:

@@ -1,4 +1,4 @@
-"""The checkpoints of an experiment, found without torch."""
+"""Lists the checkpoints of an experiment, without importing torch."""
 
 import hashlib
 import re
@@ -15,55 +15,65 @@ _TAG = re.compile(r"global_step(\d+)")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A folder of checkpoints. steps: of those that are kept, the newest first."""
+    """A folder of checkpoints.
+
+    steps: N of each global_stepN that is not an ephemeral checkpoint, the newest first."""
 
     save: Path
     steps: tuple[int, ...]
 
 
 def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
-    """The folder of an experiment: a path, or a name below the folder of experiments. Raises HubError."""
-    places = [root / Path(name).expanduser() for root in (Path(checkpoint_dir).expanduser(), Path())]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
+    """Returns the folder of an experiment. name: a folder below `checkpoint_dir`, or a path.
+
+    Raises HubError if there is no such folder."""
+    candidates = [root / Path(name).expanduser() for root in (Path(checkpoint_dir).expanduser(), Path())]
+    folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
+    if folder is None:
         raise HubError(
-            f"{name}: no such experiment; looked for {' and '.join(str(place.absolute()) for place in places)} "
+            f"{name}: no such experiment; looked for {' and '.join(str(path.absolute()) for path in candidates)} "
             "(--neox_checkpoints_path, or the site's NEOX_CHECKPOINT_DIR)"
         )
-    return found.absolute()
+    return folder.absolute()
 
 
 def read_experiment(save: Path) -> Experiment:
-    """The checkpoints in a folder. Raises HubError where there is none."""
+    """Returns the experiment in the folder `save`. Raises HubError if it holds no checkpoint."""
     steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
     if not steps:
-        raise HubError(f"{save}: holds no checkpoint global_step<N>")
+        raise HubError(f"{save}: no checkpoint global_step<N> in this folder")
     return Experiment(save, tuple(steps))
 
 
 def _step(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None for what is none, or stands only until the next save."""
+    """Returns N of a folder global_stepN; None for any other folder and for an ephemeral checkpoint."""
     match = _TAG.fullmatch(path.name)
     return int(match[1]) if match and path.is_dir() and not (path / EPHEMERAL).exists() else None
 
 
 def last_step(checkpoint: Path) -> int | None:
-    """`train_iters` of the run that wrote a checkpoint: as status.json says, else as the checkpoint was
-    configured (GPT-NeoX's have their files in `configs`); None where neither is known."""
-    known: int | None = read_status(checkpoint.parent, Problems()).get("train_iters")
-    if known is None and checkpoint.is_dir():
+    """Returns `train_iters` of the run that wrote a checkpoint; None if it is unknown.
+
+    It is read from status.json, else from the checkpoint's configuration (in `configs` for GPT-NeoX's
+    checkpoints).
+    """
+    steps: int | None = read_status(checkpoint.parent, Problems()).get("train_iters")
+    if steps is None and checkpoint.is_dir():
         from megatron.checkpointing.saved_config import checkpoint_args
 
         try:
-            known = checkpoint_args(checkpoint).train_iters
+            steps = checkpoint_args(checkpoint).train_iters
         except UserError:
             return None
-    return known
+    return steps
 
 
 def identity(checkpoint: Path) -> str:
-    """A digest by which a checkpoint is known to be the same: of its manifest, which holds those of all its
-    files; of GPT-NeoX's, which have none, of names, sizes and times."""
+    """Returns a digest that changes when the checkpoint changes.
+
+    It is the SHA-256 of the manifest, which holds a digest of every file. A checkpoint of GPT-NeoX has no
+    manifest; then the digest covers names, sizes and modification times of its files.
+    """
     manifest = checkpoint / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers (or, of adapters, peft) loads, with its model card."""
+"""Converts a checkpoint to a folder that transformers (or peft, for adapters) loads, with its model card."""
 
 import json
 import shutil
@@ -19,44 +19,46 @@ if TYPE_CHECKING:
 
 
 def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> None:
-    """Write `checkpoint` as the folder `output`, which appears when it is whole. tokenizer: in the place of
-    its own. Raises CheckpointError, HubError.
+    """Converts a checkpoint to a HuggingFace folder `output`, which appears only when it is complete.
 
-    One layer is in memory at a time, and for the comparison of logits one model.
+    tokenizer: replaces the checkpoint's tokenizer. Raises CheckpointError, HubError.
+
+    Memory holds one layer at a time, and one full model for the comparison of logits.
     """
     from megatron.checkpointing.adapters import export_peft, open_adapter
     from megatron.checkpointing.huggingface import add_tokenizer, export_hf
     from megatron.checkpointing.saved_config import checkpoint_args
 
-    whole = output.with_name(f"{output.name}.part")
-    for folder in (output, whole):
+    partial = output.with_name(f"{output.name}.part")
+    for folder in (output, partial):
         if folder.exists():
             shutil.rmtree(folder)
     args = checkpoint_args(checkpoint)
     if args.lora is not None:
         if tokenizer is not None:
-            raise HubError(f"{checkpoint}: adapters are published without a tokenizer; leave --tokenizer_hf_path out")
-        export_peft(open_adapter(checkpoint), whole)
+            raise HubError(f"{checkpoint}: adapters are published without a tokenizer; remove --tokenizer_hf_path")
+        export_peft(open_adapter(checkpoint), partial)
     else:
-        export_hf(checkpoint, args, whole, tokenizer=tokenizer is None)
+        export_hf(checkpoint, args, partial, tokenizer=tokenizer is None)
         if tokenizer is not None:
-            add_tokenizer(whole, tokenizer)
+            add_tokenizer(partial, tokenizer)
     facts = run_facts(checkpoint, args, {})
-    (whole / CONFIG).write_text(json.dumps(_given(args), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    facts = _with_curves(facts, whole)
-    write_card(whole, facts)
-    whole.rename(output)
+    (partial / CONFIG).write_text(json.dumps(_configured_keys(args), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    facts = _with_curves(facts, partial)
+    write_card(partial, facts)
+    partial.rename(output)
 
 
 def rewrite_card(checkpoint: Path, folder: Path, scores: Mapping[str, float]) -> None:
-    """The card of a converted folder, with scores of an evaluation of it."""
+    """Writes the card of a converted folder again, now with the scores of its evaluation."""
     from megatron.checkpointing.saved_config import checkpoint_args
 
     write_card(folder, _with_curves(run_facts(checkpoint, checkpoint_args(checkpoint), scores), folder))
 
 
 def run_facts(checkpoint: Path, args: "NeoXArgs", scores: Mapping[str, float]) -> RunFacts:
-    """What the card of a checkpoint says of its run; what the run has logged after it is left out."""
+    """Returns the facts of a checkpoint's run for its model card, without rows logged after the
+    checkpoint."""
     from megatron.checkpointing import read_manifest, step_of
 
     manifest, step = read_manifest(checkpoint), step_of(checkpoint)
@@ -65,17 +67,19 @@ def run_facts(checkpoint: Path, args: "NeoXArgs", scores: Mapping[str, float]) -
 
 
 def neox_files(checkpoint: Path, repository: str, model: str) -> dict[str, LocalFile]:
-    """The files of a revision in GPT-NeoX's format: the checkpoint below its own name, `latest`, and a card
-    that says how a run goes on from them. Raises CheckpointError for files that are not as the manifest
-    says."""
+    """Returns the files to publish for a checkpoint in GPT-NeoX's format.
+
+    They are the checkpoint's folder, `latest`, and a model card that says how to resume from it. Raises
+    CheckpointError if a file differs from the manifest.
+    """
     from megatron.checkpointing import verify
 
     manifest, tag = verify(checkpoint), checkpoint.name
-    known = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
+    recorded = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
     files = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != EPHEMERAL):
         name = path.relative_to(checkpoint).as_posix()
-        files[f"{tag}/{name}"] = LocalFile(path, digest(path, known.get(name)))
+        files[f"{tag}/{name}"] = LocalFile(path, digest(path, recorded.get(name)))
     card = _NEOX_CARD.format(model=model, repository=repository, tag=tag, manifest=MANIFEST)
     for name, content in {"latest": f"{tag}\n".encode(), "README.md": card.encode()}.items():
         files[name] = LocalFile(content, digest(content))
@@ -110,17 +114,17 @@ def _with_curves(facts: RunFacts, folder: Path) -> RunFacts:
 def _rows(checkpoint: Path) -> list[dict[str, Any]]:
     try:
         return open_run(checkpoint.parent).rows()
-    except RunFolderError:  # of GPT-NeoX, or its logs are gone
+    except RunFolderError:  # a checkpoint of GPT-NeoX, or the logs were removed
         return []
 
 
 def _tokens(rows: list[dict[str, Any]], step: int, manifest: "Manifest | None", args: "NeoXArgs") -> int | None:
-    """Tokens seen: as the run logged them, else all of the samples."""
+    """Returns the number of tokens trained up to `step`: as the run logged it, else from consumed samples."""
     logged = [row["consumed_tokens"] for row in rows if row.get("iteration") == step and "consumed_tokens" in row]
     if logged:
         return int(logged[-1])
     return manifest.consumed_samples * args.seq_length if manifest is not None and args.seq_length else None
 
 
-def _given(args: "NeoXArgs") -> dict[str, Any]:
+def _configured_keys(args: "NeoXArgs") -> dict[str, Any]:
     return json.loads(args.to_json())["given"]

@@ -1,7 +1,7 @@
-"""The exception of uploads."""
+"""The exception that uploads raise."""
 
 from megatron.neox_arguments import UserError
 
 
 class HubError(UserError):
-    """A checkpoint that cannot be published; the message names the file, key or flag, and what to do."""
+    """A checkpoint cannot be published. The message names the file, key or flag, and what to do."""

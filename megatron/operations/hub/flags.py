@@ -1,4 +1,4 @@
-"""The flags that submitting and uploading have in common, and what they say."""
+"""The command-line flags that submitting and uploading share, and the values read from them."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Patience
 from megatron.operations.hub.upload import Formats
 
-# By --eval where flags, site and run name no tasks: those of lm-eval that the fork evaluates.
+# Tasks of --eval if flags, site and run name none: the lm-eval tasks that the fork evaluates.
 USUAL_TASKS = ("mmlu", "piqa", "lambada", "hellaswag", "wmdp_bio")
 _LONGEST_RANDOM_S = 12 * 3600
 _STAGGER_S = 30  # between jobs that wait a fixed time, as in the fork
@@ -19,7 +19,7 @@ _CONVERTER = "convert_neox_to_hf.py"
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --neox_checkpoints_path, by each of its names."""
+    """Add --neox_checkpoints_path and its other spellings."""
     parser.add_argument(
         "--neox_checkpoints_path", "--neox-checkpoints-path", "--checkpoints-base-dir", metavar="DIR",
         help="folder of experiments; unset: the site's NEOX_CHECKPOINT_DIR, else checkpoints",
@@ -27,7 +27,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --upload-neox-only, --skip-neox-upload, and the fork's flags that say what is so without them."""
+    """Adds --upload-neox-only, --skip-neox-upload, and flags that GPT-NeoX's fork has for the default."""
     parser.add_argument("--upload-neox-only", action="store_true", help="only in GPT-NeoX's format, nothing converted")
     parser.add_argument("--skip-neox-upload", action="store_true", help="only in HuggingFace's format")
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_format_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--skip-if-exists", "--skip-neox-if-exists", action="store_true",
-        help="always so: what the Hub has is not sent again, and is evaluated where its scores are not known",
+        help="the default: files on the Hub are not sent again, and are evaluated if their scores are unknown",
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     """Add --tokenizer_hf_path, --local_tokenizer_path and --conversion_script_path."""
     parser.add_argument(
         "--tokenizer_hf_path", "--tokenizer-hf-path", metavar="NAME",
-        help="folder, tokenizer.json or Hub name, published in the place of the checkpoint's tokenizer",
+        help="folder, tokenizer.json or Hub name, published instead of the checkpoint's tokenizer",
     )  # fmt: skip
     parser.add_argument(
         "--local_tokenizer_path", "--local-tokenizer-path", metavar="FILE", help="the same; the one above comes first"
@@ -58,18 +58,18 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_delay_flag(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --upload-delay; what: waits, in words."""
+def add_delay_flag(parser: argparse.ArgumentParser, waits: str) -> None:
+    """Adds --upload-delay. waits: the delayed action, for the help text."""
     parser.add_argument(
         "--upload-delay",
         default="0",
         metavar="SECONDS|random",
-        help=f"seconds before {what}; random: up to 12 hours (0)",
+        help=f"seconds before {waits}; random: up to 12 hours (0)",
     )
 
 
 def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --eval, --skip-eval, what they evaluate, and where scores are logged."""
+    """Adds --eval and --skip-eval, and flags for the tasks and for where scores are logged."""
     evaluation = parser.add_mutually_exclusive_group()
     evaluation.add_argument(
         "--eval", action="store_true", help="evaluate after the upload (default: if tasks are named)"
@@ -105,21 +105,26 @@ def add_patience_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def formats_of(options: argparse.Namespace) -> Formats:
-    """The formats that are uploaded. Raises HubError for flags that exclude each other."""
+    """Returns the formats to upload: hf, neox or both. Raises HubError for flags that exclude each other."""
     if options.skip_neox_upload and (options.upload_neox_only or options.upload_neox):
-        other = "--upload-neox-only" if options.upload_neox_only else "--upload-neox"
-        raise HubError(f"--skip-neox-upload and {other} exclude each other; remove one")
+        conflicting = "--upload-neox-only" if options.upload_neox_only else "--upload-neox"
+        raise HubError(f"--skip-neox-upload and {conflicting} exclude each other; remove one")
     return "neox" if options.upload_neox_only else "hf" if options.skip_neox_upload else "both"
 
 
 def tokenizer_of(options: argparse.Namespace) -> str | None:
-    """What takes the place of the checkpoint's tokenizer; a path is absolute, since jobs begin elsewhere."""
+    """Returns the tokenizer to publish instead of the checkpoint's, a path or Hub name; None to keep it.
+
+    A path is made absolute, because jobs start in another folder."""
     name = options.tokenizer_hf_path or options.local_tokenizer_path
     return os.path.abspath(name) if name and os.path.exists(name) else name
 
 
 def delays_of(options: argparse.Namespace, count: int, draw: random.Random) -> list[int]:
-    """Seconds until each of so many uploads may begin. draw: of random ones. Raises HubError."""
+    """Returns the seconds by which each of `count` uploads is delayed. draw: generator of random delays.
+
+    Raises HubError.
+    """
     delay = options.upload_delay
     if delay == "random":
         return [draw.randint(0, _LONGEST_RANDOM_S) for _ in range(count)]
@@ -129,30 +134,32 @@ def delays_of(options: argparse.Namespace, count: int, draw: random.Random) -> l
 
 
 def patience_of(options: argparse.Namespace) -> Patience:
-    """How often what failed is tried again. Raises HubError for numbers that make no sense."""
+    """The retry policy of the flags. Raises HubError for a negative count or a minimum above the maximum."""
     if options.max_retries < 0:
         raise HubError(f"--max-retries {options.max_retries}: give 0 or more")
     if not 0 <= options.retry_min_wait <= options.retry_max_wait:
         raise HubError(
             f"--retry-min-wait {options.retry_min_wait:g} --retry-max-wait {options.retry_max_wait:g}: give "
-            "seconds, the first not above the second"
+            "seconds, with 0 <= minimum <= maximum"
         )
     return Patience(options.max_retries, options.retry_min_wait, options.retry_max_wait)
 
 
 def tasks_of(options: argparse.Namespace, site: Mapping[str, str], checkpoint: Path | None) -> tuple[str, ...]:
-    """The tasks of the evaluation; () where there is none. checkpoint: whose run's tasks --eval takes where
-    none are named. Raises HubError where nothing is converted that could be evaluated, or scores are to be
-    logged and nothing is evaluated."""
-    named = _names(options.eval_tasks or [site.get("NEOX_EVAL_TASKS", "")])
+    """Returns the tasks to evaluate; () for no evaluation.
+
+    checkpoint: with --eval and no named tasks, `eval_tasks` of its run is used. Raises HubError for an
+        evaluation without a converted model, and for logging of scores without an evaluation.
+    """
+    tasks_requested = _names(options.eval_tasks or [site.get("NEOX_EVAL_TASKS", "")])
     if options.upload_neox_only and (options.eval or options.eval_tasks):
-        raise HubError("--upload-neox-only: nothing is converted that could be evaluated; remove it, or --eval")
-    if options.eval and not named:
-        named = _tasks_of_run(checkpoint) or USUAL_TASKS
-    tasks = () if options.skip_eval or options.upload_neox_only else named
+        raise HubError("--upload-neox-only makes no converted model, which --eval and --eval_tasks need; remove one")
+    if options.eval and not tasks_requested:
+        tasks_requested = _tasks_of_run(checkpoint) or USUAL_TASKS
+    tasks = () if options.skip_eval or options.upload_neox_only else tasks_requested
     if not tasks and (options.wandb_project or options.wandb_entity):
         flag = "--wandb_project" if options.wandb_project else "--wandb_entity"
-        raise HubError(f"{flag}: there are no scores to log; add --eval, or remove it")
+        raise HubError(f"{flag}: without an evaluation there are no scores to log; add --eval, or remove {flag}")
     return tasks
 
 
@@ -171,5 +178,5 @@ def _tasks_of_run(checkpoint: Path | None) -> tuple[str, ...]:
 
 def _converter(text: str) -> str:
     if PurePath(text).name != _CONVERTER:
-        raise argparse.ArgumentTypeError(f"{text}: the conversion is {_CONVERTER}; no other takes its place")
+        raise argparse.ArgumentTypeError(f"{text}: only {_CONVERTER} is supported; leave the flag out")
     return text

@@ -1,7 +1,7 @@
-"""`push_to_hub`: checkpoints of a run are published beside it, by a process of its own on rank 0's machine.
+"""`push_to_hub`: rank 0 publishes checkpoints of a run in a separate process.
 
-A step never waits for it: saving notes a step in a list, and the process converts, sends and waits by itself,
-one checkpoint at a time, the newest first. What it says is in `<log_dir>/hub.log`.
+Training steps never wait for it. Saving a checkpoint adds its step to a queue. The process converts and
+uploads one checkpoint at a time, the newest first. Its output is in `<log_dir>/hub.log`.
 """
 
 import os
@@ -26,23 +26,25 @@ from megatron.operations.hub.submission import hub_variables, target_repository
 
 LOG = "hub.log"
 _COMMAND = "huggingface/upload_and_evaluate_checkpoint.py"
-_WAIT_S = 600.0  # for what is under way when the run is over
-_STOP_S = 10.0  # which a process has to end
+_WAIT_S = 600.0  # for running uploads at the end of the run
+_STOP_S = 10.0  # in which a process has to end
 _TELL_S = 60.0
-# Of a rank, which this process is none of
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Variables of a rank: the uploading process is not a rank.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def hub_repository(args: NeoXArgs) -> str:
-    """The repository of a run with `push_to_hub`; everything that can be wrong about it before the first step
-    is (ConfigError)."""
+    """Returns the repository of a run with `push_to_hub`.
+
+    Raises ConfigError for every mistake that can be found before the first step.
+    """
     missing = [name for name in ("huggingface_hub", "tenacity", "transformers") if find_spec(name) is None]
     if missing:
         raise args.error("push_to_hub", f"needs {' and '.join(missing)}: pip install 'neox[hf]'")
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise args.error("push_to_hub", "HF_HUB_OFFLINE is set, so that nothing can be sent; unset it")
+        raise args.error("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     from megatron.operations.hub.upload import require_token
 
     assert args.save_dir is not None  # `validate_training`
@@ -64,11 +66,13 @@ def hub_repository(args: NeoXArgs) -> str:
 
 
 class PushToHub(Callback):
-    """Publishes the checkpoints of a run as `hub_strategy` says. Rank 0 alone does anything. That one cannot
-    be published is a warning with the command that goes on; the run is not concerned."""
+    """Publishes the checkpoints of a run on rank 0, as `hub_strategy` says.
+
+    If an upload fails, training continues. A warning gives the command that continues the upload.
+    """
 
     def __init__(self, args: NeoXArgs, repository: str, wait_s: float = _WAIT_S) -> None:
-        """repository: `hub_repository`. wait_s: seconds that the end of the run waits for uploads."""
+        """repository: result of `hub_repository`. wait_s: seconds that `close` waits for uploads."""
         assert args.save_dir is not None
         self.save, self.repository, self.wait_s = Path(args.save_dir).absolute(), repository, wait_s
         self.only_last = args.hub_strategy == "end"
@@ -78,11 +82,11 @@ class PushToHub(Callback):
         self._step: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._run: TrainingRun | None = None  # on rank 0
-        self._other: TrainingRun | None = None  # on others
+        self._other_run: TrainingRun | None = None  # on others
         self._failed = False
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Take up what an earlier start of this run has not published."""
+        """Queues checkpoints that earlier starts of this run saved but did not publish."""
         if run.groups.world_rank == 0:
             self._run = run
             # Other ranks wait for this one as long as they do for a first step.
@@ -92,10 +96,14 @@ class PushToHub(Callback):
             ]  # fmt: skip
             self._go_on()
         else:
-            self._other = run
+            self._other_run = run
+
+    def on_completed_run(self, run: TrainingRun) -> None:
+        """As at the start of steps: a checkpoint may still have to be published."""
+        self.on_train_start(run)
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Note the step. With `async_save` its files are not there yet: the process waits for them."""
+        """Queues the checkpoint. With `async_save` its files may be incomplete; the upload waits for them."""
         if self._run is None or ephemeral or self.only_last and step.iteration != run.args.train_iters:
             return
         if step.iteration in self._waiting or step.iteration == self._step:
@@ -104,20 +112,22 @@ class PushToHub(Callback):
         self._go_on()
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Begin with the next one when the one before has ended."""
+        """Starts the next upload if the previous one has finished."""
         if self._run is not None:
             self._go_on()
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Nothing is waited for."""
+        """Notes the error, so that `close` does not wait for uploads."""
         self._failed = True
 
     def close(self) -> None:
-        """Wait for what is not published yet, if the run was not told to stop, and say how to go on with what
-        then is not."""
+        """Waits until all checkpoints are published, unless the run failed or was told to stop.
+
+        Then logs a command that publishes the remaining checkpoints.
+        """
         run = self._run
-        if self._other is not None and not self._failed:
-            self._other.watchdog.now("waiting for uploads to the Hub")
+        if self._other_run is not None and not self._failed:
+            self._other_run.watchdog.now("waiting for uploads to the Hub")
         if run is None:
             return
         if not self._failed and not run.stopping():
@@ -127,14 +137,16 @@ class PushToHub(Callback):
         self._end()
         if self.only_last and run.iteration < run.args.train_iters:
             run.logger.info(
-                f"push_to_hub: nothing was published: hub_strategy end waits for iteration {run.args.train_iters}"
+                f"push_to_hub: nothing was published: hub_strategy end publishes only iteration {run.args.train_iters}"
             )
         if left:
             tags = ", ".join(f"global_step{step}" for step in left)
-            run.logger.warning(f"push_to_hub: not published yet: {tags}; this goes on: {self.command(left)}")
+            run.logger.warning(
+                f"push_to_hub: not published yet: {tags}; this command publishes them: {self.command(left)}"
+            )
 
     def command(self, steps: Sequence[int]) -> str:
-        """What a person types to publish checkpoints of this run."""
+        """Returns the shell command that publishes checkpoints of this run."""
         return f"cd {shlex.quote(str(install_root()))} && {shlex.join(['python', *self._words(steps)])}"
 
     def _words(self, steps: Sequence[int]) -> list[str]:
@@ -153,9 +165,9 @@ class PushToHub(Callback):
         ]  # fmt: skip
 
     def _left(self) -> list[int]:
-        """Steps that are waiting or under way, the newest first."""
+        """Steps that are queued or being uploaded, the newest first."""
         if self._process is not None and self._process.poll() is not None:
-            self._ended(self._process.returncode)
+            self._handle_exit(self._process.returncode)
         current = [self._step] if self._process is not None and self._step is not None else []
         return sorted({*self._waiting, *current}, reverse=True)
 
@@ -163,7 +175,7 @@ class PushToHub(Callback):
         if self._process is not None:
             if self._process.poll() is None:
                 return
-            self._ended(self._process.returncode)
+            self._handle_exit(self._process.returncode)
         if not self._waiting:
             return
         self._step = self._waiting.pop()
@@ -178,43 +190,45 @@ class PushToHub(Callback):
             return self._popen([sys.executable, "-u", *self._words([step]), "--background"], log)
 
     def _popen(self, command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """A session of its own, which a signal to the run's does not reach; without GPUs and this rank's
-        variables."""
-        env = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        """Starts the command in a new session, so that signals to the run's session do not reach it.
+
+        Its environment has no GPUs, and no variables of this rank.
+        """
+        env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _with_root(os.environ)}
         return subprocess.Popen(
             command, cwd=install_root(), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
 
-    def _ended(self, code: int) -> None:
+    def _handle_exit(self, code: int) -> None:
         self._process = None
         if code:
             self._warn(f"ended with code {code}: {_last_line(self.log)}")
 
     def _warn(self, reason: str) -> None:
         assert self._run is not None and self._step is not None
-        text = f"push_to_hub: global_step{self._step}: {reason}; the run goes on, and this later: "
+        text = f"push_to_hub: global_step{self._step}: {reason}; training continues. This command publishes it later: "
         self._run.logger.warning(text + self.command([self._step]))
 
     def _wait(self, run: TrainingRun) -> None:
-        until, tell_at = time.monotonic() + self.wait_s, 0.0
+        deadline, tell_at = time.monotonic() + self.wait_s, 0.0
         while True:
             self._go_on()
-            left, now = self._left(), time.monotonic()
-            if not left or now >= until or run.stopping():
+            unpublished, now = self._left(), time.monotonic()
+            if not unpublished or now >= deadline or run.stopping():
                 return
             if now >= tell_at:
-                tags = ", ".join(f"global_step{step}" for step in left)
+                tags = ", ".join(f"global_step{step}" for step in unpublished)
                 run.logger.info(
-                    f"push_to_hub: waiting up to {until - now:.0f} s for {tags} to be published on "
+                    f"push_to_hub: waiting up to {deadline - now:.0f} s for {tags} to be published on "
                     f"{self.repository}; {self.log} says how far it is"
                 )
                 tell_at = now + _TELL_S
             time.sleep(0.2)
 
     def _end(self) -> None:
-        """End the process that is under way; its journal keeps what it has done."""
+        """Stops the running upload process. A later upload continues from its journal."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
@@ -231,7 +245,7 @@ def _with_root(env: Mapping[str, str]) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The reason that a process gave at last."""
+    """Returns the last line of the upload's log, which says why the upload failed."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as problem:

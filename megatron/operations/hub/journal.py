@@ -1,7 +1,7 @@
-"""What has been done with one checkpoint, in a file of JSON lines, so that a process that was ended goes on
-where it was.
+"""The journal of one checkpoint's upload: a file of JSON lines, from which an interrupted upload is
+continued.
 
-The file is also the lock: two processes never work on one checkpoint.
+The file is also a lock: two processes never work on the same checkpoint.
 """
 
 import fcntl
@@ -22,8 +22,11 @@ FOLDER = "hub"  # in `save`: a journal of each checkpoint, and converted folders
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What the Hub knows a file by. blob: git's name of its content, None of a file that is too large to be
-    one of git's."""
+    """The digests by which the Hub identifies a file.
+
+    sha256: of the content.
+    blob: git's hash of the content; None if the file is too large for git.
+    """
 
     size: int
     sha256: str
@@ -31,45 +34,53 @@ class FileDigest:
 
 
 class Journal:
-    """The journal of one checkpoint, which this process has locked.
+    """The journal of one checkpoint, locked by this process.
 
-    Lines: {"event": "converted", "source": ..., "files": {...}} once the folder is whole, "sent" for each
-    large file that the Hub has, "published" for each revision, "scores", "finished", "gone".
+    Events of its lines:
+
+    `converted`: the converted folder is complete; with `source` and the `files`' digests.
+    `sent`: a large file is on the Hub.
+    `published`: a revision is complete.
+    `scores`: the evaluation's scores.
+    `finished`: nothing is left to do.
+    `gone`: the run has deleted the checkpoint.
     """
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self.path, self._file = path, file
-        file.seek(0)  # read through this file alone: closing another one of it would end the lock
+        file.seek(0)  # read through this file object: closing another one would release the lock
         text = file.read()
         if text and not text.endswith("\n"):  # a process was ended within a line
             file.write("\n")
         self.events = _events(text)
 
     def add(self, event: str, file: str | None = None, **facts: Any) -> None:
-        """Append a line; it is on the disk when this returns."""
-        of_file = {} if file is None else {"file": file}
-        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **of_file, **facts}
+        """Appends a line and syncs the file to disk."""
+        file_entry = {} if file is None else {"file": file}
+        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **file_entry, **facts}
         self._file.write(json.dumps(line, sort_keys=True) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.events.append(line)
 
     def last(self, event: str, **facts: Any) -> dict[str, Any] | None:
-        """The newest line of an event whose entries are as given."""
-        found = (line for line in reversed(self.events) if line["event"] == event)
-        return next((line for line in found if all(line.get(key) == value for key, value in facts.items())), None)
+        """Returns the newest line of `event` that contains all of `facts`; None if there is none."""
+        matches = (line for line in reversed(self.events) if line["event"] == event)
+        return next((line for line in matches if all(line.get(key) == value for key, value in facts.items())), None)
 
     def digests(self, source: str) -> dict[str, FileDigest] | None:
-        """The files that the conversion of a checkpoint of this identity gave, as they are now; None before
-        it."""
+        """Returns the digests by file name of the last conversion, with later changes; None without one.
+
+        source: the checkpoint's `identity` at its conversion.
+        """
         line = self.last("converted", source=source)
         return None if line is None else {name: FileDigest(**record) for name, record in line["files"].items()}
 
 
 @contextmanager
 def open_journal(save: Path, tag: str, say: Say) -> Iterator[Journal]:
-    """The journal of the checkpoint `tag` in `save`, locked; another process is waited for. Raises
-    HubError."""
+    """Opens and locks the journal of the checkpoint `tag` in `save`; waits while another process holds it.
+    Raises HubError."""
     path = save / FOLDER / f"{tag}.jsonl"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -80,25 +91,25 @@ def open_journal(save: Path, tag: str, say: Say) -> Iterator[Journal]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            say(f"{tag}: another process works on it ({path}); waiting for it")
+            say(f"{tag}: another process is publishing it ({path}); waiting for that process")
             fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as problem:
-            raise HubError(f"{path}: its file system takes no locks ({problem.strerror})") from None
+            raise HubError(f"{path}: its file system supports no file locks ({problem.strerror})") from None
         yield Journal(path, file)
 
 
-def is_finished(save: Path, tag: str, repository: str, what: str) -> bool:
-    """Whether a journal says that a checkpoint has been published in a repository; what: `formats` of it."""
+def is_finished(save: Path, tag: str, repository: str, formats: str) -> bool:
+    """Returns whether the journal says that a checkpoint was published here in these `formats`."""
     try:
         text = (save / FOLDER / f"{tag}.jsonl").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return False
-    facts = {"event": "finished", "repository": repository, "formats": what}
+    facts = {"event": "finished", "repository": repository, "formats": formats}
     return any(line.items() >= facts.items() for line in _events(text))
 
 
 def _events(text: str) -> list[dict[str, Any]]:
-    """The lines of a journal; what a crash has left of one is none."""
+    """Parses the lines of a journal. A line that a crash left incomplete is skipped."""
     events: list[dict[str, Any]] = []
     for line in text.splitlines():
         try:

@@ -1,5 +1,4 @@
-"""One repository on the Hub: what a revision holds, and making it hold something else without sending what is
-there."""
+"""One repository on the Hub: lists its revisions, and updates them without sending unchanged files."""
 
 import hashlib
 import re
@@ -13,10 +12,10 @@ from megatron.operations.hub.journal import FileDigest
 from megatron.operations.hub.retrying import Patience, Say, call, watch_answers
 
 MAIN = "main"
-_ALONE = 1 << 20  # bytes from which on a file is sent by itself, before the commit
-_OF_GIT = 64 << 20  # bytes up to which the Hub may keep a file in git itself
-# What uploads of one format write and a loader finds by name: left of another checkpoint, it would be read
-# with the new one, or for it. Of adapters there is one file, which is written anew.
+_SEPARATE_BYTES = 1 << 20  # bytes from which on a file is sent by itself, before the commit
+_GIT_BYTES = 64 << 20  # bytes up to which the Hub may keep a file in git itself
+# Files of each format that a loader finds by name. One left from another checkpoint would be read with the
+# new checkpoint, or in its place. Adapters have a single file, which is always replaced.
 _HF = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _NEOX = re.compile(
     r"global_step\d+/((layer|optim_layer|mp_rank|(bf16_)?zero_pp_rank)_[^/]+\.pt|manifest\.json"
@@ -29,15 +28,18 @@ Content = Path | bytes
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to be published: where it is, or its content; and what the Hub would know it by."""
+    """A file to be published.
+
+    content: its path or its bytes.
+    digest: digests by which the Hub identifies it.
+    """
 
     content: Content
     digest: FileDigest
 
 
 class Repository:
-    """A repository of models, by ORGANISATION/NAME; it is made when something is first published. Raises
-    HubError."""
+    """A model repository, ORGANISATION/NAME, created when something is first published. Raises HubError."""
 
     def __init__(self, name: str, patience: Patience, say: Say) -> None:
         from huggingface_hub import HfApi
@@ -47,38 +49,42 @@ class Repository:
         self._api = HfApi()
 
     def prepare(self) -> None:
-        """Make the repository where it is not there; what the token may not do is known before anything is
-        converted."""
+        """Creates the repository if it does not exist, so that missing permissions are found before the
+        conversion."""
         call(self.patience, self.name, lambda: self._make(MAIN), self.say)
 
     def lacks(self, revision: str, files: Mapping[str, FileDigest]) -> list[str]:
-        """The files that a revision lacks or has otherwise, and those of another checkpoint of their format;
-        [] where it is as it should be."""
-        there = call(self.patience, f"{self.name}@{revision}: listing", lambda: self._list(revision), self.say)
-        return _difference(files, there)
+        """Returns the names of files to upload or delete in a revision; [] if it is complete.
+
+        They are missing files, changed files, and files of the same format from another checkpoint.
+        """
+        published = call(self.patience, f"{self.name}@{revision}: listing", lambda: self._list(revision), self.say)
+        return _difference(files, published)
 
     def publish(
         self, revision: str, files: Mapping[str, LocalFile], message: str, sent: Callable[[str], None]
     ) -> str | None:
-        """Make a revision hold these files and no other weights of their format, in one commit, whose name is
-        returned; None where it did already. What else people have put there stays. sent: told the name of
-        each large file once the Hub has it."""
+        """Updates a revision to hold these files and no other weights of their format, in one commit.
+
+        Files of other formats stay. Returns the commit's id; None if nothing had to change. message: of the
+        commit. sent: called with the name of each large file once the Hub has it.
+        """
         digests = {name: file.digest for name, file in files.items()}
-        where = f"{self.name}@{revision}"
-        call(self.patience, f"{where}: making it", lambda: self._make(revision), self.say)
+        target = f"{self.name}@{revision}"
+        call(self.patience, f"{target}: making it", lambda: self._make(revision), self.say)
         additions: dict[str, Any] = {}
         for name in self.lacks(revision, digests):
-            if name in files and files[name].digest.size >= _ALONE:
+            if name in files and files[name].digest.size >= _SEPARATE_BYTES:
                 additions[name] = _addition(name, files[name])
-                what = f"{where}: sending {name} ({files[name].digest.size:,} bytes)"
-                self.say(what)
-                call(self.patience, what, partial(self._send, revision, additions[name]), self.say)
+                action = f"{target}: sending {name} ({files[name].digest.size:,} bytes)"
+                self.say(action)
+                call(self.patience, action, partial(self._send, revision, additions[name]), self.say)
                 sent(name)
 
         def commit() -> str | None:
             from huggingface_hub import CommitOperationDelete
 
-            # Listed anew each time: the answer to a commit may have been lost, and not the commit.
+            # Listed again at each try: the commit may have succeeded although its answer was lost.
             operations: list[Any] = []
             for name in _difference(digests, self._list(revision)):
                 if name not in files:
@@ -93,14 +99,14 @@ class Repository:
                 repo_id=self.name, operations=operations, commit_message=message, revision=revision
             ).oid
 
-        made = call(self.patience, f"{where}: commit", commit, self.say)
-        for name in additions if made is not None else ():
-            if files[name].digest.size < _ALONE:
+        commit_id = call(self.patience, f"{target}: commit", commit, self.say)
+        for name in additions if commit_id is not None else ():
+            if files[name].digest.size < _SEPARATE_BYTES:
                 sent(name)
-        return made
+        return commit_id
 
     def _list(self, revision: str) -> dict[str, FileDigest]:
-        """The files of a revision; {} where there is none."""
+        """Returns the files of a revision on the Hub, by name; {} if there is no such revision."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.hf_api import RepoFile
 
@@ -115,7 +121,7 @@ class Repository:
         }
 
     def _make(self, revision: str) -> None:
-        """Make the repository and the branch, where they are not there yet."""
+        """Creates the repository and the branch if they do not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -127,27 +133,29 @@ class Repository:
             self._api.create_branch(self.name, branch=revision, exist_ok=True)
 
     def _send(self, revision: str, addition: Any) -> None:
-        """Send one file, if the Hub keeps it apart from git and has it under no name yet."""
+        """Sends one file, if the Hub stores it outside git and does not have its content yet."""
         self._api.preupload_lfs_files(self.name, additions=[addition], revision=revision)
 
 
 def digest(content: Content, sha256: str | None = None) -> FileDigest:
-    """What the Hub knows a file by, read once; sha256: where it is known, so that large files are not read at
-    all."""
+    """Returns the digests by which the Hub identifies a file; its content is read once.
+
+    sha256: its SHA-256, if known; then a large file is not read at all.
+    """
     size = len(content) if isinstance(content, bytes) else content.stat().st_size
-    small = size <= _OF_GIT
+    small = size <= _GIT_BYTES
     if sha256 is not None and not small:
         return FileDigest(size, sha256, None)
-    whole, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    sha256_hash, blob_hash = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     for block in _blocks(content):
-        whole.update(block)
+        sha256_hash.update(block)
         if small:
-            blob.update(block)
-    return FileDigest(size, whole.hexdigest(), blob.hexdigest() if small else None)
+            blob_hash.update(block)
+    return FileDigest(size, sha256_hash.hexdigest(), blob_hash.hexdigest() if small else None)
 
 
 def folder_files(folder: Path) -> dict[str, LocalFile]:
-    """All files below a folder by their names in it."""
+    """All files below a folder, by their relative names."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): LocalFile(path, digest(path)) for path in paths}
 
@@ -167,13 +175,17 @@ def _addition(name: str, file: LocalFile) -> Any:
     return CommitOperationAdd(path_in_repo=name, path_or_fileobj=file.content)
 
 
-def _difference(wanted: Mapping[str, FileDigest], there: Mapping[str, FileDigest]) -> list[str]:
-    changed = [name for name, file in wanted.items() if name not in there or not _same(file, there[name])]
-    ours = [format for format in (_HF, _NEOX) if any(map(format.fullmatch, wanted))]
-    return changed + [name for name in there if name not in wanted and any(one.fullmatch(name) for one in ours)]
+def _difference(expected: Mapping[str, FileDigest], published: Mapping[str, FileDigest]) -> list[str]:
+    changed = [
+        name for name, file in expected.items() if name not in published or not _same_content(file, published[name])
+    ]
+    patterns = [pattern for pattern in (_HF, _NEOX) if any(map(pattern.fullmatch, expected))]
+    return changed + [
+        name for name in published if name not in expected and any(pattern.fullmatch(name) for pattern in patterns)
+    ]
 
 
-def _same(ours: FileDigest, theirs: FileDigest) -> bool:
-    if ours.size != theirs.size:
+def _same_content(local: FileDigest, published: FileDigest) -> bool:
+    if local.size != published.size:
         return False
-    return ours.blob == theirs.blob if theirs.blob is not None else ours.sha256 == theirs.sha256
+    return local.blob == published.blob if published.blob is not None else local.sha256 == published.sha256

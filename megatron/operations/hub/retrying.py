@@ -1,8 +1,8 @@
-"""What is tried again when the Hub does not take it, how long is waited in between, and what is said then.
+"""Retries failed requests to the Hub: decides which failures to retry, when, and with which message.
 
-huggingface_hub tries a request again by itself, five times within half a minute, and sleeps without a word
-where the Hub names a time. `watch_answers` takes the answers 429 and 5xx away from it, so that this policy
-alone waits for them; broken connections are first tried by it.
+huggingface_hub itself retries a request five times within half a minute, and waits silently if the Hub names
+a time. `watch_answers` disables this for the status codes 429 and 5xx, so that only the policy here applies.
+huggingface_hub still makes the first retries of broken connections.
 """
 
 import re
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Say = Callable[[str], None]
 
-_PASSING = (408, 429, 500, 502, 503, 504)  # answers that are another one later
+_PASSING = (408, 429, 500, 502, 503, 504)  # temporary: a later request may succeed
 _CONFLICT = (409, 412)  # somebody else's commit came in between
-_SECONDS = 600.0  # in which a byte must have gone or come
+_SECONDS = 600.0  # timeout without a byte sent or received
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How often what failed in passing is tried again, and the seconds in between: those that the Hub itself
-    names (Retry-After), else twice as many each time from `min_wait_s` on; never more than `max_wait_s`."""
+    """The policy for temporary failures: number of retries, and seconds between them.
+
+    The Hub's Retry-After is used if it is given. Otherwise waits double from `min_wait_s`. No wait is longer
+    than `max_wait_s`.
+    """
 
     max_retries: int = 20
     min_wait_s: float = 120.0
@@ -38,27 +41,32 @@ class Patience:
 
 
 class HubBusyError(Exception):
-    """An answer of the Hub that says to come again later; retry_after: in how many seconds, None if it does
-    not say."""
+    """The Hub asks to retry later. retry_after: in how many seconds; None if it does not say."""
 
-    def __init__(self, status: int, what: str, retry_after: float | None) -> None:
+    def __init__(self, status: int, request: str, retry_after: float | None) -> None:
         self.status, self.retry_after = status, retry_after
-        super().__init__(f"the Hub answered {status} to {what}")
+        super().__init__(f"the Hub answered {status} to {request}")
 
 
 def watch_answers() -> None:
-    """Make huggingface_hub's client raise HubBusyError at once where it would wait, give up a connection that
-    stands still for ten minutes, and print neither bars nor addresses, which may hold signatures."""
+    """Makes huggingface_hub raise HubBusyError when the Hub is busy, instead of waiting itself.
+
+    It also limits stalled connections to ten minutes, and hides progress bars and URLs, which may contain
+    signatures.
+    """
     import huggingface_hub
     from huggingface_hub import utils
 
-    from_library = utils._http.default_client_factory
+    default_factory = utils._http.default_client_factory
 
     def client() -> Any:
-        made = from_library()
-        made.timeout = _SECONDS
-        made.event_hooks = {**made.event_hooks, "response": [*made.event_hooks.get("response", []), _raise_busy]}
-        return made
+        http_client = default_factory()
+        http_client.timeout = _SECONDS
+        http_client.event_hooks = {
+            **http_client.event_hooks,
+            "response": [*http_client.event_hooks.get("response", []), _raise_busy],
+        }
+        return http_client
 
     huggingface_hub.set_client_factory(client)
     utils.disable_progress_bars()
@@ -68,13 +76,15 @@ def watch_answers() -> None:
 def _raise_busy(response: Any) -> None:
     if response.status_code in _PASSING:
         request = response.request
-        what = f"{request.method} {request.url.path}"
-        raise HubBusyError(response.status_code, what, _retry_after(response.headers))
+        description = f"{request.method} {request.url.path}"
+        raise HubBusyError(response.status_code, description, _retry_after(response.headers))
 
 
 def _retry_after(headers: Any) -> float | None:
-    """The seconds of Retry-After, given as such or as a date, else those of the Hub's own RateLimit header
-    where none is left; None without."""
+    """Returns the wait in seconds that the Hub asks for; None if it names none.
+
+    It is read from Retry-After (a number or a date), else from the RateLimit header if no request is left.
+    """
     value = headers.get("Retry-After")
     if value is not None:
         if re.fullmatch(r"\d+(\.\d+)?", value.strip()):
@@ -87,30 +97,33 @@ def _retry_after(headers: Any) -> float | None:
     return float(match[1]) if match else None
 
 
-def call(patience: Patience, what: str, function: Callable[[], Result], say: Say) -> Result:
-    """The result of a function that asks the Hub, tried again as `patience` says; what: what it does, as
-    "sending model.safetensors".
+def call(patience: Patience, action: str, function: Callable[[], Result], say: Say) -> Result:
+    """Calls a function that sends a request to the Hub, and retries temporary failures by the policy
+    `patience`.
 
-    say: told why and how long is waited. Raises HubError for what stays, and for what would not change.
+    action: for messages, such as "sending model.safetensors".
+    say: called with the reason and length of each wait.
+
+    Raises HubError for permanent failures, and if all retries failed.
     """
     tenacity = import_optional("tenacity", HubError("tenacity is not installed: pip install 'neox[hf]'"))
     longest = patience.max_wait_s
-    by_clock = tenacity.wait_exponential(multiplier=patience.min_wait_s, max=patience.max_wait_s)
+    exponential_wait = tenacity.wait_exponential(multiplier=patience.min_wait_s, max=patience.max_wait_s)
 
     def wait(state: "RetryCallState") -> float:
         busy = _busy(state)
-        return by_clock(state) if busy is None or busy.retry_after is None else min(busy.retry_after, longest)
+        return exponential_wait(state) if busy is None or busy.retry_after is None else min(busy.retry_after, longest)
 
     def tell(state: "RetryCallState") -> None:
         assert state.outcome is not None and state.next_action is not None
         busy, reason = _busy(state), one_line(_cause(state.outcome.exception()))
-        asked = ""
+        wait_note = ""
         if busy is not None and busy.retry_after is not None:
-            asked = ", as the Hub says"
+            wait_note = ", as the Hub says"
             if busy.retry_after > longest:
-                asked = f" (--retry-max-wait), although the Hub says {busy.retry_after:.0f} s"
+                wait_note = f" (--retry-max-wait), although the Hub says {busy.retry_after:.0f} s"
         say(
-            f"{what}: {reason}; tried again in {state.next_action.sleep:.0f} s{asked} "
+            f"{action}: {reason}; retrying in {state.next_action.sleep:.0f} s{wait_note} "
             f"({state.attempt_number} of {patience.max_retries})"
         )
 
@@ -125,27 +138,27 @@ def call(patience: Patience, what: str, function: Callable[[], Result], say: Say
     except HubError:
         raise
     except Exception as problem:
-        raise HubError(f"{what}: {_advice(problem, patience)}") from None
+        raise HubError(f"{action}: {_advice(problem, patience)}") from None
 
 
 def _busy(state: "RetryCallState") -> HubBusyError | None:
     problem = None if state.outcome is None else state.outcome.exception()
-    return next((each for each in _chain(problem) if isinstance(each, HubBusyError)), None)
+    return next((cause for cause in _chain(problem) if isinstance(cause, HubBusyError)), None)
 
 
 def _chain(problem: BaseException | None) -> Iterator[BaseException]:
-    """An exception and its causes; huggingface_hub wraps those of threads."""
+    """Returns an exception, then its causes; huggingface_hub wraps the exceptions of its threads."""
     while problem is not None:
         yield problem
         problem = problem.__cause__ or problem.__context__
 
 
 def _cause(problem: BaseException | None) -> BaseException:
-    """The exception of a chain that says most."""
-    return next((each for each in _chain(problem) if _of_the_hub(each)), problem or RuntimeError("no reason"))
+    """Returns the exception of a chain that explains a failure best."""
+    return next((cause for cause in _chain(problem) if _is_hub_error(cause)), problem or RuntimeError("no reason"))
 
 
-def _of_the_hub(problem: BaseException) -> bool:
+def _is_hub_error(problem: BaseException) -> bool:
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -153,17 +166,17 @@ def _of_the_hub(problem: BaseException) -> bool:
 
 
 def _passes(problem: BaseException) -> bool:
-    """Whether a failure is one that may be gone later."""
+    """Returns whether a failure may be temporary, so that a retry can succeed."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    for each in _chain(problem):
-        if isinstance(each, OfflineModeIsEnabled | HubError):
+    for cause in _chain(problem):
+        if isinstance(cause, OfflineModeIsEnabled | HubError):
             return False
-        if isinstance(each, HubBusyError | httpx2.TransportError | ConnectionError | TimeoutError):
+        if isinstance(cause, HubBusyError | httpx2.TransportError | ConnectionError | TimeoutError):
             return True
-        if isinstance(each, HfHubHTTPError):
-            return each.response is not None and each.response.status_code in (*_PASSING, *_CONFLICT)
+        if isinstance(cause, HfHubHTTPError):
+            return cause.response is not None and cause.response.status_code in (*_PASSING, *_CONFLICT)
     return False
 
 
@@ -174,25 +187,25 @@ def _advice(problem: BaseException, patience: Patience) -> str:
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it to upload"
     if _passes(problem):
-        return f"{one_line(cause)}, also after {patience.max_retries} tries more; the same command goes on from here"
+        return f"{one_line(cause)}, also after {patience.max_retries} retries; the same command continues from here"
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) and cause.response is not None else None
     if status == 401:
-        return "the Hub does not take the token (401); set HF_TOKEN to one that may write (.env)"
+        return "the Hub rejects the token (401); set HF_TOKEN to a token with write access (.env)"
     if status == 403:
         return "the token may not do this (403); it needs the right to write in this organisation"
     if status == 404:
-        return f"there is no such place on the Hub (404): {one_line(cause)}"
-    return one_line(cause) if _of_the_hub(cause) else f"{type(cause).__name__}: {one_line(cause)}"
+        return f"the Hub has no such repository or revision (404): {one_line(cause)}"
+    return one_line(cause) if _is_hub_error(cause) else f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def one_line(problem: BaseException) -> str:
-    """What an exception says, in a line, without the token and the secrets of addresses."""
+    """Returns the message of an exception on one line, without the token and without secrets in URLs."""
     text = " ".join(str(problem).split()) or type(problem).__name__
     return hide_token(without_secrets(text))
 
 
 def hide_token(text: str) -> str:
-    """A text without the token of this process."""
+    """The text with this process's token replaced by ***."""
     from huggingface_hub import get_token
 
     token = get_token()

@@ -1,4 +1,4 @@
-"""Scores of a converted folder, by eval.py in a process of its own."""
+"""Evaluates a converted folder by running eval.py in a subprocess."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.launch.environment import install_root
-from megatron.launch.typed_variables import OF_ALL_MACHINES
+from megatron.launch.typed_variables import CLUSTER_VARIABLES
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Say, hide_token
 
@@ -18,8 +18,14 @@ from megatron.operations.hub.retrying import Say, hide_token
 def evaluate_folder(
     folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, keys: Mapping[str, Any], say: Say
 ) -> dict[str, float]:
-    """Scores by `TASK_METRIC`, as a run logs them. include: folders of own tasks. limit: documents of each
-    task, for a trial. keys: more of eval.py's. Raises HubError with eval.py's last lines."""
+    """Evaluates a converted folder and returns the scores by `TASK_METRIC`, the names a run logs.
+
+    include: folders of the user's tasks.
+    limit: number of documents of each task, for a trial.
+    keys: further configuration keys of eval.py.
+
+    Raises HubError with eval.py's last lines.
+    """
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *tasks]
         command += ["--eval_include_path", *include] if include else []
@@ -27,11 +33,11 @@ def evaluate_folder(
         command += ["--eval_output_dir", results]
         command += ["--set", *(f"{key}={json.dumps(value)}" for key, value in keys.items())] if keys else []
         say(f"{folder.name}: evaluating {' '.join(tasks)}")
-        alone = {name: value for name, value in os.environ.items() if name not in OF_ALL_MACHINES}
+        child_env = {name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES}
         done = subprocess.run(
             command,
             cwd=install_root(),
-            env=alone,
+            env=child_env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -46,8 +52,8 @@ def evaluate_folder(
 
 
 def read_scores(file: Path) -> dict[str, float]:
-    """The scores of a result file of lm-eval's form, without standard errors; a filter is named where it is
-    not the plain one."""
+    """The scores in a result file in lm-eval's format, without standard errors. A filter is part of the name
+    unless it is "none"."""
     scores = {}
     for task, values in json.loads(file.read_text(encoding="utf-8"))["results"].items():
         for name, value in values.items():

@@ -51,15 +51,19 @@ _HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one 
     ./huggingface/batch_submit_checkpoints.sh /abs/checkpoints/my-run my-org --dry-run
     squeue -u $USER | grep convert_
 
-Jobs are named convert_EXPERIMENT, and of one name only one runs at a time. What sbatch reads from the
-environment counts: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT. The same command goes on with what is
-not published yet. docs/hub.md has the rest."""
+Jobs are named convert_EXPERIMENT; jobs of the same name run one at a time. Environment variables of sbatch
+apply: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT. Type the same command again to publish the
+checkpoints that are not published yet. docs/hub.md has the rest."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoints that flags name. name: the experiment's. repository: of the model. site: the site's
-    variables, those of the environment first."""
+    """The checkpoints that the flags name.
+
+    name: name of the experiment.
+    repository: repository of the model.
+    site: the site's variables, overridden by the environment's.
+    """
 
     save: Path
     name: str
@@ -69,16 +73,16 @@ class Chosen:
 
     @property
     def newest(self) -> Path | None:
-        """The newest of the checkpoints."""
+        """The newest chosen checkpoint."""
         return self.save / f"global_step{max(self.steps)}" if self.steps else None
 
 
 def target_repository(save: Path, organisation: str | None, site: Mapping[str, str]) -> str:
-    """The repository of the experiment that saves in `save`, as the site names it. Raises HubError, also
-    where another experiment of the site would have the same."""
+    """The repository of the experiment that saves in `save`, named by the site's rules. Raises HubError, also
+    if another experiment of the site would get the same name."""
     organisation = organisation or site.get("NEOX_HUB_ORG")
     if not organisation:
-        raise HubError("no organisation of the Hub is known: name it, or set NEOX_HUB_ORG (slurm/sites)")
+        raise HubError("no organisation of the Hub is given: pass it as an argument, or set NEOX_HUB_ORG (slurm/sites)")
     root, names = site.get("NEOX_CHECKPOINT_DIR"), read_names(site.get("NEOX_HUB_NAMES"))
 
     def name(folder: Path) -> str:
@@ -87,19 +91,19 @@ def target_repository(save: Path, organisation: str | None, site: Mapping[str, s
     def name_or_none(folder: Path) -> str | None:
         try:
             return name(folder)
-        except HubError:  # one that cannot be published
+        except HubError:  # that run cannot be published
             return None
 
     chosen = name(save)
-    for other in _runs_below(root):
-        if other != save.absolute() and name_or_none(other) == chosen:
-            text = f"{save.absolute()} and {other} would both be {chosen!r} on the Hub"
+    for other_save in _runs_below(root):
+        if other_save != save.absolute() and name_or_none(other_save) == chosen:
+            text = f"{save.absolute()} and {other_save} would both be {chosen!r} on the Hub"
             raise HubError(f"{text}; give one of them another name in the mapping file of NEOX_HUB_NAMES")
     return repository_id(organisation, chosen)
 
 
 def _runs_below(root: str | None) -> list[Path]:
-    """The folders of checkpoints of the site, as deep as experiments are nested."""
+    """Returns the folders of checkpoints up to three levels below `root`."""
     if root is None:
         return []
     places = Path(root).expanduser().absolute()
@@ -107,14 +111,15 @@ def _runs_below(root: str | None) -> list[Path]:
 
 
 def hub_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of the site and of the environment that name experiments and repositories."""
+    """Returns the site's variables, overridden by NEOX_* variables of the environment."""
     env = os.environ if env is None else env
     return {**site_variables(env), **{name: value for name, value in env.items() if name.startswith("NEOX_") and value}}
 
 
 def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False) -> Chosen:
-    """What the flags of an upload name. may_be_empty: the checkpoints that are named may not be there yet.
-    Raises HubError."""
+    """Returns the experiment and checkpoints that the flags of an upload name. Raises HubError.
+
+    may_be_empty: accept named checkpoints that do not exist yet."""
     site = hub_variables()
     site |= {"NEOX_CHECKPOINT_DIR": options.neox_checkpoints_path} if options.neox_checkpoints_path else {}
     save = find_experiment(options.experiment_name, checkpoint_folder(site))
@@ -131,14 +136,14 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
     for tag in options.neox_checkpoint:
         step = tag.rstrip("/").rpartition("/")[2].removeprefix("global_step")
         if not step.isdecimal() or not may_be_empty and not (save / f"global_step{step}").is_dir():
-            here = ", ".join(f"global_step{each}" for each in read_experiment(save).steps)
-            raise HubError(f"--neox_checkpoint {tag}: {save} holds {here}")
+            saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in read_experiment(save).steps)
+            raise HubError(f"--neox_checkpoint {tag}: not in {save}, which holds {saved_tags}")
         steps.append(int(step))
     return Chosen(save, name, tuple(steps), repository, site)
 
 
 def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Random) -> list[list[str]]:
-    """The commands that submit a job for each checkpoint. draw: of random delays. Raises HubError."""
+    """Returns one sbatch command for each checkpoint. draw: generator of random delays. Raises HubError."""
     tasks, patience = tasks_of(options, chosen.site, chosen.newest), patience_of(options)
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
     words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
@@ -147,8 +152,8 @@ def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Rando
     include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
     words += ["--task_include_path", *include] if include else []
     words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
-    given = {"tokenizer_hf_path": tokenizer_of(options), "wandb_project": options.wandb_project}
-    for flag, value in {**given, "wandb_entity": options.wandb_entity}.items():
+    values_by_flag = {"tokenizer_hf_path": tokenizer_of(options), "wandb_project": options.wandb_project}
+    for flag, value in {**values_by_flag, "wandb_entity": options.wandb_entity}.items():
         words += [f"--{flag}", value] if value else []
     words += ["--max-retries", str(patience.max_retries), "--retry-min-wait", f"{patience.min_wait_s:g}"]
     words += ["--retry-max-wait", f"{patience.max_wait_s:g}"]
@@ -206,7 +211,7 @@ def _submit(line: Sequence[str], dry_run: bool) -> None:
     if dry_run:
         print(shlex.join(line), flush=True)
         return
-    Path("logs").mkdir(exist_ok=True)  # of the #SBATCH line, which Slurm does not make
+    Path("logs").mkdir(exist_ok=True)  # named in the #SBATCH line; Slurm does not create it
     try:
         done = subprocess.run(line, capture_output=True, text=True)
     except FileNotFoundError:

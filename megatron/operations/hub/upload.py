@@ -1,7 +1,8 @@
-"""One checkpoint, published: converted, sent as the revision `global_step<N>`, the last one also as main, and
-evaluated if that is asked for.
+"""Publishes one checkpoint: converts it, sends it as the revision `global_step<N>`, and evaluates it if asked
+to.
 
-Every part asks the Hub and the journal first, so that a process that was ended is simply started again.
+The last checkpoint of a run is also sent as main. Every part checks the Hub and the journal first, so an
+interrupted process can simply be started again.
 """
 
 import shutil
@@ -26,12 +27,17 @@ Formats = Literal["both", "hf", "neox"]
 
 @dataclass(frozen=True)
 class Upload:
-    """What is to be published. save: the experiment's folder. repository: ORGANISATION/NAME of the model.
-    is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until
-    they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none.
-    tokenizer: a folder, a file or a name on the Hub, published in the place of the checkpoint's own.
-    wandb_project, wandb_entity: where scores are logged too. force_eval: evaluate also where the scores of
-    these tasks are known."""
+    """A checkpoint to publish.
+
+    save: the experiment's folder.
+    repository: ORGANISATION/NAME of the model.
+    is_last: the step is `train_iters`, so it becomes the revision main too.
+    scratch: folder for converted checkpoints until they are sent; None: `<save>/hub`.
+    tasks: tasks to evaluate after the upload; (): none.
+    tokenizer: a folder, a file or a Hub name, published instead of the checkpoint's tokenizer.
+    wandb_project, wandb_entity: where in Weights & Biases scores are logged.
+    force_eval: evaluate even if scores of these tasks are known.
+    """
 
     save: Path
     step: int
@@ -56,27 +62,27 @@ class Upload:
 
     @property
     def tracking(self) -> dict[str, Any]:
-        """Keys of eval.py by which Weights & Biases has the scores; none without a project or an entity."""
-        named = {"wandb_project": self.wandb_project, "wandb_team": self.wandb_entity}
-        given = {key: value for key, value in named.items() if value}
-        return {"use_wandb": True, "wandb_run_name": f"{self.save.name}_{self.tag}", **given} if given else {}
+        """Keys of eval.py that send scores to Weights & Biases; {} without a project or an entity."""
+        all_keys = {"wandb_project": self.wandb_project, "wandb_team": self.wandb_entity}
+        keys = {key: value for key, value in all_keys.items() if value}
+        return {"use_wandb": True, "wandb_run_name": f"{self.save.name}_{self.tag}", **keys} if keys else {}
 
     @property
     def revisions(self) -> tuple[str, ...]:
-        """main first: a branch that is made afterwards begins with its files."""
+        """The revisions to update. main is first: a branch created later starts with its files."""
         return (MAIN, self.tag) if self.is_last else (self.tag,)
 
 
 def publish_checkpoint(upload: Upload, say: Say, patience_s: float = 0.0) -> bool:
-    """Publish a checkpoint; whether it was there to be published, and not removed by the run before
+    """Publishes a checkpoint. Returns False if it does not exist or was removed by the run meanwhile
     (`keep_last_n_checkpoints`). patience_s: seconds in which a run may still write it.
 
-    Raises HubError, CheckpointError, and what they say can be done is to start the same again.
+    Raises HubError, CheckpointError. If the message says so, the same call continues the upload.
     """
     require_token()
     checkpoint = upload.save / upload.tag
     if not _wait_for(checkpoint, patience_s, say):
-        say(f"{upload.tag}: {checkpoint} is not there (keep_last_n_checkpoints may have removed it); left out")
+        say(f"{upload.tag}: {checkpoint} does not exist (keep_last_n_checkpoints may have removed it); skipped")
         return False
     with open_journal(upload.save, upload.tag, say) as journal:
         try:
@@ -85,19 +91,19 @@ def publish_checkpoint(upload: Upload, say: Say, patience_s: float = 0.0) -> boo
             if checkpoint.is_dir():
                 raise
             journal.add("gone")
-            say(f"{upload.tag}: was removed while it was read (keep_last_n_checkpoints); left out")
+            say(f"{upload.tag}: was removed while it was read (keep_last_n_checkpoints); skipped")
             return False
     return True
 
 
 def require_token() -> None:
-    """Raise HubError where no token is known: neither HF_TOKEN nor one of `hf auth login`."""
+    """Raises HubError unless HF_TOKEN or `hf auth login` provides a token."""
     try:
         from huggingface_hub import get_token
     except ModuleNotFoundError:
         raise HubError("huggingface_hub is not installed: pip install 'neox[hf]'") from None
     if not get_token():
-        raise HubError("no token: set HF_TOKEN (.env, which jobs read), or type hf auth login")
+        raise HubError("no token: set HF_TOKEN (.env, which jobs read), or run `hf auth login`")
 
 
 def _publish(upload: Upload, checkpoint: Path, journal: Journal, say: Say) -> None:
@@ -118,11 +124,11 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
     repository = Repository(upload.repository, upload.patience, say)
     repository.prepare()
     folder = (upload.scratch or upload.save / FOLDER) / upload.tag
-    known = journal.digests(source)
+    converted_digests = journal.digests(source)
     has_scores = not upload.tasks or (_scores(journal, upload, source) is not None and not upload.force_eval)
     if upload.tasks and has_scores and upload.tracking:
         say(f"{upload.tag}: its scores are known and are not logged again; --force-eval-if-exists evaluates and logs")
-    if known is not None and has_scores and _is_there(repository, upload, known):
+    if converted_digests is not None and has_scores and _is_published(repository, upload, converted_digests):
         say(f"{upload.tag}: {repository.name} has it already")
     else:
         files = _converted(upload, checkpoint, folder, source, journal, say)
@@ -134,24 +140,24 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
         shutil.rmtree(folder)
 
 
-def _is_there(repository: Repository, upload: Upload, files: Mapping[str, FileDigest]) -> bool:
+def _is_published(repository: Repository, upload: Upload, files: Mapping[str, FileDigest]) -> bool:
     return not any(repository.lacks(revision, files) for revision in upload.revisions)
 
 
 def _converted(
     upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say
 ) -> dict[str, LocalFile]:
-    """The files of the converted folder, which is made where it is not whole."""
-    known = journal.digests(source)
-    if known is not None and folder.is_dir():
+    """Returns the files of the converted folder, after converting the checkpoint if they are incomplete."""
+    converted_digests = journal.digests(source)
+    if converted_digests is not None and folder.is_dir():
         files = folder_files(folder)
-        if {name: file.digest for name, file in files.items()} == known:
+        if {name: file.digest for name, file in files.items()} == converted_digests:
             say(f"{upload.tag}: converted before, {folder}")
             return files
     from megatron.operations.hub.conversion import convert, rewrite_card
 
     say(f"{upload.tag}: converting to HuggingFace's format, {folder}")
-    begun = time.monotonic()
+    start_time = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     convert(checkpoint, folder, upload.tokenizer)
     scores = _scores(journal, upload, source)
@@ -159,7 +165,7 @@ def _converted(
         rewrite_card(checkpoint, folder, scores)
     files = folder_files(folder)
     _note(journal, source, files)
-    say(f"{upload.tag}: converted in {time.monotonic() - begun:.1f} s")
+    say(f"{upload.tag}: converted in {time.monotonic() - start_time:.1f} s")
     return files
 
 
@@ -182,14 +188,14 @@ def _send(repository: Repository, upload: Upload, files: Mapping[str, LocalFile]
 
 
 def _scores(journal: Journal, upload: Upload, source: str) -> dict[str, float] | None:
-    """The scores of the tasks asked for, by this checkpoint; without tasks those of any evaluation of it."""
-    asked = {"tasks": list(upload.tasks)} if upload.tasks else {}
-    line = journal.last("scores", source=source, **asked)
+    """Returns known scores of this checkpoint for `upload.tasks`; without tasks, of its last evaluation."""
+    task_facts = {"tasks": list(upload.tasks)} if upload.tasks else {}
+    line = journal.last("scores", source=source, **task_facts)
     return None if line is None else line["values"]
 
 
 def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say) -> None:
-    """Evaluate the folder, and put the scores into its card."""
+    """Evaluates the folder, and writes the scores into its card."""
     from megatron.operations.hub.conversion import rewrite_card
     from megatron.operations.hub.scores import evaluate_folder
 
@@ -201,13 +207,13 @@ def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journ
 
 
 def _wait_for(checkpoint: Path, patience_s: float, say: Say) -> bool:
-    """Whether a checkpoint is there, which becomes visible when it is whole, within so many seconds."""
-    until, told = time.monotonic() + patience_s, False
+    """Waits up to `patience_s` seconds for a checkpoint. Returns whether it exists; it is complete then."""
+    deadline, announced = time.monotonic() + patience_s, False
     while not checkpoint.is_dir():
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             return False
-        if not told:
+        if not announced:
             say(f"{checkpoint.name}: waiting until it is written")
-            told = True
+            announced = True
         time.sleep(0.2)
     return True

@@ -1,7 +1,7 @@
-"""The jobs of a cluster and the runs of this machine, and what each is doing: `tools/jobs.py`.
+"""The jobs of a cluster, the runs of this machine, and the state of each: `tools/jobs.py`.
 
-`scheduler.py` asks Slurm, `local_runs.py` looks for runs that no scheduler started, `joblog.py` reads a log's
-ends, `verdict.py` decides from these what a job is doing, `overview.py` joins them into rows and `table.py`
-draws them. `submission.py` submits a run and sees it through its first iterations, `failures.py` names what
+`scheduler.py` asks Slurm, `local_runs.py` finds runs that no scheduler started, `joblog.py` reads both ends
+of a log. `verdict.py` decides from these what a job is doing, `overview.py` joins them into rows, `table.py`
+draws the rows. `submission.py` submits a run and watches its first iterations, `failures.py` classifies what
 went wrong. Nothing here imports torch.
 """

@@ -1,5 +1,4 @@
-"""What went wrong with a job, by a table of what is said of it; and which of that may simply be tried
-again."""
+"""Classifies failures of jobs by patterns in their logs, and says which failures are safe to retry."""
 
 import re
 from collections.abc import Sequence
@@ -7,14 +6,18 @@ from dataclasses import dataclass
 
 from megatron.operations.jobs.scheduler import NO_LOG, Job
 
-_LINES = 6  # that decide, shown in a report
-_ARGUMENT = re.compile(r"  \w+ \.+ .*(?:updated|default)\s*$")  # of the list of them, whose names mean nothing here
+_LINES = 6  # matching lines shown in a report, at most
+_ARGUMENT = re.compile(r"  \w+ \.+ .*(?:updated|default)\s*$")  # a line of the list of arguments: ignored
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of failures. safe: whether the same run may simply be submitted again, once what `name` says
-    has been seen to. pattern: of a line of the log. advice: what a person looks at next."""
+    """A class of failures.
+
+    safe: whether the same run may be submitted again once the cause is removed.
+    pattern: regular expression for a line of the log.
+    advice: what a person should check next.
+    """
 
     name: str
     safe: bool
@@ -87,7 +90,7 @@ STUCK = Kind(
 )  # fmt: skip
 UNKNOWN = Kind("unknown", False, r"(?!)", "the last lines of the log and of the ranks' own logs, below")
 
-# In the order in which they are looked for: the first that has a line is it.
+# In the order of search: the first kind with a matching line is chosen.
 KINDS = (
     OUT_OF_MEMORY, FOLDER, PORT, LOCK, NODE, NOT_FINITE, DATA, CHECKPOINT, CONFIGURATION, DISK, TIME, STUCK,
 )  # fmt: skip
@@ -95,40 +98,41 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Failure:
-    """kind: its class. lines: of the log, that say so."""
+    """A failed job's kind of failure, and the lines of the log that show it."""
 
     kind: Kind
     lines: tuple[str, ...]
 
 
 def classify(job: Job, lines: Sequence[str]) -> Failure:
-    """The class of a failed job. lines: of the end of its log; none where there is no log."""
+    """Returns the kind of a job's failure, with evidence. lines: the end of its log; empty without a log."""
     if job.exit_code == NO_LOG and not lines:
         return Failure(FOLDER, (f"Slurm could not open the log {job.log}",))
     lines = [line for line in lines if not _ARGUMENT.match(line)]
-    by_state = {
+    state_kind = {
         "NODE_FAIL": NODE, "BOOT_FAIL": NODE, "OUT_OF_MEMORY": OUT_OF_MEMORY, "TIMEOUT": TIME, "DEADLINE": TIME,
         "CANCELLED": CANCELLED,
     }.get(job.state)  # fmt: skip
-    if by_state is not None:
-        return Failure(by_state, (f"Slurm: {job.state}", *_matching(by_state, lines)))
+    if state_kind is not None:
+        return Failure(state_kind, (f"Slurm: {job.state}", *_matching(state_kind, lines)))
     for kind in KINDS:
-        if found := _matching(kind, lines):
-            return Failure(kind, found)
+        if matched_lines := _matching(kind, lines):
+            return Failure(kind, matched_lines)
     return Failure(UNKNOWN, tuple(line.rstrip() for line in lines if line.strip())[-_LINES:])
 
 
 def bad_node(job: Job, lines: Sequence[str]) -> str | None:
-    """The one node that a failure is pinned to: that which a line says to leave out, that in whose name a
-    line speaks, or the only one of the job."""
+    """Returns the node to leave out of the next try; None if no single node is to blame.
+
+    It is the node that a log line reports as failed or excludes; else the node of a job with one node."""
     text = "\n".join(lines)
     patterns = (r"sbatch --exclude=([\w.-]+)", r"Node failure on ([\w.-]+)", r"error: Node ([\w.-]+) ")
     for pattern in patterns:
-        if found := re.search(pattern, text):
-            return found[1]
+        if match := re.search(pattern, text):
+            return match[1]
     return job.node_list if re.fullmatch(r"[\w.-]+", job.node_list) and job.node_list != "None" else None
 
 
 def _matching(kind: Kind, lines: Sequence[str]) -> tuple[str, ...]:
-    found = [line.strip() for line in lines if re.search(kind.pattern, line)]
-    return tuple(dict.fromkeys(found))[-_LINES:]
+    matches = [line.strip() for line in lines if re.search(kind.pattern, line)]
+    return tuple(dict.fromkeys(matches))[-_LINES:]

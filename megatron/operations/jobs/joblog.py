@@ -1,7 +1,7 @@
-"""What the log of a job says. Logs may have gigabytes: they are read at their two ends.
+"""Reads the log of a job: progress, phase and errors. Logs may have gigabytes, so only both ends are read.
 
-The rules are those that people have in their shell loops: a crash is `traceback|exception|error:` in the last
-100 lines, progress is GPT-NeoX's line of an iteration.
+The rules are those of people's shell loops. A crash is `traceback|exception|error:` in the last 100 lines.
+Progress is GPT-NeoX's line of an iteration.
 """
 
 import re
@@ -18,14 +18,14 @@ ITERATION = re.compile(
     rb"iteration +(\d{1,18})/ *(\d{1,18}) \|(?:.*?elapsed time per iteration \(ms\): (\d{1,15}(?:\.\d+)?)\b)?"
     rb".*?lm_loss: (\S+)"
 )
-# slurmstepd's, of a job that is queued again and goes on
+# slurmstepd's line for a job that is requeued and continues
 _REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*")
-_SHOWN = 3  # error lines
+_MAX_ERROR_LINES = 3  # error lines
 _WIDTH = 300  # of an error line
 _TAIL = 256 * 1024
 _SEARCHED = 16 * 1024 * 1024  # at most, from the end
 _HEAD = 1024 * 1024  # for the arguments
-# What a line says that a run is doing; the last one of a log counts.
+# Patterns of lines that show a run's phase; the last match in a log counts.
 _PHASES = (
     ("starting", rb"^-+ arguments -+$|^deepy\.py: restart \d+ of \d+ |^pretrain_neox\.sbatch: saved; job "),
     ("saving", rb"^still saving"),
@@ -39,7 +39,7 @@ _SUBMITTED = re.compile(rb"^Submitted batch job (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Progress:
-    """The last iteration that a log tells of. seconds: of an iteration, the mean of the last lines."""
+    """The last iteration in a log. seconds: seconds per iteration, averaged over the last lines."""
 
     iteration: int
     total: int
@@ -49,10 +49,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class LogFacts:
-    """What a log says. written: when it was written to last, in seconds since 1970. error_lines: the last
-    three of its last 100 lines that speak of a failure. phase: starting, training, evaluating, saving or
-    ended, by its last line that tells. save, log_dir: as in the list of arguments. submitted: the number of
-    the job that this one submitted in its place."""
+    """The facts read from a log.
+
+    written: time of the last write, in seconds since 1970.
+    error_lines: the last three lines that mention an error, of the log's last 100 lines.
+    phase: starting, training, evaluating, saving or ended.
+    save, log_dir: from the printed list of arguments.
+    submitted: number of the job that this job submitted to replace it.
+    """
 
     written: float
     progress: Progress | None = None
@@ -64,7 +68,7 @@ class LogFacts:
 
 
 def read_log(path: Path) -> LogFacts | None:
-    """What the log says; None where there is none (yet)."""
+    """The facts in a log; None if there is no log (yet)."""
     try:
         written = path.stat().st_mtime
         tail = _tail(path, _TAIL)
@@ -84,47 +88,52 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     data = b""
     for block in _backwards(path):
         data = block + data
-        if data.count(b"\n") > count or len(data) >= _SEARCHED:  # bars may fill gigabytes without an end of line
+        if data.count(b"\n") > count or len(data) >= _SEARCHED:  # progress bars may fill gigabytes without a newline
             break
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
     return [line.decode(errors="replace") for line in lines[-count:]]
 
 
-def follow(path: Path, goes_on: Callable[[], bool], pause_s: float = 1.0, ask_every_s: float = 10.0) -> Iterator[str]:
-    """What is written to a file from now on, until `goes_on`, which is asked that often, says no."""
+def follow(
+    path: Path, is_active: Callable[[], bool], pause_s: float = 1.0, check_every_s: float = 10.0
+) -> Iterator[str]:
+    """Yields text as it is appended to a file, until the job has ended.
+
+    is_active: called every `check_every_s` seconds. Once it returns False, the remaining text is yielded.
+    """
     with open_file(path) as file:
         file.seek(0, 2)
-        asked, ended = time.monotonic(), False
+        last_check, finished = time.monotonic(), False
         while True:
             if data := file.read():
                 yield data.decode(errors="replace")
-            elif ended:
+            elif finished:
                 return
             else:
                 time.sleep(pause_s)
-                if time.monotonic() - asked >= ask_every_s:
-                    asked, ended = time.monotonic(), not goes_on()
+                if time.monotonic() - last_check >= check_every_s:
+                    last_check, finished = time.monotonic(), not is_active()
 
 
 def error_lines(lines: list[str]) -> tuple[str, ...]:
-    """The last three that speak of a failure."""
+    """The last three lines that mention an error."""
     errors = [text(line.strip()[:_WIDTH]) for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
-    return tuple(errors[-_SHOWN:])
+    return tuple(errors[-_MAX_ERROR_LINES:])
 
 
 def _progress(path: Path, tail: bytes) -> Progress | None:
-    found = list(ITERATION.finditer(tail))
-    if not found:  # an evaluation may write long
+    matches = list(ITERATION.finditer(tail))
+    if not matches:  # an evaluation may write long
         data = b""
         for block in _backwards(path):
             data = block + data
             if ITERATION.search(data) or len(data) >= _SEARCHED:
                 break
-        found = list(ITERATION.finditer(data))
-    if not found:
+        matches = list(ITERATION.finditer(data))
+    if not matches:
         return None
-    iteration, total, _, loss = found[-1].groups()
-    seconds = [float(match[3]) / 1000.0 for match in found[-20:] if match[3] is not None]
+    iteration, total, _, loss = matches[-1].groups()
+    seconds = [float(match[3]) / 1000.0 for match in matches[-20:] if match[3] is not None]
     try:
         value = float(loss)
     except ValueError:  # a line that is being written
@@ -140,9 +149,9 @@ def _phase(tail: bytes) -> str:
 
 
 def _argument(head: bytes, name: str) -> str | None:
-    """A value of the list of arguments, which is filled up with points and says where it comes from."""
-    found = re.search(rb"^  %s \.+ (.*?)\.*(?:updated|default)\s*$" % name.encode(), head, re.MULTILINE)
-    return found[1].decode(errors="replace") if found is not None and found[1] != b"None" else None
+    """Returns a value from the list of arguments at the head of a log; None if it is not listed."""
+    match = re.search(rb"^  %s \.+ (.*?)\.*(?:updated|default)\s*$" % name.encode(), head, re.MULTILINE)
+    return match[1].decode(errors="replace") if match is not None and match[1] != b"None" else None
 
 
 def _head(path: Path) -> bytes:
@@ -158,7 +167,8 @@ def _tail(path: Path, size: int) -> bytes:
 
 
 def _backwards(path: Path, block: int = 64 * 1024) -> Iterator[bytes]:
-    """The blocks of a file, the last one first; each time twice as long."""
+    """Yields the blocks of a file from the last to the first; each block is twice as long as the one
+    before."""
     with open_file(path) as file:
         end = file.seek(0, 2)
         while end > 0:

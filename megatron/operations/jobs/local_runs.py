@@ -1,4 +1,4 @@
-"""Runs that no scheduler started, by the status.json that each keeps in its `save`."""
+"""Runs that no scheduler started, found by the status.json in each run's `save` folder."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.launch.environment import LaunchError
 from megatron.operations.jobs.scheduler import Job
-from megatron.operations.jobs.verdict import GONE, UNREADABLE
+from megatron.operations.jobs.verdict import DIED_SILENTLY, UNREADABLE
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.run_files import STATUS
 
@@ -23,43 +23,43 @@ _DEPTH = ("*", "*/*")  # of the folders of runs below that of checkpoints
 _FLOCK = "hhqqi4x"  # struct flock of Linux
 
 
-def find_runs(root: Path, since_s: float) -> list[Job]:
-    """The runs below a folder of checkpoints that go on here, or have written or ended in the last `since_s`
-    seconds, the oldest first; those that Slurm started are left to it."""
-    recent, runs = time.time() - since_s, []
+def find_runs(root: Path, max_age_s: float) -> list[Job]:
+    """Runs below a folder of checkpoints, the oldest first. A run counts if it is running here, or wrote or
+    ended in the last `max_age_s` seconds. Runs that Slurm started are left out."""
+    oldest, runs = time.time() - max_age_s, []
     for path in sorted({path for depth in _DEPTH for path in root.glob(f"{depth}/{STATUS}")}):
         with suppress(RunFolderError, OSError):  # it was removed a moment ago
             folder = open_run(path.parent)
             status = folder.status()
             if status.get("job") is None:
                 run = _job(path.parent, folder, status)
-                # Of one on another machine, which may have died unseen, the last word is all that is known.
-                if (run.is_active and is_here(status)) or _written(run, path) >= recent:
+                # A run on another machine may have died unnoticed: only its last status is known.
+                if (run.is_active and is_here(status)) or _written(run, path) >= oldest:
                     runs.append(run)
-    return sorted(runs, key=lambda run: run.started or 0.0)
+    return sorted(runs, key=lambda run: run.start_time or 0.0)
 
 
 def local_run(folder: Path) -> Job:
-    """The run that a folder holds. Raises RunFolderError where it holds none."""
+    """The run in a folder. Raises RunFolderError if the folder holds none."""
     run = open_run(folder)
     if run.save is None or not (run.save / STATUS).exists():
-        raise RunFolderError(f"{folder}: there is no {STATUS}, which a run writes into `save` before its first step")
+        raise RunFolderError(f"{folder}: `save` of its run has no {STATUS}; a run writes it before its first step")
     return _job(run.save, run, run.status())
 
 
 def stop(run: Job) -> None:
-    """Let a run of this machine finish its step, save and end. Raises LaunchError where that cannot be asked
-    for from here."""
+    """Asks a run of this machine to finish its step, save and end. Raises LaunchError if this is not possible
+    from here."""
     assert run.save is not None
     status = open_run(run.save).status()
     if not run.is_active or not is_here(status):
-        where = f"on host {status.get('host')}" if run.is_active else f"it has ended ({status.get('status')})"
-        raise LaunchError(f"{run.id}: cannot be stopped from here: {where}")
-    # The number in the file may be another program's by now; who holds the lock trains there.
+        reason = f"on host {status.get('host')}" if run.is_active else f"it has ended ({status.get('status')})"
+        raise LaunchError(f"{run.id}: cannot be stopped from here: {reason}")
+    # The pid in the file may belong to another program by now; the process with the lock is the run.
     holder = lock_holder(run.save) or 0
     pid = status["launcher_pid"] if launcher_is_alive(status) else holder if holder > 0 else status.get("pid")
     if pid is None:
-        raise LaunchError(f"{run.id}: cannot be stopped: {run.save / STATUS} does not say by which process it runs")
+        raise LaunchError(f"{run.id}: cannot be stopped: {run.save / STATUS} does not name the run's process")
     os.kill(pid, signal.SIGTERM)
 
 
@@ -69,19 +69,21 @@ def is_here(status: Mapping[str, Any]) -> bool:
 
 
 def lock_holder(save: Path) -> int | None:
-    """The process that holds the lock of a folder of checkpoints, by its number; None where none does. It may
-    be on another machine (0 or a number of there)."""
+    """Returns the process id in the lock of a folder of checkpoints; None if it is not locked.
+
+    If the process is on another machine, the number is 0 or an id of that machine.
+    """
     try:
         with (save / ".lock").open("rb+") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
     except OSError:
         return None
     return None if kind == fcntl.F_UNLCK else pid
 
 
 def launcher_is_alive(status: Mapping[str, Any]) -> bool:
-    """Whether the deepy.py that started a run of this machine is there: it may start the ranks again."""
+    """Returns whether the deepy.py of a local run is still running; it may restart ranks that ended."""
     try:
         words = Path(f"/proc/{status.get('launcher_pid') or 0}/cmdline").read_bytes()
     except OSError:
@@ -90,38 +92,38 @@ def launcher_is_alive(status: Mapping[str, Any]) -> bool:
 
 
 def _written(run: Job, status: Path) -> float:
-    """When a run last wrote anything, in seconds of the clock."""
+    """Returns when a run last wrote its status file or log, in seconds since 1970."""
     return max(path.stat().st_mtime for path in (status, run.log) if path is not None and path.exists())
 
 
 def _job(save: Path, run: RunFolder, status: Mapping[str, Any]) -> Job:
-    shown = os.path.relpath(save)
+    relative, owner = os.path.relpath(save), user_name(save.stat().st_uid)
     log = run.logs / "rank_0.log"
-    at = _seconds(status)
+    status_time = _seconds(status)
     state = _state(save, status)
     return Job(
-        shown if not shown.startswith("..") else str(save), save.name, user_name(save.stat().st_uid), state, started=at,
-        submitted=at, ended=at if state not in ("RUNNING",) else None, work_dir=Path.cwd(),
+        relative if not relative.startswith("..") else str(save), save.name, owner, state, start_time=status_time,
+        submit_time=status_time, end_time=status_time if state not in ("RUNNING",) else None, work_dir=Path.cwd(),
         log=log if log.is_file() else run.metrics_file, save=save, local=True,
     )  # fmt: skip
 
 
 def _state(save: Path, status: Mapping[str, Any]) -> str:
-    """The word that Slurm would have. Of a run of another machine nothing is known but its own last word."""
-    said = status.get("status")
-    if said is None:  # the file cannot be read, or does not say it: whether it ended well is not known
+    """Returns the state of a run, in Slurm's words. A run of another machine has the status it last wrote."""
+    reported = status.get("status")
+    if reported is None:  # the file is unreadable or has no status: how the run ended is unknown
         return "RUNNING" if lock_holder(save) is not None else UNREADABLE
     if is_here(status):
         alive = lock_holder(save) is not None
-        if launcher_is_alive(status) and said in ("running", "failed"):
+        if launcher_is_alive(status) and reported in ("running", "failed"):
             return "RUNNING"
-        if said == "running" and not alive:
-            return GONE
-    return {"running": "RUNNING", "failed": "FAILED"}.get(said, "COMPLETED")
+        if reported == "running" and not alive:
+            return DIED_SILENTLY
+    return {"running": "RUNNING", "failed": "FAILED"}.get(reported, "COMPLETED")
 
 
 def user_name(number: int) -> str:
-    """The name of a user; the number where it has none, as in a container."""
+    """The name of a user; the number as text if the user has no name, as in a container."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""One row for each job: what Slurm, its log, its status.json and its metrics say, together."""
+"""Joins what Slurm, logs, status.json and metrics say into one row per job."""
 
 import math
 import os
@@ -20,30 +20,39 @@ from megatron.operations.run_folder import RunFolder, RunFolderError, experiment
 
 _SCORES = "eval_tasks/"
 _NEVER_S = 1e10  # 300 years
-_NUMBER = r"\d+(_\d+)?"  # of a job, and of one of an array
-_UNDER_WAY = (TRAINING, SAVING, EVALUATING)
+_NUMBER = r"\d+(_\d+)?"  # of a job, or of a task in a job array
+_PROGRESSING = (TRAINING, SAVING, EVALUATING)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs are wanted. ids: numbers of jobs, or folders of runs of this machine; none: those of `user`
-    that wait, run, or ended within since_s. name, experiment: patterns as of a shell. every: also jobs that
-    do not train."""
+    """A selection of jobs.
+
+    ids: numbers of jobs, or folders of local runs. Without ids: jobs of `user` that wait, run, or ended
+        within max_age_s seconds.
+    name, experiment: shell patterns.
+    include_non_training: also jobs that do not train.
+    """
 
     ids: Sequence[str] = ()
     user: str | None = None
     name: str | None = None
     experiment: str | None = None
-    since_s: float = 86400.0
-    every: bool = False
+    max_age_s: float = 86400.0
+    include_non_training: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """A job and what it is doing. tokens_per_s, model_flops (of each GPU, in a second), utilization: of its
-    last logged step; eta_s: seconds until its last iteration at the speed of the last lines; scores: of its
-    last evaluation. save, logs: the folders of its run; device: of rank 0. problems: what its files hold that
-    cannot be used."""
+    """A job, its verdict and its numbers.
+
+    tokens_per_s, model_flops (per GPU and second), utilization: values of its last logged step.
+    eta_s: seconds to its last iteration at its recent speed.
+    scores: scores of its last evaluation.
+    save, logs: folders of its run.
+    device: device of rank 0.
+    problems: unusable content of its files.
+    """
 
     job: Job
     verdict: Verdict
@@ -61,11 +70,11 @@ class Row:
 
     @property
     def needs_a_person(self) -> bool:
-        """Whether it has crashed, writes nothing any more, or has ended nobody knows how."""
+        """Whether the job crashed, stopped writing to its log, or ended for an unknown reason."""
         return self.verdict.kind in NEEDS_A_PERSON
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for `--json`, whose fields docs/jobs.md lists."""
+        """The row for `--json`; docs/jobs.md lists its fields."""
         job, verdict, done = self.job, self.verdict, self.progress
         return {
             "id": job.id, "name": job.name, "user": job.user, "experiment": self.experiment, "state": job.state,
@@ -76,25 +85,25 @@ class Row:
             "tokens_per_s": _finite(self.tokens_per_s), "utilization": _finite(self.utilization), "eta_s": self.eta_s,
             "scores": {name: _finite(value) for name, value in self.scores.items()},
             "problems": list(self.problems), "nodes": job.nodes, "node_list": job.node_list or None,
-            "submitted": job.submitted, "started": job.started, "ended": job.ended,
+            "submitted": job.submit_time, "started": job.start_time, "ended": job.end_time,
             "log": str(job.log) if job.log is not None else None,
             "save": str(self.save) if self.save is not None else None, "local": job.local,
         }  # fmt: skip
 
 
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
-    """The rows of the jobs and local runs that are wanted, the oldest first.
+    """The rows of the selected jobs and local runs, the oldest first.
 
-    Where Slurm never answers, local runs are shown alone, with a warning. Raises LaunchError for a number
-    that Slurm does not know, a user that there is not, and where Slurm does not answer and nothing else is
-    known; RunFolderError for a folder that holds no run.
+    If Slurm never answers, only local runs are shown, with a warning. Raises LaunchError for a job number or
+    user that does not exist, and if Slurm does not answer and no local run is known. Raises RunFolderError
+    for a folder without a run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
     return [row for row in rows if _matches(row, choice)]
 
 
 def row_of(job: Job, site: Mapping[str, str]) -> Row:
-    """What a job is doing now."""
+    """Reads the files of a job, and returns its row."""
     now = time.time()
     log = read_log(job.log) if job.log is not None else None
     run = _run_folder(job, log)
@@ -109,16 +118,18 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
     logs = run.logs if run is not None else None
     done = log.progress if log is not None else None
     row = Row(job, verdict, save=save, logs=logs, progress=done, device=status.get("device"))
-    named = save or (_path(job, log.save) if log is not None and log.save else None)
-    if named is not None:
-        row = replace(row, experiment=experiment_of(named, _checkpoints(site, job.work_dir)))
+    experiment_save = save or (_path(job, log.save) if log is not None and log.save else None)
+    if experiment_save is not None:
+        row = replace(row, experiment=experiment_of(experiment_save, _checkpoints(site, job.work_dir)))
     if run is None or (done is None and not job.local):
         return replace(row, eta_s=_eta(done, verdict))
     metrics = run.last_rows()
     done = row.progress or _progress(metrics, status)
-    if done is not None:  # a later job may train there by now
-        metrics = [one for one in metrics if one["iteration"] <= done.iteration]
-    numbers: Mapping[str, Any] = next((one for one in reversed(metrics) if "runtime/tokens_per_sec" in one), {})
+    if done is not None:  # a later job may have added rows
+        metrics = [metrics_row for metrics_row in metrics if metrics_row["iteration"] <= done.iteration]
+    numbers: Mapping[str, Any] = next(
+        (metrics_row for metrics_row in reversed(metrics) if "runtime/tokens_per_sec" in metrics_row), {}
+    )
     return replace(
         row, progress=done, tokens_per_s=numbers.get("runtime/tokens_per_sec"),
         model_flops=numbers.get("runtime/model_flops_per_sec_per_gpu"),
@@ -126,53 +137,63 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
         eta_s=_eta(done, verdict),
         scores={
             name.removeprefix(_SCORES): value
-            for one in metrics for name, value in one.items() if name.startswith(_SCORES)
+            for metrics_row in metrics for name, value in metrics_row.items() if name.startswith(_SCORES)
         },
     )  # fmt: skip
 
 
 def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
     if choice.ids:
-        words = [one for one in choice.ids if not re.fullmatch(_NUMBER, one) and not Path(one).exists()]
-        if words:
-            raise LaunchError(f"{', '.join(words)}: neither the number of a job nor the folder of a run (`save`)")
-        numbers = [one for one in choice.ids if re.fullmatch(_NUMBER, one) and not Path(one).exists()]
+        invalid = [
+            identifier
+            for identifier in choice.ids
+            if not re.fullmatch(_NUMBER, identifier) and not Path(identifier).exists()
+        ]
+        if invalid:
+            raise LaunchError(f"{', '.join(invalid)}: neither a job number nor the folder of a run (`save`)")
+        numbers = [
+            identifier
+            for identifier in choice.ids
+            if re.fullmatch(_NUMBER, identifier) and not Path(identifier).exists()
+        ]
         if numbers and not slurm.is_here:
-            raise LaunchError(f"{', '.join(numbers)}: this machine has no Slurm (scontrol), nor is there such a folder")
+            raise LaunchError(
+                f"{', '.join(numbers)}: not a folder, and this machine has no Slurm (scontrol) to ask for a job"
+            )
         jobs = slurm.jobs(ids=numbers) if numbers else []
         unknown = [number for number in numbers if not any(job.is_called(number) for job in jobs)]
         if unknown:
             raise LaunchError(f"job {', '.join(unknown)}: Slurm knows no such job")
-        return [*jobs, *(local_run(Path(one)) for one in choice.ids if one not in numbers)]
+        return [*jobs, *(local_run(Path(identifier)) for identifier in choice.ids if identifier not in numbers)]
     if choice.user is not None:
         try:
             pwd.getpwnam(choice.user)
         except KeyError:
-            raise LaunchError(f"--user {choice.user}: this machine knows no such user") from None
-    runs = find_runs(_checkpoints(site, Path.cwd()) or Path("checkpoints"), choice.since_s)
+            raise LaunchError(f"--user {choice.user}: no such user on this machine") from None
+    runs = find_runs(_checkpoints(site, Path.cwd()) or Path("checkpoints"), choice.max_age_s)
     runs = [run for run in runs if run.user == (choice.user or _me())]
     try:
-        jobs = slurm.jobs(choice.user, choice.since_s) if slurm.is_here else []
+        jobs = slurm.jobs(choice.user, choice.max_age_s) if slurm.is_here else []
     except LaunchError as problem:
         if slurm.has_answered or not runs:
             raise
-        slurm.do_without(problem)
+        slurm.disable(problem)
         jobs = []
-    return [*(job for job in jobs if choice.every or job.trains), *runs]
+    return [*(job for job in jobs if choice.include_non_training or job.trains), *runs]
 
 
 def _me() -> str:
-    """Whoever asks, by name as `Job.user` is."""
+    """The name of the current user, in the form of `Job.user`."""
     return user_name(os.getuid())
 
 
 def _matches(row: Row, choice: Choice) -> bool:
-    wanted = ((choice.name, row.job.name), (choice.experiment, row.experiment or ""))
-    return all(pattern is None or fnmatchcase(value, pattern) for pattern, value in wanted)
+    conditions = ((choice.name, row.job.name), (choice.experiment, row.experiment or ""))
+    return all(pattern is None or fnmatchcase(value, pattern) for pattern, value in conditions)
 
 
 def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
-    """The folders of a job's run: its own, else those that its list of arguments names."""
+    """Returns the folders of a job's run; None if unknown. log: names the folders of a Slurm job."""
     try:
         if job.save is not None:
             return open_run(job.save)
@@ -185,29 +206,29 @@ def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
 
 
 def _status(job: Job, run: RunFolder | None) -> Mapping[str, Any]:
-    """status.json, if it speaks of this job: another may train in that folder by now."""
+    """Returns status.json of the run; {} if it is of another job, which may train in this folder now."""
     status = run.status() if run is not None else {}
     return status if job.local or status.get("job") == job.id else {}
 
 
 def _progress(metrics: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Progress | None:
-    """Of a run whose output is in no log that is known."""
+    """Returns the progress by metrics.jsonl and status.json, if the log is unknown; None without a loss."""
     total = status.get("train_iters")
-    last = next((one for one in reversed(metrics) if "train/lm_loss" in one), None)
+    last = next((row for row in reversed(metrics) if "train/lm_loss" in row), None)
     if last is None or total is None:
         return None
     return Progress(last["iteration"], total, last["train/lm_loss"], last.get("runtime/iteration_time"))
 
 
 def _eta(done: Progress | None, verdict: Verdict) -> float | None:
-    if done is None or not done.seconds or verdict.kind not in _UNDER_WAY:
+    if done is None or not done.seconds or verdict.kind not in _PROGRESSING:
         return None
     seconds = (done.total - done.iteration) * done.seconds
     return seconds if seconds < _NEVER_S else None
 
 
 def _finite(value: float | None) -> float | None:
-    """A number that JSON has a form for."""
+    """The number if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What is done about a failure before the same run is submitted again. Nothing here changes a configuration
+"""Remedies that are applied to a failed run before it is submitted again. They never change a configuration
 file."""
 
 import re
@@ -12,33 +12,39 @@ from megatron.operations.jobs.failures import FOLDER, LOCK, PORT, Failure, bad_n
 from megatron.operations.jobs.local_runs import is_here, lock_holder
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.scheduler import Slurm
-from megatron.process.run_files import Unfit, process_number, read_object, text, whole
+from megatron.process.run_files import Unfit, complete, process_number, read_object, text
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-_FIRST_PORT = 30500  # those of jobs are 29500 to 30499
+_FIRST_PORT = 30500  # jobs use 29500 to 30499 by default
 _FREED_S = 30.0  # for a run that is being killed to let go of its lock
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """did: what was done, in words. helps: whether the run may be submitted again; with these pairs, with and
-    without these variables, and without these nodes."""
+    """A remedy that was applied.
 
-    did: str
+    action: a description of it.
+    helps: whether it makes sense to submit the run again.
+    pairs, environment: configuration values and variables to add for the next try.
+    unset_variables, exclude: variables and nodes to leave out in the next try.
+    """
+
+    action: str
     helps: bool = True
     pairs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
+    unset_variables: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
 
 def remedy(
     failure: Failure, row: Row, args: "NeoXArgs", excluded: Sequence[str], lines: Sequence[str], slurm: Slurm
 ) -> Remedy:
-    """See to a failure of a class that is safe. lines: of the end of the log; excluded: nodes left out
-    already."""
+    """Applies the remedy for a failure of a safe kind, and returns what it did.
+
+    lines: the end of the log. excluded: nodes that are left out already."""
     if failure.kind is PORT:
         return _another_port(row.job.id, args.origin("master_port") != "default")
     if failure.kind is LOCK:
@@ -54,46 +60,46 @@ def remedy(
 def free_lock(
     save: Path, slurm: Slurm | None, wait_s: float = _FREED_S, alive: Callable[[int], bool] | None = None
 ) -> Remedy:
-    """Wait for the lock of a folder of checkpoints, or remove it where who has it is known to have ended: a
-    file system keeps the lock of a machine that went away.
+    """Waits for the lock of a folder of checkpoints; deletes the lock if its holder has certainly ended.
 
-    Known: by Slurm, of the job that the lock names, or on the machine that it names, where no such process is
-    left. alive: whether there is a process of this number on this machine.
+    A file system may keep the lock of a crashed machine. The holder has certainly ended if Slurm says so of
+    the job in the lock, or if the lock names a process of this machine that does not exist. alive: returns
+    whether this machine runs a process of this number.
     """
     alive = alive or (lambda pid: Path(f"/proc/{pid}").exists())
-    began = time.monotonic()
-    while (pid := lock_holder(save)) is not None and time.monotonic() - began < wait_s:
+    start_time = time.monotonic()
+    while (pid := lock_holder(save)) is not None and time.monotonic() - start_time < wait_s:
         time.sleep(0.5)
     if pid is None:
-        return Remedy(f"{save}/.lock was free again after {time.monotonic() - began:.0f} s")
+        return Remedy(f"{save}/.lock was free again after {time.monotonic() - start_time:.0f} s")
     if pid > 0 and alive(pid):
         return Remedy(f"{save}: the lock is not stale: process {pid} of this machine holds it", helps=False)
     holder = _holder(save)
     host, number = holder.get("host", "another machine"), holder.get("job")
-    unknown = f"{save}: whether the lock is stale cannot be seen from here"
+    unknown = f"{save}: cannot tell from here whether the lock is stale"
     if is_here(holder):
         if alive(holder["pid"]):
             text = f"{save}: the lock is not stale: process {holder['pid']} of this machine holds it"
             return Remedy(text, helps=False)
-        whose = "the process of this machine that had it is gone"
+        evidence = "the process of this machine that had it is gone"
     elif number is None or slurm is None:
-        return Remedy(f"{unknown}: look on {host}", helps=False)
+        return Remedy(f"{unknown}: check on {host}", helps=False)
     else:
         job = slurm.job(str(number))
         if job is None:
-            return Remedy(f"{unknown}: Slurm does not know job {number} any more: look on {host}", helps=False)
+            return Remedy(f"{unknown}: Slurm does not know job {number} any more: check on {host}", helps=False)
         if job.is_active:
             return Remedy(f"{save}: the lock is not stale: job {number} ({job.state}) trains there", helps=False)
-        whose = f"job {number}, which had it on {host}, has ended ({job.state})"
+        evidence = f"job {number}, which had it on {host}, has ended ({job.state})"
     (save / ".lock").unlink(missing_ok=True)
-    return Remedy(f"removed the stale lock {save}/.lock: {whose}")
+    return Remedy(f"removed the stale lock {save}/.lock: {evidence}")
 
 
 def _holder(save: Path) -> Mapping[str, Any]:
-    """Who took the lock last, as it wrote into it: host, pid, job; {} where that cannot be read."""
+    """Returns host, pid and job of the lock's last holder, from the lock file; {} if unreadable."""
     try:
         held = read_object(save / ".lock")
-        return {"job": held.get("job"), **whole({"pid": process_number, "host": text})(held)}
+        return {"job": held.get("job"), **complete({"pid": process_number, "host": text})(held)}
     except (OSError, ValueError, Unfit):
         return {}
 
@@ -107,7 +113,7 @@ def _another_port(number: str, in_files: bool) -> Remedy:
 
 def _make_folder(log: Path | None) -> Remedy:
     if log is None or log.parent.is_dir():
-        return Remedy("the folder of the log is there: nothing to make", helps=False)
+        return Remedy("the folder of the log exists already", helps=False)
     try:
         log.parent.mkdir(parents=True)
     except OSError as problem:

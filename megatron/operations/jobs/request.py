@@ -1,4 +1,4 @@
-"""What is to be submitted, and what is added to it when it is submitted again."""
+"""The run to submit, and the changes that remedies add at later tries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,16 @@ from megatron.operations.jobs.remedies import Remedy
 
 @dataclass(frozen=True)
 class Request:
-    """A run to submit: configuration files, `key=value` pairs, nodes (None: the site's), iterations to wait
-    for, how often to try again, words for sbatch, seconds between two looks. local: without a scheduler."""
+    """A run to submit.
+
+    configs: configuration files.
+    pairs: `key=value` that override them.
+    nodes: None for the site's number.
+    watch: number of iterations to wait for.
+    retries: maximum number of further tries.
+    interval_s: seconds between two checks.
+    local: start it on this machine, without a scheduler.
+    """
 
     configs: tuple[str, ...]
     pairs: tuple[str, ...] = ()
@@ -23,16 +31,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One submission of a run: what a remedy has added to it."""
+    """One submission of a run, with the changes of all remedies so far."""
 
     pairs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()  # variables that are left out
+    unset_variables: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # nodes
 
-    def with_remedy(self, found: Remedy) -> "Attempt":
-        """The next submission."""
+    def with_remedy(self, remedy: Remedy) -> "Attempt":
+        """The next submission, with this remedy's changes added."""
         return Attempt(
-            (*self.pairs, *found.pairs), {**self.environment, **found.environment}, (*self.without, *found.without),
-            (*self.exclude, *found.exclude),
+            (*self.pairs, *remedy.pairs), {**self.environment, **remedy.environment},
+            (*self.unset_variables, *remedy.unset_variables), (*self.exclude, *remedy.exclude),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: by sacct, and by scontrol where there is no accounting."""
+"""Asks Slurm about jobs: with sacct, or with scontrol where there is no accounting."""
 
 import getpass
 import os
@@ -22,36 +22,39 @@ RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNA
 SUSPENDED = "SUSPENDED"
 NO_LOG = "0:53"
 """Slurm's exit code of a job whose log it could not open."""
-_GOES_ON = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.sh, within the first lines
+_CONTINUED = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.sh, within the first lines
 _FIELDS = "JobID,JobName,User,State,ExitCode,Submit,Start,End,NNodes,NodeList,WorkDir,SubmitLine"
 _EPOCH = {"SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
 _SEPARATOR = "\x1f"
 ANSWERS_S = 15.0
-"""How long a table waits for a command of Slurm; where sacct is silent the queue may answer all the same."""
+"""Seconds that a table waits for a command of Slurm; squeue may answer even if sacct does not."""
 PATIENT_S = 120.0
-"""How long `submit` does, which has a job to see through."""
+"""Seconds that `submit` waits for a command of Slurm, since it watches its job."""
 
 
 class SilentError(LaunchError):
-    """A command of Slurm that does not answer."""
+    """A command of Slurm did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of Slurm, or a run of this machine (`local`), whose number is then the path of its folder.
+    """A Slurm job, or a run of this machine (`local`), whose id is the path of its folder.
 
-    state: Slurm's word. submitted, started, ended: seconds since 1970. command: what was submitted. log:
-    where its output is. reason: why it waits. save: its folder of checkpoints, where that is known without
-    the log.
+    state: Slurm's name of the state.
+    submit_time, start_time, end_time: seconds since 1970.
+    command: the submitted command.
+    log: file of its output.
+    reason: why it waits.
+    save: its folder of checkpoints, if known without the log.
     """
 
     id: str
     name: str
     user: str
     state: str
-    submitted: float | None = None
-    started: float | None = None
-    ended: float | None = None
+    submit_time: float | None = None
+    start_time: float | None = None
+    end_time: float | None = None
     exit_code: str = ""
     nodes: int = 1
     node_list: str = ""
@@ -64,22 +67,26 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job is pending, running or suspended."""
         return self.state in PENDING or self.state in RUNNING or self.state == SUSPENDED
 
     def is_called(self, number: str) -> bool:
-        """Whether this is the job of that number, or one of its array."""
+        """Returns whether this is job `number`, or a task of the job array `number`."""
         return self.id == number or self.id.startswith(f"{number}_")
 
     @property
     def trains(self) -> bool:
-        """Whether it was submitted by the batch file of training, or bears its name."""
+        """Whether the job trains: it is local, or has the training batch file or that file's job name."""
         return self.local or BATCH_FILE in self.command or self.name.startswith("neox-training")
 
 
 class Slurm:
-    """The jobs of this machine's Slurm. say: is told once which of Slurm's commands are used, where it is not
-    sacct. site: variables of the site file. has_answered: whether it ever did."""
+    """Queries the jobs of the local Slurm.
+
+    say: called once if a command other than sacct has to be used.
+    site: variables of the site file.
+    has_answered: whether Slurm has ever answered.
+    """
 
     def __init__(
         self,
@@ -88,52 +95,54 @@ class Slurm:
         env: Mapping[str, str] = os.environ,
         answers_s: float = ANSWERS_S,
     ) -> None:
-        """answers_s: how long each command of Slurm may take."""
+        """answers_s: seconds that each command of Slurm may take."""
         self._site, self._say, self._env, self._answers_s = site, say, dict(env), answers_s
         self._has_accounting = True
         self.has_answered = False
-        self._is_left_out = False
+        self._is_disabled = False
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine can ask Slurm at all."""
-        return not self._is_left_out and shutil.which("scontrol", path=self._env.get("PATH")) is not None
+        """Whether this machine has Slurm's commands."""
+        return not self._is_disabled and shutil.which("scontrol", path=self._env.get("PATH")) is not None
 
-    def do_without(self, problem: LaunchError) -> None:
-        """From here on this machine is taken for one without Slurm, which is said."""
-        self._is_left_out = True
+    def disable(self, problem: LaunchError) -> None:
+        """Makes later calls treat this machine as one without Slurm, and prints the reason."""
+        self._is_disabled = True
         self._say(f"{problem}; only runs that no scheduler started are shown")
 
-    def jobs(self, user: str | None = None, since_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
-        """Jobs of a user (None: of whoever asks) that wait, run, or have ended in the last `since_s` seconds;
-        or those of `ids`, whenever they were. The oldest first. Raises LaunchError where Slurm does not
-        answer."""
+    def jobs(self, user: str | None = None, max_age_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
+        """Jobs of a user that wait, run, or ended in the last `max_age_s` seconds; the oldest first.
+
+        user: None for the current user. ids: these jobs instead, of any age. Raises LaunchError if Slurm does
+        not answer.
+        """
         user = user or getpass.getuser()
-        jobs = self._by_sacct(user, since_s, ids) if self._has_accounting else None
+        jobs = self._sacct_jobs(user, max_age_s, ids) if self._has_accounting else None
         if jobs is None:
-            jobs = self._by_scontrol(user, since_s, ids)
-        elif new := [number for number in ids if not any(job.is_called(number) for job in jobs)]:
-            jobs += self._by_scontrol(user, since_s, new)  # accounts come a moment late
+            jobs = self._scontrol_jobs(user, max_age_s, ids)
+        elif missing := [number for number in ids if not any(job.is_called(number) for job in jobs)]:
+            jobs += self._scontrol_jobs(user, max_age_s, missing)  # accounts come a moment late
         self.has_answered = True
-        return [self._with_log(job) for job in sorted(jobs, key=lambda job: (job.submitted or 0.0, job.id))]
+        return [self._with_log(job) for job in sorted(jobs, key=lambda job: (job.submit_time or 0.0, job.id))]
 
     def job(self, number: str) -> Job | None:
-        """One job; None for a number that Slurm does not know (any more)."""
+        """The job of this number; None if Slurm does not know it (any more)."""
         return next(iter(self.jobs(ids=[number])), None)
 
     def cancel(self, numbers: Sequence[str]) -> None:
-        """End jobs. Raises LaunchError with what scancel says."""
+        """Cancels jobs. Raises LaunchError with the message of scancel."""
         done = self._run("scancel", *numbers)
         if done.returncode or "error" in done.stderr:
             raise LaunchError(f"scancel {shlex.join(numbers)}: {done.stderr.strip()}")
 
-    def _by_sacct(self, user: str, since_s: float, ids: Sequence[str]) -> list[Job] | None:
-        """None where there is no accounting."""
-        listed, chosen = f"--user={user}", [f"--user={user}", f"--starttime=now-{int(since_s)}seconds"]
+    def _sacct_jobs(self, user: str, max_age_s: float, ids: Sequence[str]) -> list[Job] | None:
+        """Jobs from sacct; None if there is no accounting."""
+        selection, sacct_options = f"--user={user}", [f"--user={user}", f"--starttime=now-{int(max_age_s)}seconds"]
         if ids:
-            listed = "--jobs=" + ",".join(ids)
-            chosen = [listed]
-        command = ("sacct", "-X", "-P", "-n", f"--delimiter={_SEPARATOR}", f"--format={_FIELDS}", *chosen)
+            selection = "--jobs=" + ",".join(ids)
+            sacct_options = [selection]
+        command = ("sacct", "-X", "-P", "-n", f"--delimiter={_SEPARATOR}", f"--format={_FIELDS}", *sacct_options)
         try:
             done = self._run(*command)
         except FileNotFoundError:
@@ -144,57 +153,64 @@ class Slurm:
             if not done.returncode:
                 rows = [line.split(_SEPARATOR) for line in done.stdout.splitlines()]
                 jobs = [
-                    job for row in rows if len(row) == len(_FIELDS.split(",")) and (job := _of_sacct(row)) is not None
+                    job
+                    for row in rows
+                    if len(row) == len(_FIELDS.split(",")) and (job := _parse_sacct(row)) is not None
                 ]
-                return self._with_queue(jobs, self._queue(listed), user, 0.0 if ids else time.time() - since_s)
+                return self._with_queue(jobs, self._queue(selection), user, 0.0 if ids else time.time() - max_age_s)
             reason = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[0]
         self._has_accounting = False
-        self._say(f"sacct: {reason}; scontrol is asked, which forgets jobs minutes after their end")
+        self._say(f"sacct: {reason}; using scontrol instead, which forgets jobs minutes after they end")
         return None
 
-    def _queue(self, chosen: str) -> dict[str, str]:
-        """The jobs that squeue shows, and why each waits; {} where it knows none of them."""
-        done = self._run("squeue", "--noheader", f"--format=%i{_SEPARATOR}%r", chosen)
+    def _queue(self, selection: str) -> dict[str, str]:
+        """The jobs that squeue shows, each with its reason to wait; {} if it knows none of them."""
+        done = self._run("squeue", "--noheader", f"--format=%i{_SEPARATOR}%r", selection)
         return dict(line.split(_SEPARATOR, 1) for line in done.stdout.splitlines() if _SEPARATOR in line)
 
-    def _with_queue(self, jobs: list[Job], queue: Mapping[str, str], user: str, recent: float) -> list[Job]:
-        """The jobs of sacct that are recent, with the reasons why they wait, and those of the queue that it
-        does not show: it leaves out what is held or not due yet, and hears of the others seconds late."""
-        absent = {number.partition("_")[0] for number in queue.keys() - {job.id for job in jobs}}
-        added = self._by_scontrol(user, 0.0, sorted(absent)) if absent else []
-        jobs = [
-            replace(job, reason=queue.get(job.id, "")) for job in jobs if job.is_active or (job.ended or 0) >= recent
-        ]
-        return [*jobs, *(job for job in added if job.id not in {one.id for one in jobs})]
+    def _with_queue(self, jobs: list[Job], queue: Mapping[str, str], user: str, oldest: float) -> list[Job]:
+        """Adds reasons to wait to sacct's recent jobs, and adds queued jobs that sacct does not show.
 
-    def _by_scontrol(self, user: str, since_s: float, ids: Sequence[str]) -> list[Job]:
-        shown = []
+        sacct omits jobs that are held or not due yet, and lists new ones seconds late.
+        """
+        absent = {number.partition("_")[0] for number in queue.keys() - {job.id for job in jobs}}
+        added = self._scontrol_jobs(user, 0.0, sorted(absent)) if absent else []
+        jobs = [
+            replace(job, reason=queue.get(job.id, "")) for job in jobs if job.is_active or (job.end_time or 0) >= oldest
+        ]
+        return [*jobs, *(job for job in added if job.id not in {sacct_job.id for sacct_job in jobs})]
+
+    def _scontrol_jobs(self, user: str, max_age_s: float, ids: Sequence[str]) -> list[Job]:
+        outputs = []
         for words in [[number] for number in ids] or [[]]:
             done = self._run("scontrol", "show", "job", *words)
             if done.returncode and not ids:
                 raise LaunchError(f"scontrol show job: {done.stderr.strip() or done.stdout.strip()}")
-            shown += done.stdout.split("\n\n") if not done.returncode else []
-        jobs = [of_scontrol(text) for text in shown if "JobId=" in text]
-        recent = time.time() - since_s
-        return [job for job in jobs if ids or job.user == user and (job.is_active or (job.ended or 0) >= recent)]
+            outputs += done.stdout.split("\n\n") if not done.returncode else []
+        jobs = [parse_scontrol(text) for text in outputs if "JobId=" in text]
+        oldest = time.time() - max_age_s
+        return [job for job in jobs if ids or job.user == user and (job.is_active or (job.end_time or 0) >= oldest)]
 
     def _with_log(self, job: Job) -> Job:
-        """The job with its log: as Slurm says while it knows it, else as it was submitted, else in the site's
-        folder; followed to where it goes on."""
+        """Returns the job with the path of its log.
+
+        The path comes from Slurm while it knows the job, else from the submit command or the site's folder.
+        If the log's first lines name another file in which it continues, that file is used.
+        """
         candidates: list[Path] = [job.log] if job.log is not None else []
         if job.log is None and job.is_active and job.state not in PENDING:
             done = self._run("scontrol", "show", "job", job.id)
             if not done.returncode:
-                live = of_scontrol(done.stdout)
+                live = parse_scontrol(done.stdout)
                 job = replace(job, reason=live.reason, command=job.command or live.command)
                 candidates += [live.log] if live.log is not None else []
-        candidates += _asked_for(job)
+        candidates += _requested_log(job)
         name = f"{job.name}-{job.id}.out"
         if folder := self._site.get("NEOX_LOG_DIR"):
             candidates.append(job.work_dir / folder / name)
         candidates += [job.work_dir / "logs" / name, job.work_dir / f"slurm-{job.id}.out"]
         log = next((path for path in candidates if path.is_file()), candidates[0])
-        return replace(job, log=goes_on_in(log))
+        return replace(job, log=continued_log(log))
 
     def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         with subprocess.Popen(
@@ -204,32 +220,33 @@ class Slurm:
             try:
                 out, err = process.communicate(timeout=self._answers_s)
             except BaseException as problem:
-                os.killpg(process.pid, signal.SIGKILL)  # with what a wrapper has started, which holds the pipes
+                os.killpg(process.pid, signal.SIGKILL)  # and processes that a wrapper has started: they hold the pipes
                 if isinstance(problem, subprocess.TimeoutExpired):
-                    why = f"Slurm does not answer within {self._answers_s:g} s (--answers-within)"
-                    raise SilentError(f"{shlex.join(command)}: {why}") from None
+                    reason = f"Slurm does not answer within {self._answers_s:g} s (--answers-within)"
+                    raise SilentError(f"{shlex.join(command)}: {reason}") from None
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def goes_on_in(log: Path) -> Path:
-    """The file in which the log of a site's job goes on, which its first lines name; else the log itself."""
+def continued_log(log: Path) -> Path:
+    """The file in which a site's job continues its log, named in the log's first lines; else the log
+    itself."""
     try:
         with open_file(log) as file:
-            found = _GOES_ON.search(file.read(4096))
+            match = _CONTINUED.search(file.read(4096))
     except OSError:
         return log
-    return Path(os.fsdecode(found[1])) if found is not None else log
+    return Path(os.fsdecode(match[1])) if match is not None else log
 
 
-def of_scontrol(text: str) -> Job:
-    """A job as `scontrol show job` writes it, with times in seconds."""
+def parse_scontrol(text: str) -> Job:
+    """The job in the output of `scontrol show job`, with times in seconds."""
 
     def field(name: str) -> str:
         match = re.search(rf"\b{name}=(\S*)", text)
         return match[1] if match is not None else ""
 
-    def line(name: str) -> str:  # which may hold spaces
+    def line(name: str) -> str:  # the value may contain spaces
         match = re.search(rf"\b{name}=(.*?)\s*$", text, re.MULTILINE)
         return match[1] if match is not None else ""
 
@@ -244,14 +261,14 @@ def of_scontrol(text: str) -> Job:
     )  # fmt: skip
 
 
-def _of_sacct(row: Sequence[str]) -> Job | None:
-    """None for a job of which only a part has come to the accounts."""
-    number, name, user, state, code, submitted, started, ended, nodes, node_list, work_dir, command = row
+def _parse_sacct(row: Sequence[str]) -> Job | None:
+    """The job in a row of sacct; None if its accounting record is still incomplete."""
+    number, name, user, state, code, submit_time, start_time, end_time, nodes, node_list, work_dir, command = row
     if not work_dir:
         return None
     word = (state.split() or ["UNKNOWN"])[0]  # `CANCELLED by 1000`
     return Job(
-        number, name, user, word, _time(submitted), _time(started), _time(ended), code, _nodes(nodes),
+        number, name, user, word, _time(submit_time), _time(start_time), _time(end_time), code, _nodes(nodes),
         node_list, Path(work_dir), command,
     )  # fmt: skip
 
@@ -261,25 +278,25 @@ def _time(text: str) -> float | None:
 
 
 def _nodes(text: str) -> int:
-    """A number of nodes, or of a job that waits the least of a range: `2-4`."""
-    least = re.match(r"[0-9]{1,9}", text)
-    return int(least[0]) if least is not None else 1
+    """The number of nodes; for a waiting job with a range such as `2-4`, the minimum."""
+    minimum = re.match(r"[0-9]{1,9}", text)
+    return int(minimum[0]) if minimum is not None else 1
 
 
-def _asked_for(job: Job) -> list[Path]:
-    """The log that the line of sbatch names, if it does; the last one counts."""
+def _requested_log(job: Job) -> list[Path]:
+    """The log that the sbatch command names, [] if it names none; the last name counts."""
     try:
         words = shlex.split(job.command)
     except ValueError:
         return []
-    found: list[Path] = []
+    logs: list[Path] = []
     array, _, task = job.id.partition("_")
     values = {"x": job.name, "j": job.id, "A": array, "a": task, "u": job.user, "%": "%"}
     for word, following in pairwise([*words, ""]):
         match = re.match(r"(?:--output=|-o(?=.))(.+)", word)
         pattern = match[1] if match is not None else following if word in ("-o", "--output") else None
         if pattern is not None:
-            found = [job.work_dir / re.sub(r"%([xjAau%])", lambda match: values[match[1]], pattern)]
+            logs = [job.work_dir / re.sub(r"%([xjAau%])", lambda match: values[match[1]], pattern)]
         if word.endswith(".sbatch"):
             break
-    return found
+    return logs

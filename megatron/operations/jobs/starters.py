@@ -1,4 +1,4 @@
-"""How a watched run is started: as a job of Slurm, or by deepy.py on this machine."""
+"""Starts a watched run: as a job of Slurm, or with deepy.py on this machine."""
 
 import os
 import shlex
@@ -14,30 +14,30 @@ from megatron.launch.environment import LaunchError, install_root
 from megatron.operations.jobs.request import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
 
-_ENDS_S = 90.0  # Slurm's KillWait and what the batch file does meanwhile
+_ENDS_S = 90.0  # Slurm's KillWait plus the batch file's work in that time
 
 
 class Starter(Protocol):
-    """Starts a run, says how it stands and ends it."""
+    """Starts a run, reports its state and ends it."""
 
     def start(self, attempt: Attempt) -> str:
-        """Start the run; its number."""
+        """Starts the run; returns its number."""
         ...
 
     def announce(self, number: str) -> str:
-        """What `start` has done, in words."""
+        """Returns a message about the run that was just started."""
         ...
 
     def job(self, number: str) -> Job:
-        """How it stands."""
+        """The state of the run."""
         ...
 
     def cancel(self, number: str) -> None:
-        """End it, if it has not, and wait until it has."""
+        """Ends the run, and waits until it has ended."""
         ...
 
     def line(self, attempt: Attempt) -> str:
-        """The command, to be copied."""
+        """Returns the command line that starts the run, for a person to copy."""
         ...
 
 
@@ -52,7 +52,7 @@ class SlurmStarter:
         self._options, self._site, self._slurm = tuple(options), site, slurm
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.without}
+        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
         words = self._words(attempt)
         if folder := self._site.get("NEOX_LOG_DIR"):
             (install_root() / folder).mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class SlurmStarter:
     def job(self, number: str) -> Job:
         job = self._slurm.job(number)
         if job is None:
-            raise LaunchError(f"job {number}: Slurm has forgotten it, so nothing can be said of its end")
+            raise LaunchError(f"job {number}: Slurm has no record of it, so its result is unknown; read the job's log")
         return job
 
     def cancel(self, number: str) -> None:
@@ -78,7 +78,7 @@ class SlurmStarter:
         deadline = time.monotonic() + _ENDS_S
         while self.job(number).is_active:
             if time.monotonic() > deadline:
-                raise LaunchError(f"job {number} does not end: scancel --signal=KILL --full {number}")
+                raise LaunchError(f"job {number} is still running; to kill it: scancel --signal=KILL --full {number}")
             time.sleep(1.0)
 
     def line(self, attempt: Attempt) -> str:
@@ -97,16 +97,16 @@ class SlurmStarter:
 
 
 class LocalStarter:
-    """Starts deepy.py in the background; it goes on when this program ends."""
+    """Starts deepy.py in the background, in its own session: it keeps running when this program ends."""
 
     def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str], save: str | None) -> None:
-        """save: of the run, by which `tools/jobs.py` finds it."""
+        """save: the run's folder, with which `tools/jobs.py` finds it."""
         self._configs, self._pairs, self._save = configs, tuple(pairs), save
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.without}
+        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{Path(self._configs[0]).stem}-local-{time.strftime('%Y%m%d-%H%M%S')}"
         log = self._folder / f"{name}-{os.getpid()}.{len(self._processes)}.out"
@@ -138,7 +138,7 @@ class LocalStarter:
             try:
                 process.wait(_ENDS_S)
             except subprocess.TimeoutExpired:
-                raise LaunchError(f"process {number} does not end: kill -KILL {number}") from None
+                raise LaunchError(f"process {number} is still running; to kill it: kill -KILL {number}") from None
 
     def line(self, attempt: Attempt) -> str:
         return shlex.join(self._words(attempt))

@@ -1,5 +1,4 @@
-"""Submit a run and see it through its first iterations; try again what is safe to, and else report to a
-person."""
+"""Submits a run and watches its first iterations; retries safe failures, and reports others to a person."""
 
 import os
 import time
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
 _EVIDENCE = 400  # lines of a log's end
-_PATIENCE_S = 60.0  # after what looks like a crash, while the job still runs: a library may only have warned
+_PATIENCE_S = 60.0  # from an apparent crash of a running job to the verdict: a library may only have warned
 _SAY_EVERY_S = 30.0
 
 
@@ -36,17 +35,17 @@ def submit(
     succeed: Callable[[str], None],
     say: Callable[[str], None],
 ) -> int:
-    """Submit the run and wait for its iterations: 0 once it has done them, FOR_A_PERSON with a report where a
-    person has to look. succeed: is told the line of success; say: everything on the way.
+    """Submits the run and waits for its first iterations. Returns 0 on success; FOR_A_PERSON, with a report,
+    if a person has to look. succeed: receives the line of success. say: receives all other messages.
 
-    Raises ConfigError for a configuration that a run refuses and LaunchError for what cannot be submitted:
-    nothing is then.
+    Raises ConfigError for an invalid configuration and LaunchError if the run cannot be submitted: nothing is
+    submitted then.
     """
     args, configs = _resolve(request)
-    return see_through(_starter(request, args, configs, slurm, site), request, args, slurm, site, succeed, say)
+    return start_and_watch(_starter(request, args, configs, slurm, site), request, args, slurm, site, succeed, say)
 
 
-def see_through(
+def start_and_watch(
     starter: Starter,
     request: Request,
     args: "NeoXArgs",
@@ -55,9 +54,9 @@ def see_through(
     succeed: Callable[[str], None],
     say: Callable[[str], None],
 ) -> int:
-    """What `submit` does with a configuration that is good: start it, wait, and try again what is safe.
-    INTERRUPTED after Ctrl-C, which ends the waiting and not the run."""
-    attempt, tried = Attempt(), list[str]()
+    """Starts a run with a valid configuration, watches it, and retries safe failures. Returns `submit`'s
+    codes, or INTERRUPTED after Ctrl-C, which ends the watching and not the run."""
+    attempt, remedies_tried = Attempt(), list[str]()
     while True:
         base = _start_iteration(args)
         number = starter.start(attempt)
@@ -65,7 +64,7 @@ def see_through(
         try:
             row, crashed = _watch(starter, number, base, request, args, site, say)
         except KeyboardInterrupt:
-            say(f"{number} goes on, unwatched; log {starter.job(number).log}")
+            say(f"{number} continues, no longer watched; log {starter.job(number).log}")
             return INTERRUPTED
         if not crashed:
             succeed(_success(row, args, base))
@@ -73,29 +72,29 @@ def see_through(
         lines = last_lines(row.job.log, _EVIDENCE) if row.job.log is not None and row.job.log.is_file() else []
         failure = classify(row.job, lines)
         say(f"{number}: {failure.kind.name}: {failure.lines[-1] if failure.lines else row.verdict.detail}")
-        found = None
-        if failure.kind.safe and len(tried) < request.retries:
+        applied = None
+        if failure.kind.safe and len(remedies_tried) < request.retries:
             starter.cancel(number)  # where it hangs
-            found = remedy(failure, row, args, attempt.exclude, lines, slurm)
-            say(found.did)
-            tried.append(f"{number}: {failure.kind.name}: {found.did}")
-        if found is None or not found.helps:
-            path, text = write_report(request, row, failure, tried, starter.line(attempt), lines)
-            say(f"a person has to look; this report is {path}")
+            applied = remedy(failure, row, args, attempt.exclude, lines, slurm)
+            say(applied.action)
+            remedies_tried.append(f"{number}: {failure.kind.name}: {applied.action}")
+        if applied is None or not applied.helps:
+            path, text = write_report(request, row, failure, remedies_tried, starter.line(attempt), lines)
+            say(f"a person has to look; report: {path}")
             say(text)
             return FOR_A_PERSON
-        attempt = attempt.with_remedy(found)
+        attempt = attempt.with_remedy(applied)
 
 
 def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
-    """The configuration as the run will read it, and its files' absolute paths."""
+    """Returns (the configuration as the run will read it, absolute paths of its files)."""
     from megatron.neox_arguments.reading.command_line import parse_deepy
 
     words = [*request.configs, *(("--set", *request.pairs) if request.pairs else ())]
     args = parse_deepy([str(install_root() / "train.py"), *words], preset_root=install_root()).args.check_training()
     missing = [config for config in request.configs if not Path(config).is_file()]
     if missing:
-        raise LaunchError(f"{missing[0]}: no such file; a job needs files, not the names of presets")
+        raise LaunchError(f"{missing[0]}: no such file; a job takes paths of configuration files, not preset names")
     return args, [os.path.abspath(config) for config in request.configs]
 
 
@@ -104,7 +103,7 @@ def _starter(
 ) -> Starter:
     if request.local:
         if request.sbatch_options or request.nodes not in (None, 1):
-            raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
+            raise LaunchError("--local runs on this machine alone: remove --nodes and the sbatch options after --")
         return LocalStarter(configs, request.pairs, site, args.save_dir)
     if not slurm.is_here:
         raise LaunchError(
@@ -115,7 +114,7 @@ def _starter(
 
 
 def _start_iteration(args: "NeoXArgs") -> int:
-    """The iteration that the run goes on from, as `latest` in `save` says; 0 for a fresh one."""
+    """Returns the iteration from which the run will resume, by `latest` in `save`; 0 for a new run."""
     try:
         text = (Path(args.save_dir or "") / "latest").read_text(encoding="utf-8").strip()
     except OSError:
@@ -128,8 +127,12 @@ def _watch(
     starter: Starter, number: str, base: int, request: Request, args: "NeoXArgs", site: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[Row, bool]:  # fmt: skip
-    """The job when it has done its iterations, or has failed: and which of both."""
-    said, said_at, suspected = "", 0.0, None
+    """Waits until a submitted job has trained `request.watch` iterations, has ended, or needs a person.
+
+    number: the job's number. base: the iteration from which it starts. Returns (the job's row of the jobs
+    table, whether it failed).
+    """
+    last_text, last_time, suspected = "", 0.0, None
     while True:
         job = starter.job(number)
         row = row_of(job, site)
@@ -147,20 +150,19 @@ def _watch(
         else:
             suspected = None
         text = _progress_line(row)
-        if text != said and (now - said_at >= _SAY_EVERY_S or str(verdict) not in said):
+        if text != last_text and (now - last_time >= _SAY_EVERY_S or str(verdict) not in last_text):
             say(f"{number}: {text}")
-            said, said_at = text, now
+            last_text, last_time = text, now
         time.sleep(request.interval_s)
 
 
 def _target(base: int, total: int, watch: int, iteration: int) -> int:
-    """The iteration that is waited for: so many after the one that the run goes on from."""
+    """Returns the iteration to wait for: `watch` after the start iteration `base`, at most `total`."""
     return min(total, (base if iteration > base else 0) + watch)
 
 
 def _is_done(row: Row, args: "NeoXArgs") -> bool:
-    """Whether a job that ended well did what there was to do: its last iteration, or nothing, for it was done
-    before."""
+    """Returns whether an ended job is at `train_iters`, even if it had nothing left to train."""
     if row.progress is not None:
         return row.progress.iteration >= row.progress.total
     lines = last_lines(row.job.log, 20) if row.job.log is not None and row.job.log.is_file() else []

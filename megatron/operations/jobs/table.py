@@ -1,4 +1,4 @@
-"""The table of jobs, for a terminal of any width and for pipes."""
+"""Draws the table of jobs, for terminals of any width and for pipes."""
 
 import sys
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.verdict import CRASHED, FINISHED, STALE, UNKNOWN
 
 _COLOURS = {CRASHED: "bold red", STALE: "bold yellow", UNKNOWN: "bold yellow", FINISHED: "green", "pending": "dim"}
-_UNBOUNDED = 10_000  # columns of what is no terminal
+_UNBOUNDED = 10_000  # columns of output that is not a terminal
 
 
 def console(file: IO[str] | None = None) -> Console:
-    """A console of the terminal; of a pipe or a file, one that neither colours nor cuts."""
+    """A console for the terminal; for a pipe or file, one without colours and truncation."""
     file = file or sys.stdout
     return Console(file=file, highlight=False) if file.isatty() else Console(
         file=file, width=_UNBOUNDED, no_color=True, highlight=False
@@ -25,8 +25,10 @@ def console(file: IO[str] | None = None) -> Console:
 
 
 def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:
-    """The table, below it what crashed jobs wrote last, and a note. narrow: for a terminal; what does not fit
-    is cut, the last columns first."""
+    """The table, the last lines of crashed jobs, and a note.
+
+    narrow: for a terminal; text that does not fit is truncated, the last columns first.
+    """
     table = Table(box=box.SIMPLE_HEAD if narrow else None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
     for name in ("id", "name", "experiment", "state", "verdict"):
         keep = name in ("id", "verdict")
@@ -40,7 +42,7 @@ def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:
 
 
 def duration(seconds: float) -> str:
-    """`2 d 4 h`, `3 h 10 min`, `12 min`, `40 s`."""
+    """Formats a duration in one or two units, such as `2 d 4 h`, `12 min` or `40 s`."""
     minutes, hours = seconds / 60, seconds / 3600
     if hours >= 48:
         return f"{int(hours // 24)} d {int(hours % 24)} h"
@@ -69,8 +71,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         verdict = row.verdict
         if row.needs_a_person:
-            where = f"; log {row.job.log}" if row.job.log is not None else ""
-            lines += [f"{row.job.id}: {verdict.kind} {verdict.detail}".rstrip() + where]
+            log_note = f"; log {row.job.log}" if row.job.log is not None else ""
+            lines += [f"{row.job.id}: {verdict.kind} {verdict.detail}".rstrip() + log_note]
             lines += [f"    {line}" for line in verdict.error_lines]
         elif verdict.detail:
             lines.append(f"{row.job.id}: {verdict.kind}: {verdict.detail}")

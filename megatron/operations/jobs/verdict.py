@@ -1,5 +1,5 @@
-"""What a job is doing, decided from what Slurm, its log and its status.json say: a pure function of them and
-of the time."""
+"""Decides what a job is doing, from Slurm, its log and its status.json. A pure function of these and the
+time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,23 @@ STALE, CRASHED, UNKNOWN, FINISHED, STOPPED, CANCELLED, RUNNING = (
     "STALE", "CRASHED", "UNKNOWN", "FINISHED", "STOPPED", "CANCELLED", "running"
 )  # fmt: skip
 NEEDS_A_PERSON = frozenset({STALE, CRASHED, UNKNOWN})
-GONE = "GONE"
-"""The state of a run of this machine whose processes have ended without a word."""
+DIED_SILENTLY = "GONE"
+"""The state of a run of this machine whose processes ended without writing a status."""
 UNREADABLE = "UNREADABLE"
-"""The state of a run of this machine that does not run, and whose status.json does not say how it ended."""
+"""The state of a run of this machine that has ended, and whose status.json does not say how."""
 _EVALUATES = ("evaluating", "computing the", "answering demo_prompts")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: one of the words above. detail: what there is to add, as the reason why a job waits. error_lines:
-    of its log, at most three. silent_s: how long ago a STALE job has written to its log."""
+    """The state of a job, decided from its files.
+
+    kind: pending, starting, training, evaluating, saving, running, STALE, CRASHED, UNKNOWN, FINISHED, STOPPED
+        or CANCELLED.
+    detail: additional text, such as the reason to wait.
+    error_lines: error lines of its log, at most three.
+    silent_s: seconds since a STALE job last wrote to its log.
+    """
 
     kind: str
     detail: str = ""
@@ -38,25 +44,25 @@ class Verdict:
 def judge(job: Job, log: LogFacts | None, status: Mapping[str, Any], now: float) -> Verdict:
     """The verdict on a job.
 
-    status: its run's status.json, {} where there is none or it is another job's. now: seconds since 1970.
+    status: its run's status.json; {} if there is none or it belongs to another job. now: seconds since 1970.
     """
     if job.state in PENDING:
         return Verdict(PENDING_, job.reason if job.reason not in ("None", "") else "")
     if not job.is_active:
-        return _of_ended(job, log, status)
+        return _ended_verdict(job, log, status)
     if log is not None and log.error_lines:
         return Verdict(CRASHED, "and still running", log.error_lines)
-    written = log.written if log is not None else job.started
+    written = log.written if log is not None else job.start_time
     silent = now - written if written is not None else 0.0
     if job.trains and silent > STALE_S:
-        why = "suspended" if job.state == SUSPENDED else "" if log is not None else f"there is no log {job.log}"
-        return Verdict(STALE, why, silent_s=silent)
+        detail = "suspended" if job.state == SUSPENDED else "" if log is not None else f"there is no log {job.log}"
+        return Verdict(STALE, detail, silent_s=silent)
     if not job.trains:
         return Verdict(RUNNING)
-    return _of_running(log, status)
+    return _running_verdict(log, status)
 
 
-def _of_running(log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
+def _running_verdict(log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
     if log is None or log.phase == STARTING:
         return Verdict(STARTING)
     if log.phase == "ended":
@@ -71,7 +77,7 @@ def _of_running(log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
     return Verdict(TRAINING, "" if phase == TRAINING else phase)
 
 
-def _of_ended(job: Job, log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
+def _ended_verdict(job: Job, log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
     if job.state == "COMPLETED":
         if log is not None and log.submitted is not None:
             return Verdict(FINISHED, f"submitted job {log.submitted} in its place")
@@ -85,13 +91,13 @@ def _of_ended(job: Job, log: LogFacts | None, status: Mapping[str, Any]) -> Verd
     if job.state == "PREEMPTED":
         return Verdict(STOPPED, str(status.get("reason") or "preempted"))
     lines = log.error_lines if log is not None else ()
-    return Verdict(CRASHED, _how(job), lines or tuple(filter(None, [str(status.get("reason") or "")])))
+    return Verdict(CRASHED, _failure_detail(job), lines or tuple(filter(None, [str(status.get("reason") or "")])))
 
 
-def _how(job: Job) -> str:
-    """How a job failed, in words."""
-    if job.state == GONE:
-        return "its processes are gone, and left no word: killed, or the machine was restarted"
+def _failure_detail(job: Job) -> str:
+    """Returns a text that describes how a job failed."""
+    if job.state == DIED_SILENTLY:
+        return "its processes ended without writing a status: killed, or the machine was restarted"
     if job.local:
         return ""
     text = f"Slurm: {job.state}"

@@ -1,9 +1,9 @@
-"""A training run, or several, as one page of HTML that needs no network: curves, events, configuration, data,
-answers before and after.
+"""Renders one or more training runs as one page of HTML that needs no network access.
 
-`run_data.py` reads what a run has left, `events.py` finds what happened to it, `curves.py` chooses which
-metrics are drawn together and thins them, `figures.py` draws them with bokeh, `facts.py` makes the tables,
-`page.py` puts the page together and writes it. Nothing here imports torch; bokeh is imported where it draws.
+It shows curves, events, configuration, data, and answers before and after training. `run_data.py` reads a
+run's files, `events.py` derives its events, `curves.py` groups and thins metrics. `figures.py` draws them
+with bokeh, `facts.py` makes the tables, `page.py` renders and writes the page. Nothing here imports torch;
+bokeh is imported only to draw.
 """
 
 from megatron.operations.report.page import ReportError, report_at_end, write_report

@@ -1,4 +1,4 @@
-"""Which metrics are drawn, which of them in one plot, and how long curves are thinned."""
+"""Chooses the metrics to plot, groups them into plots, and thins long curves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,20 @@ import numpy as np
 
 from megatron.operations.report.run_data import Numbers, Run, Series
 
-POINTS = 2000  # of a curve at most, which is more than a screen has columns
+POINTS = 2000  # of a curve at most: more than a screen has columns
 PAGE_POINTS = 120_000  # of all curves of a page; a point takes 16 bytes
 FEWEST = 200
-MEANS = 8  # points of a thinned curve for one of its mean
+MEANS = 8  # points of a thinned curve for each point of its mean
 SCORES = 8  # curves of one plot of scores
 
 
 @dataclass(frozen=True)
 class Group:
-    """Metrics that are drawn in one plot: shell patterns of their names; factor: what values are multiplied
-    by for `unit`."""
+    """Metrics that share a plot.
+
+    patterns: shell patterns of their names.
+    factors: by metric, the factor that converts values to `unit`.
+    """
 
     title: str
     unit: str
@@ -62,13 +65,13 @@ GROUPS = (
     Group("Device memory", "GiB", ("device/memory_gib_*",)),
     Group("Power", "watts a device", ("device/power_watts_*",)),
 )  # fmt: skip
-# Flags and counters, which are events or facts of the run, spreads of scores, and a constant of the data.
+# Not plotted: flags and counters (shown as events or facts), errors of scores, and a constant of the data.
 _NOT_DRAWN = (
     "train/skipped_steps", "train/spikes", "train/batch_type", "train/on_policy", "train/ga_iterations",
     "train/ga_skip_rate", "eval_tasks/*_stderr", "*/unigram_entropy",
 )  # fmt: skip
 _KINDS = {"train": "training", "validation": "validation", "test": "test"}
-_OTHERS = ("train/", "validation/", "test/")  # whose metrics outside the groups have a plot by name
+_PLOTTED_PREFIXES = ("train/", "validation/", "test/")  # metrics outside the groups are plotted under their names
 _LABELS = {
     "lm_loss": "", "model_flops_utilization": "MFU", "hardware_flops_utilization": "HFU",
     "lm_loss_ppl": "perplexity", "lm_loss_char_lvl_ppl": "perplexity of characters", "learning_rate": "learning rate",
@@ -80,16 +83,20 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot: a metric of a run, thinned. run: its place in the list of runs; of: finite points
-    before it was thinned; not_finite: NaN and infinite ones, which cannot be drawn; mean: of each of fewer
-    stretches, None where nothing was left out."""
+    """One line of a plot: a metric of a run, thinned.
+
+    run: index in the list of runs.
+    num_finite: number of finite points before thinning.
+    not_finite: number of NaN and infinite points before thinning, which are not drawn.
+    mean: means of equal intervals; None if the curve was not thinned.
+    """
 
     run: int
     label: str
     iterations: Numbers
     tokens: Numbers
     values: Numbers
-    of: int
+    num_finite: int
     not_finite: int
     mean: Series | None = None
 
@@ -104,23 +111,23 @@ class Plot:
 
 
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
-    """The plots of a page. Of one run metrics of a kind are together; of several each metric has its own,
-    where the runs lie over each other."""
+    """The plots of a page. For one run metrics of a kind share a plot. For several runs each metric has a
+    plot of its own with a line for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     chosen = [(group, part) for group in _groups(names) for part in _split(group[1], group[0], len(runs) > 1)]
     curves = sum(name in run.series for _, part in chosen for name in part for run in runs)
     points = min(POINTS, max(FEWEST, PAGE_POINTS // max(curves, 1)))
     plots = []
-    for (group, whole), part in chosen:
-        title = _title(group, whole, part, len(runs) > 1)
+    for (group, group_names), part in chosen:
+        title = _title(group, group_names, part, len(runs) > 1)
         factors = group.factors or {}
-        drawn = [
+        plot_curves = [
             _curve(i, run.name if len(runs) > 1 else _label(name), run.series[name], factors.get(name, 1.0), points)
             for name in part for i, run in enumerate(runs) if name in run.series
         ]  # fmt: skip
-        drawn = [curve for curve in drawn if len(curve.values)]
-        if drawn:
-            plots.append(Plot(title, group.unit, tuple(drawn)))
+        plot_curves = [curve for curve in plot_curves if len(curve.values)]
+        if plot_curves:
+            plots.append(Plot(title, group.unit, tuple(plot_curves)))
     return plots
 
 
@@ -134,8 +141,8 @@ def not_finite_only(runs: Sequence[Run]) -> list[str]:
 
 
 def thin(series: Series, points: int) -> Series:
-    """At most about `points` of the series: the lowest and the highest of each of equal stretches, the first
-    and the last, so that no spike is lost."""
+    """Thins a series to about `points` points, without losing spikes. It keeps the lowest and highest point
+    of each of equal stretches, and the first and last point."""
     count = len(series.values)
     if count <= points:
         return series
@@ -143,12 +150,12 @@ def thin(series: Series, points: int) -> Series:
     widths, values = np.diff(edges), series.values
     bucket = np.repeat(np.arange(len(widths)), widths)
     order = np.lexsort((values, bucket))  # within each stretch by value
-    kept = np.unique(np.concatenate([[0, count - 1], order[edges[:-1]], order[edges[1:] - 1]]))
-    return Series(series.iterations[kept], series.tokens[kept], values[kept])
+    indices = np.unique(np.concatenate([[0, count - 1], order[edges[:-1]], order[edges[1:] - 1]]))
+    return Series(series.iterations[indices], series.tokens[indices], values[indices])
 
 
 def means(series: Series, points: int) -> Series:
-    """The mean of each of `points` equal stretches of a longer series."""
+    """Divides a series into `points` equal intervals, and returns their means."""
     starts = np.linspace(0, len(series.values), points, endpoint=False).astype(int)
     widths = np.diff([*starts, len(series.values)])
     columns = (series.iterations, series.tokens, series.values)
@@ -160,27 +167,29 @@ def _is_drawn(name: str) -> bool:
 
 
 def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
-    """The groups that have metrics, each with their names; behind them one for each other metric."""
-    found: list[tuple[Group, list[str]]] = [(group, []) for group in GROUPS]
-    others: dict[str, list[str]] = {}
+    """Returns (group, its metrics) for each group with metrics, then one group for each remaining metric."""
+    grouped: list[tuple[Group, list[str]]] = [(group, []) for group in GROUPS]
+    ungrouped: dict[str, list[str]] = {}
     for name in filter(_is_drawn, names):
-        fits = (members for group, members in found if any(fnmatchcase(name, p) for p in group.patterns))
-        if (members := next(fits, None)) is not None:
+        matching = (members for group, members in grouped if any(fnmatchcase(name, p) for p in group.patterns))
+        if (members := next(matching, None)) is not None:
             members.append(name)
-        elif name.startswith(_OTHERS):
-            others.setdefault(name.partition("/")[2], []).append(name)
-    found += [(Group(_capital(_LABELS.get(stem, _words(stem))), "", ()), members) for stem, members in others.items()]
-    return [(group, sorted(members, key=_kind)) for group, members in found if members]
+        elif name.startswith(_PLOTTED_PREFIXES):
+            ungrouped.setdefault(name.partition("/")[2], []).append(name)
+    grouped += [
+        (Group(_capital(_LABELS.get(stem, _words(stem))), "", ()), members) for stem, members in ungrouped.items()
+    ]
+    return [(group, sorted(members, key=_kind)) for group, members in grouped if members]
 
 
-def _split(names: list[str], group: Group, each: bool) -> list[list[str]]:
-    """The names of a group's plots: each alone, or all together, but not too many scores."""
-    width = 1 if each else SCORES if group.title == "Scores" else len(names)
+def _split(names: list[str], group: Group, one_per_plot: bool) -> list[list[str]]:
+    """Splits the names of a group into plots: one per name, or one for all with at most SCORES scores."""
+    width = 1 if one_per_plot else SCORES if group.title == "Scores" else len(names)
     return [names[i : i + width] for i in range(0, len(names), width)]
 
 
-def _title(group: Group, names: Sequence[str], part: Sequence[str], each: bool) -> str:
-    if each and (len(names) > 1 or not group.patterns):
+def _title(group: Group, names: Sequence[str], part: Sequence[str], one_per_plot: bool) -> str:
+    if one_per_plot and (len(names) > 1 or not group.patterns):
         kind = part[0].partition("/")[0]
         return f"{group.title}: {_label(part[0]) if group.patterns else _KINDS.get(kind, kind)}"
     if len(part) < len(names):
@@ -189,14 +198,14 @@ def _title(group: Group, names: Sequence[str], part: Sequence[str], each: bool) 
 
 
 def _label(name: str) -> str:
-    """A metric in a legend: the kind of data before it where that is not training's."""
+    """The label of a metric in a legend, prefixed by the kind of data unless it is training's."""
     kind, _, stem = name.partition("/")
     stem = _LABELS.get(stem, _words(stem))
     return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
 
 
 def _kind(name: str) -> int:
-    """Training before validation before test, all others as they come."""
+    """The sort key of a metric: training, validation, test, then all others."""
     kind = name.partition("/")[0]
     return list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS)
 
@@ -211,8 +220,10 @@ def _words(stem: str) -> str:
 
 def _curve(run: int, label: str, series: Series, factor: float, points: int) -> Curve:
     finite = np.isfinite(series.values)
-    kept = Series(series.iterations[finite], series.tokens[finite], series.values[finite] * factor)
-    shown = thin(kept, points)
+    finite_series = Series(series.iterations[finite], series.tokens[finite], series.values[finite] * factor)
+    thinned = thin(finite_series, points)
     missing = int(len(finite) - finite.sum())
-    mean = means(kept, points // MEANS) if len(shown.values) < len(kept.values) else None
-    return Curve(run, label, shown.iterations, shown.tokens, shown.values, len(kept.values), missing, mean)
+    mean = means(finite_series, points // MEANS) if len(thinned.values) < len(finite_series.values) else None
+    return Curve(
+        run, label, thinned.iterations, thinned.tokens, thinned.values, len(finite_series.values), missing, mean
+    )

@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: starts, saves, steps left out, spikes of the loss, its end."""
+"""Derives the events of a run from its files: starts, saves, skipped steps, loss spikes, its end."""
 
 import math
 import statistics
@@ -12,47 +12,54 @@ from megatron.operations.report.facts import local_time
 from megatron.operations.report.run_data import Run, Series
 
 Kind = Literal["start", "restart", "save", "spike", "skipped", "stop"]
-# A spike is a loss so many standard deviations above the mean of the last ones, once some are known: the
-# rule of skip_step_above_sigma, at its usual value.
-SIGMA, WINDOW, LEAST = 6.0, 128, 32
+# A spike is a loss SIGMA standard deviations above the mean of the last WINDOW losses, from MIN_LOSSES on:
+# the rule of skip_step_above_sigma, at its usual value.
+SIGMA, WINDOW, MIN_LOSSES = 6.0, 128, 32
 _LARGEST = 1e100  # losses beyond have no square
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened after `iteration` steps. when: local time as text, "" where no file says it."""
+    """An event after `iteration` steps. timestamp: local time as text, "" if no file has it."""
 
     iteration: int
     kind: Kind
     text: str
-    when: str = ""
+    timestamp: str = ""
 
 
 def events_of(run: Run) -> list[Event]:
-    """All that the files of a run tell, in order of iterations."""
-    found = [*_starts(run), *_saves(run), *_left_out(run), *_spikes(run.series.get("train/lm_loss")), *_end(run)]
-    return sorted(found, key=lambda event: event.iteration)
+    """Returns all events found in the files of a run, sorted by iteration."""
+    events = [*_starts(run), *_saves(run), *_skipped_steps(run), *_spikes(run.series.get("train/lm_loss")), *_end(run)]
+    return sorted(events, key=lambda event: event.iteration)
 
 
 def _starts(run: Run) -> Iterator[Event]:
-    """From when the start of each row began; of older runs, whose rows do not say it, from the number of
-    deepy.py's restart. A start whose rows were all cut, since a later one went on before them, has left
-    none."""
-    begun = run.series.get("runtime/start_time") or run.series.get("runtime/restarts")
-    if begun is None:
+    """Yields the starts of a run.
+
+    A start is found by a new start time in the rows, or in older runs by a new restart number of deepy.py. If
+    a later start resumed from an earlier iteration, it removed these rows. Then the start is not found.
+    """
+    start_values = run.series.get("runtime/start_time") or run.series.get("runtime/restarts")
+    if start_values is None:
         return
     restarts = dict(zip(*_columns(run.series.get("runtime/restarts")), strict=True))
-    has_time, before, last = "runtime/start_time" in run.series, None, 0.0
-    for iteration, value in zip(*_columns(begun), strict=True):
-        if value != before:
-            when = _local(value) if has_time else ""
+    has_time, previous, last_iteration = "runtime/start_time" in run.series, None, 0.0
+    for iteration, value in zip(*_columns(start_values), strict=True):
+        if value != previous:
+            timestamp = _local(value) if has_time else ""
             number = int(restarts.get(iteration, 0))
-            how = f"restart {number} of deepy.py, " if number else "started again, " if before is not None else ""
-            if before is None and last == 0 and not number:
-                yield Event(0, "start", "first start", when)
+            cause = f"restart {number} of deepy.py, " if number else "started again, " if previous is not None else ""
+            if previous is None and last_iteration == 0 and not number:
+                yield Event(0, "start", "first start", timestamp)
             else:
-                yield Event(int(last), "restart", f"{how}goes on after its row of iteration {int(last)}", when)
-        before, last = value, iteration
+                yield Event(
+                    int(last_iteration),
+                    "restart",
+                    f"{cause}goes on after its row of iteration {int(last_iteration)}",
+                    timestamp,
+                )
+        previous, last_iteration = value, iteration
 
 
 def _columns(series: Series | None) -> tuple[list[float], list[float]]:
@@ -62,13 +69,13 @@ def _columns(series: Series | None) -> tuple[list[float], list[float]]:
 def _saves(run: Run) -> Iterator[Event]:
     for checkpoint in run.checkpoints:
         loss = checkpoint.manifest.get("validation_loss")
-        more = f", validation loss {loss:.4f}" if loss is not None else ""
-        when = local_time(checkpoint.manifest.get("created"))
-        yield Event(checkpoint.iteration, "save", f"global_step{checkpoint.iteration}{more}", when)
+        loss_text = f", validation loss {loss:.4f}" if loss is not None else ""
+        timestamp = local_time(checkpoint.manifest.get("created"))
+        yield Event(checkpoint.iteration, "save", f"global_step{checkpoint.iteration}{loss_text}", timestamp)
 
 
-def _left_out(run: Run) -> Iterator[Event]:
-    for name, kind, why in (
+def _skipped_steps(run: Run) -> Iterator[Event]:
+    for name, kind, reason in (
         ("train/skipped_steps", "skipped", "not finite"),
         ("train/untrained_steps", "skipped", "without a trained token"),
         ("train/spikes", "spike", "loss far above the recent ones (skip_step_above_sigma)"),
@@ -76,21 +83,22 @@ def _left_out(run: Run) -> Iterator[Event]:
         for iteration, count in zip(*_columns(run.series.get(name)), strict=True):
             if count > 0:
                 steps = "a step was" if count == 1 else f"{int(count)} steps were"
-                yield Event(int(iteration), kind, f"{steps} left out: {why}")  # type: ignore[arg-type]
+                yield Event(int(iteration), kind, f"{steps} skipped: {reason}")  # type: ignore[arg-type]
 
 
 def _spikes(losses: Series | None) -> Iterator[Event]:
-    """Losses that were trained on all the same. Means over the window are kept as sums: a run may have
-    100,000 rows."""
+    """Yields steps that were trained although their loss was far above the recent losses.
+
+    Running sums give the window's mean in constant time, because a run may have 100,000 rows."""
     window: deque[float] = deque(maxlen=WINDOW)
     total = squares = 0.0
     for iteration, loss in zip(*_columns(losses), strict=True):
         if not abs(loss) < _LARGEST:  # NaN too
             continue
-        if len(window) >= LEAST:
+        if len(window) >= MIN_LOSSES:
             mean = total / len(window)
             if loss > mean + SIGMA * math.sqrt(max(squares / len(window) - mean * mean, 0.0)):
-                deviations = statistics.pstdev(window)  # once more without what sums have rounded
+                deviations = statistics.pstdev(window)  # again, without the rounding errors of the sums
                 if loss > statistics.fmean(window) + SIGMA * deviations:
                     yield Event(int(iteration), "spike", f"loss {loss:.4g}, {mean:.4g} on average before")
                     continue
@@ -104,8 +112,8 @@ def _end(run: Run) -> Iterator[Event]:
     status = run.status.get("status")
     if status in ("finished", "stopped", "failed"):
         reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-        when = local_time(run.status.get("time"))
-        yield Event(int(run.status.get("iteration") or 0), "stop", f"{status}{reason}", when)
+        timestamp = local_time(run.status.get("time"))
+        yield Event(int(run.status.get("iteration") or 0), "stop", f"{status}{reason}", timestamp)
 
 
 def _local(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a report: what a run is and how it ended, its data and model, its configuration."""
+"""Builds the tables of a report: a run's state, its model and data, its configuration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Facts = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """A resolved value of the configuration and where it comes from."""
+    """A resolved value of the configuration, and its origin."""
 
     key: str
     value: str
@@ -22,12 +22,12 @@ class ConfigRow:
 
 
 def summary_facts(run: Run) -> Facts:
-    """How the run stands: what its status, its summary and its last rows say."""
+    """The state of a run, from its status, its summary and its last rows."""
     status, summary = run.status, run.summary
     facts: Facts = []
     _add(facts, "status", _status(run))
-    iteration, of = _iteration(run), status.get("train_iters") or summary.get("train_iters")
-    _add(facts, "iteration", f"{iteration:,}" + (f" of {of:,}" if of else ""))
+    iteration, total = _iteration(run), status.get("train_iters") or summary.get("train_iters")
+    _add(facts, "iteration", f"{iteration:,}" + (f" of {total:,}" if total else ""))
     _add(facts, "tokens", _count(_last(run, "tokens")))
     for name in ("train/lm_loss", "validation/lm_loss", "test/lm_loss"):
         if name in run.series:
@@ -50,7 +50,7 @@ def summary_facts(run: Run) -> Facts:
 
 
 def model_facts(run: Run) -> Facts:
-    """The model, how it was cut and computed, and the code that did."""
+    """The model, its parallel layout, and the versions of code that trained it."""
     summary, args = run.summary, run.args
     manifest = run.checkpoints[-1].manifest if run.checkpoints else {}
     facts: Facts = []
@@ -65,7 +65,7 @@ def model_facts(run: Run) -> Facts:
     batch = summary.get("effective_batch") or {}
     _add(facts, "batch", ", ".join(f"{_words(name)} {value:,}" for name, value in batch.items()))
     _add(facts, "engine", manifest.get("engine"))
-    _add(facts, "begun with", summary.get("start_weights") or ("fresh weights" if summary else None))
+    _add(facts, "started from", summary.get("start_weights") or ("fresh weights" if summary else None))
     versions = summary.get("versions") or manifest.get("versions") or {}
     _add(facts, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
     _add(facts, "commit", summary.get("git_hash"))
@@ -76,7 +76,7 @@ def model_facts(run: Run) -> Facts:
 
 
 def data_facts(run: Run) -> Facts:
-    """Where the data are, and by what a checkpoint knows them: digests and sizes."""
+    """Paths of the data, and the digests and sizes by which a checkpoint identifies them."""
     facts: Facts = []
     if run.args is not None:
         for key, value in flat_values(run.args):
@@ -99,13 +99,13 @@ def data_facts(run: Run) -> Facts:
 
 
 def config_rows(args: NeoXArgs) -> tuple[list[ConfigRow], list[ConfigRow]]:
-    """(values set or derived, defaults)."""
+    """Returns (rows of keys that were set or derived, rows of keys that have their default)."""
     rows = [ConfigRow(key, yaml_value(value), args.origin(key)) for key, value in flat_values(args)]
     return [row for row in rows if row.origin != "default"], [row for row in rows if row.origin == "default"]
 
 
 def local_time(text: Any) -> str:
-    """A time as files have it (ISO 8601), by the clock of this machine; "" where there is none."""
+    """A time in ISO 8601 as local time of this machine; "" if it is not one."""
     try:
         return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}"
     except (TypeError, ValueError):
@@ -114,8 +114,8 @@ def local_time(text: Any) -> str:
 
 def scores_of(run: Run) -> dict[str, float]:
     """The last value of each score of `eval_tasks`."""
-    found = ((name, series) for name, series in run.series.items() if name.startswith("eval_tasks/"))
-    return {name.removeprefix("eval_tasks/"): float(series.values[-1]) for name, series in found}
+    scores = ((name, series) for name, series in run.series.items() if name.startswith("eval_tasks/"))
+    return {name.removeprefix("eval_tasks/"): float(series.values[-1]) for name, series in scores}
 
 
 def _add(facts: Facts, name: str, value: Any) -> None:
@@ -126,12 +126,12 @@ def _add(facts: Facts, name: str, value: Any) -> None:
 def _status(run: Run) -> str:
     status = run.status.get("status") or run.summary.get("status") or "unknown (no status.json)"
     reason = run.status.get("reason") or ""
-    when = local_time(run.status.get("time"))
-    return f"{status}{': ' if reason else ''}{reason}{f' ({when})' if when else ''}"
+    timestamp = local_time(run.status.get("time"))
+    return f"{status}{': ' if reason else ''}{reason}{f' ({timestamp})' if timestamp else ''}"
 
 
 def _iteration(run: Run) -> int:
-    """Of the last row where it is further than status.json, which is not written in between."""
+    """The last iteration; rows may be ahead of status.json, which is written less often."""
     return max(int(_last(run, "iterations") or 0), int(run.status.get("iteration") or 0))
 
 
@@ -152,23 +152,23 @@ def _count(value: float | None) -> str | None:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {remainder} s" if minutes else f"{seconds:.1f} s"
 
 
 def _digest(entry: Any) -> str:
-    """A fingerprint of a data set in a line; of a hash the first 16 digits, which tell data sets apart."""
+    """Formats the manifest's entry on a data set as one line, with hashes shortened to 16 digits."""
     return ", ".join(_leaves(entry, "")) if isinstance(entry, Mapping) else str(entry)
 
 
-def _leaves(entry: Mapping[str, Any], before: str) -> Iterator[str]:
+def _leaves(entry: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in entry.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{before}{name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
             text = f"{value:,}" if isinstance(value, int | float) else value[:16] if "sha256" in name else value
-            yield f"{before}{_words(name)} {text}"
+            yield f"{prefix}{_words(name)} {text}"
 
 
 def _words(name: str) -> str:

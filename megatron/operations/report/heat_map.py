@@ -1,5 +1,4 @@
-"""The load of experts drawn with bokeh: a map of iterations and experts for each run, one layer of which is
-shown."""
+"""Draws the load of experts with bokeh: for each run a map of iterations and experts, one layer at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,17 +26,17 @@ IDLE = "#000000"
 # ColorBrewer's RdBu with a pale grey in the middle: seldom chosen, as the mean, often chosen.
 _STOPS = ("#1f63b5", "#4f9bd0", "#9ecae1", "#f2f2f2", "#fcae7b", "#ef5a3c", "#99000d")
 _NAMES = {0.125: "1/8", 0.25: "1/4", 0.5: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
-_SHORT, _TALL, _ROW, _AROUND = 150, 520, 12, 60  # pixels: least and most of a map's frame, of an expert, of axes
+_SHORT, _TALL, _ROW, _MARGINS = 150, 520, 12, 60  # pixels: height of a map's frame (from, to), of an expert, of axes
 
 
-def draw_maps(maps: Sequence[LoadMap], together: Range1d) -> list[Any]:
-    """A plot of each map, named `load-0` and so on; its renderers are named `layer N`, the first is visible.
-    together: the iterations that all plots show."""
-    return [_figure(f"load-{number}", one, together) for number, one in enumerate(maps)]
+def draw_maps(maps: Sequence[LoadMap], iteration_range: Range1d) -> list[Any]:
+    """A figure for each map, named `load-0` and so on. Its renderers are named `layer N`; the first is
+    visible. iteration_range: shared by all plots."""
+    return [_figure(f"load-{number}", load_map, iteration_range) for number, load_map in enumerate(maps)]
 
 
 def palette() -> list[str]:
-    """CODES colours."""
+    """The colours of codes 1 to CODES, as hexadecimal strings."""
     stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in _STOPS]
     colors = []
     for i in range(CODES):
@@ -48,36 +47,41 @@ def palette() -> list[str]:
     return colors
 
 
-def _figure(name: str, one: LoadMap, together: Range1d) -> Any:
-    _, experts, columns = one.codes.shape
-    made: Any = figure(
-        name=name, sizing_mode="stretch_width", x_range=together, y_range=Range1d(start=-0.5, end=experts - 0.5),
+def _figure(name: str, load_map: LoadMap, iteration_range: Range1d) -> Any:
+    _, experts, columns = load_map.codes.shape
+    map_figure: Any = figure(
+        name=name, sizing_mode="stretch_width", x_range=iteration_range, y_range=Range1d(start=-0.5, end=experts - 0.5),
         min_border_right=12, active_drag="auto", toolbar_location="right", x_axis_label="iteration",
         tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], y_axis_label="expert",
-        height=min(max(_SHORT, _ROW * experts), _TALL) + _AROUND,
+        height=min(max(_SHORT, _ROW * experts), _TALL) + _MARGINS,
     )  # fmt: skip
-    made.toolbar.logo, made.toolbar.autohide = None, True
-    made.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    made.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
-    made.grid.grid_line_color, made.outline_line_color = None, None
+    map_figure.toolbar.logo, map_figure.toolbar.autohide = None, True
+    map_figure.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    map_figure.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
+    map_figure.grid.grid_line_color, map_figure.outline_line_color = None, None
     colors = LinearColorMapper(palette=palette(), low=0.5, high=CODES + 0.5, low_color=IDLE)
-    for layer, codes in zip(one.layers, one.codes, strict=True):
-        place = {"x": [one.first - one.step / 2], "y": [-0.5], "dw": [columns * one.step], "dh": [experts]}
+    for layer, codes in zip(load_map.layers, load_map.codes, strict=True):
+        place = {
+            "x": [load_map.first_iteration - load_map.step / 2],
+            "y": [-0.5],
+            "dw": [columns * load_map.step],
+            "dh": [experts],
+        }
         source = ColumnDataSource({"image": [codes], **place}, name="load")
-        image = made.image("image", "x", "y", "dw", "dh", source=source, color_mapper=colors)
-        image.name, image.visible = f"layer {layer}", layer == one.layers[0]
-    made.add_tools(_hover())
+        image = map_figure.image("image", "x", "y", "dw", "dh", source=source, color_mapper=colors)
+        image.name, image.visible = f"layer {layer}", layer == load_map.layers[0]
+    map_figure.add_tools(_hover())
     ticks: dict[Any, Any] = {code_of(load): text for load, text in _NAMES.items()}
     bar = ColorBar(
         color_mapper=colors, width=10, padding=4, border_line_color=None,
         ticker=FixedTicker(ticks=list(ticks)), major_label_overrides=ticks,
     )  # fmt: skip
-    made.add_layout(bar, "right")
-    return made
+    map_figure.add_layout(bar, "right")
+    return map_figure
 
 
 def _hover() -> HoverTool:
-    """A load is given as its colour says it, within 1 %."""
+    """A tooltip that computes the load from its colour's code, exact to 1 %."""
     place = f"(value - 1) / {CODES - 1} * {2 * OCTAVES} - {OCTAVES}"
     bounds = f"value == 1 ? 'at most {2**-OCTAVES}' : value == {CODES} ? 'at least {2**OCTAVES}'"
     code = f"return value == 0 ? 'no token' : {bounds} : Math.pow(2, {place}).toFixed(2)"

@@ -1,5 +1,5 @@
-"""What a model that is trained with rewards wrote: of a few generations the best and the worst answer, from
-`rollouts.jsonl`."""
+"""Reads `rollouts.jsonl`: the best and the worst answer of a few generations of a model trained with
+rewards."""
 
 import itertools
 import math
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.process.metrics_file import ROLLOUTS_FILE, read_lines
-from megatron.process.run_files import Problems, Shape, Unfit, anything, count, each, fields_of, number, text
+from megatron.process.run_files import Problems, Shape, Unfit, any_value, count, fields_of, map_of, number, text
 
-SHOWN = 6  # generations, the first and the last among them
+MAX_GENERATIONS = 6  # generations, the first and the last among them
 
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """An answer as the page shows it. rewards: by function, in words."""
+    """An answer as the page shows it. rewards: text with the reward of each function."""
 
     prompt: str
     completion: str
@@ -26,8 +26,13 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class GenerationRows:
-    """A generation of answers. iteration: of the first step on them; mean: of the rewards that there are;
-    answers: how many were written; best, worst: None where none has a reward."""
+    """A generation of answers.
+
+    iteration: of the first step that trains on them.
+    mean: mean of all known rewards.
+    answers: number of answers.
+    best, worst: None if no answer has a reward.
+    """
 
     iteration: int
     answers: int
@@ -36,32 +41,37 @@ class GenerationRows:
     worst: AnswerRow | None
 
 
-def _said(value: Any) -> str:
-    """A text as it is, messages a line each."""
+def _message_text(value: Any) -> str:
+    """Returns a text unchanged; messages become one text, with a line `role: content` for each."""
     if not isinstance(value, list):
         return text(value)
-    if not all(isinstance(one, dict) for one in value):
+    if not all(isinstance(message, dict) for message in value):
         raise Unfit("a text or messages")
-    return text("\n".join(f"{one.get('role')}: {one.get('content')}" for one in value))
+    return text("\n".join(f"{message.get('role')}: {message.get('content')}" for message in value))
 
 
 _SHAPE: Shape = {
-    "iteration": count, "generation": anything, "prompt": _said, "completion": _said, "messages": _said,
-    "reward": number, "rewards": each(number),
+    "iteration": count, "generation": any_value, "reward": number, "rewards": map_of(number),
+    "prompt": _message_text, "completion": _message_text, "messages": _message_text,
 }  # fmt: skip
 
 
 def read_rollouts(logs: Path, problems: Problems) -> list[GenerationRows]:
-    """Some generations in a run's log folder, in order and evenly spaced; none where the run has no such
-    file."""
+    """Returns at most MAX_GENERATIONS generations of a run, evenly spaced, from the rollouts file in `logs`.
+
+    Without the file it returns []. problems: notes unusable lines."""
     path = logs / ROLLOUTS_FILE
     lines = (row for _, row in read_lines(path, problems)) if path.is_file() else iter(())
-    rows = (fields_of(row, _SHAPE, lambda name, why: problems.note(path, name, why)) for row in lines)
-    by_generation = itertools.groupby(rows, key=lambda row: (row["iteration"], row.get("generation")))
-    found = [_generation(list(answers)) for _, answers in by_generation]
-    last = len(found) - 1
-    places = range(len(found)) if last < SHOWN else [round(last * i / (SHOWN - 1)) for i in range(SHOWN)]
-    return [found[place] for place in places]
+    rows = (fields_of(row, _SHAPE, lambda name, reason: problems.note(path, name, reason)) for row in lines)
+    groups = itertools.groupby(rows, key=lambda row: (row["iteration"], row.get("generation")))
+    generations = [_generation(list(answers)) for _, answers in groups]
+    last_index = len(generations) - 1
+    indices = (
+        range(len(generations))
+        if last_index < MAX_GENERATIONS
+        else [round(last_index * i / (MAX_GENERATIONS - 1)) for i in range(MAX_GENERATIONS)]
+    )
+    return [generations[index] for index in indices]
 
 
 def _generation(rows: Sequence[dict[str, Any]]) -> GenerationRows:

@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its folders: series of metrics, checkpoints, answers."""
+"""Reads the data of a report from a run's folders: series of metrics, checkpoints, answers."""
 
 import math
 import re
@@ -33,8 +33,8 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over a run: `[points]` each. tokens: read until then, NaN where a row does not say; values
-    may be NaN or infinite."""
+    """One metric over a run: `[points]` each. tokens: consumed so far, NaN if a row does not say. values: may
+    be NaN or infinite."""
 
     iterations: Numbers
     tokens: Numbers
@@ -43,8 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is in `save`. manifest: its manifest.json, {} where there is none or it cannot be
-    read."""
+    """A checkpoint in `save`. manifest: its manifest.json, {} if missing or unreadable."""
 
     iteration: int
     manifest: Mapping[str, Any]
@@ -52,21 +51,25 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt of `demo_prompts`, and what the model wrote before training and after; None: not asked
-    then."""
+    """A prompt of `demo_prompts`, and the model's answers before and after training; None if not asked."""
 
     prompt: str
-    before: str | None
-    after: str | None
+    before_training: str | None
+    after_training: str | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a report says of one run. rows: lines in its metrics.jsonl; args: None where no start
-    has left its configuration; status, summary: status.json and training_summary.json, or {}; answers_at:
-    iterations that the answers of `demo_prompts` were written at, in order; load: of experts, None where the
-    model has none; rollouts: answers of a run that is trained with rewards; problems: what the files held
-    that could not be used."""
+    """The data of one run for a report.
+
+    rows: lines in its metrics.jsonl.
+    args: None if no start has left its configuration.
+    status, summary: status.json and training_summary.json, or {}.
+    answers_at: iterations at which `demo_prompts` were answered, sorted.
+    load: load of experts; None without experts.
+    rollouts: answers of a run trained with rewards.
+    problems: unusable content of its files.
+    """
 
     name: str
     folder: RunFolder
@@ -84,8 +87,8 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs that paths name, each as `open_run` takes it. Raises RunFolderError for a path without a run,
-    files that cannot be read, and a run that is named twice."""
+    """The runs that paths name, each as for `open_run`. Raises RunFolderError for a path without a run,
+    unreadable files, or a run that is named twice."""
     folders = [open_run(path) for path in paths]
     logs = [folder.logs.resolve() for folder in folders]
     for path, place in zip(paths, logs, strict=True):
@@ -95,8 +98,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
-    """What the folders of a run hold. args: its configuration, where the caller knows it. Raises
-    RunFolderError."""
+    """Reads the folders of a run. args: its configuration, if the caller knows it. Raises RunFolderError."""
     rows, problems = folder.rows(), folder.problems
     checkpoints = list(_checkpoints(folder.save, problems))
     answers, answers_at = _answers(folder.save, problems)
@@ -110,7 +112,7 @@ def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """Every number in the rows of a metrics.jsonl, by name."""
+    """Returns a series for each metric with numbers in the rows of a metrics.jsonl, by name."""
     points: dict[str, array[float]] = {}  # iteration, tokens and value of each, one after another
     for row in rows:
         iteration, tokens = row["iteration"], row.get("consumed_tokens", math.nan)
@@ -121,8 +123,8 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def names_of(folders: Sequence[RunFolder]) -> list[str]:
-    """What runs are called: the last folders of their `save`, as many as tell all of them apart; of one
-    without `save`, of its log folder."""
+    """Display names of runs: the last folders of `save`, as many as tell all runs apart. A run without `save`
+    is named by its log folder."""
     places = [folder.save or (folder.logs.parent if folder.logs.name == "logs" else folder.logs) for folder in folders]
     names: list[str] = []
     for depth in range(1, max(len(place.parts) for place in places) + 1):
@@ -133,66 +135,67 @@ def names_of(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _checkpoints(save: Path | None, problems: Problems) -> Iterator[Checkpoint]:
-    """In order of their steps. Read here as text: the package of checkpoints imports torch."""
-    found = save.glob("global_step*") if save is not None else ()
-    for folder in sorted(found, key=lambda path: (len(path.name), path.name)):
+    """Yields checkpoints in order of their steps. They are read as text, since `megatron.checkpointing`
+    imports torch."""
+    folders = save.glob("global_step*") if save is not None else ()
+    for folder in sorted(folders, key=lambda path: (len(path.name), path.name)):
         step = folder.name.removeprefix("global_step")
         if not re.fullmatch(r"[0-9]{1,18}", step) or not folder.is_dir():
             continue
         file = folder / "manifest.json"
         manifest = read_fields(file, MANIFEST_SHAPE, problems)
 
-        def note(name: str, why: str, file: Path = file) -> None:
-            problems.note(file, f"data.{name}", why)
+        def note(name: str, reason: str, file: Path = file) -> None:
+            problems.note(file, f"data.{name}", reason)
 
         manifest["data"] = fields_of(manifest.get("data") or {}, DATA_SHAPE, note)
         yield Checkpoint(int(step), manifest)
 
 
 def _saved_args(checkpoints: Sequence[Checkpoint], problems: Problems) -> NeoXArgs | None:
-    """The configuration that the newest checkpoint keeps, without the origins of its keys."""
+    """The configuration in the newest checkpoint that has one, without the origins of its keys."""
     for checkpoint in reversed(checkpoints):
         if config := checkpoint.manifest.get("config"):
             try:
                 return NeoXArgs.from_dict(config)
             except (UserError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                why = f"config: none of this version ({type(problem).__name__})"
-                problems.note(Path(f"global_step{checkpoint.iteration}/manifest.json"), "", why)
+                reason = f"config: not readable by this version ({type(problem).__name__})"
+                problems.note(Path(f"global_step{checkpoint.iteration}/manifest.json"), "", reason)
     return None
 
 
 def _answers(save: Path | None, problems: Problems) -> tuple[list[Answer], tuple[int, ...]]:
-    """The answers in `demo_outputs` before the first step and after the last, by what was asked."""
+    """Returns (answers in `demo_outputs` before the first step and of the newest file, all iterations)."""
     files: dict[int, Path] = {}
     for path in (save / "demo_outputs").glob("step*.jsonl") if save is not None else ():
         if re.fullmatch(r"[0-9]{1,18}", step := path.stem.removeprefix("step")):
             files[int(step)] = path
     if not files:
         return [], ()
-    first = _lines(files[0], problems) if 0 in files else {}
-    last = _lines(files[max(files)], problems) if max(files) else {}
-    asked = list(dict.fromkeys([*first, *last]))
-    return [Answer(prompt, first.get(prompt), last.get(prompt)) for prompt in asked], tuple(sorted(files))
+    initial = _lines(files[0], problems) if 0 in files else {}
+    final = _lines(files[max(files)], problems) if max(files) else {}
+    prompts = list(dict.fromkeys([*initial, *final]))
+    return [Answer(prompt, initial.get(prompt), final.get(prompt)) for prompt in prompts], tuple(sorted(files))
 
 
 def _lines(path: Path, problems: Problems) -> dict[str, str]:
-    """Answers by what was asked; a line that is none is noted."""
-    found = {}
+    """Reads a file of `demo_outputs`: answers by prompt. Lines without an answer are noted in `problems`."""
+    answers = {}
     try:
         with open_file(path) as file:
             for line in file:
                 try:
                     row = parse(line)
-                    found[_prompt(row)] = text(row["answer"])
+                    answers[_prompt(row)] = text(row["answer"])
                 except (ValueError, KeyError, TypeError, Unfit) as problem:
-                    problems.note(path, "", f"a line is no answer ({type(problem).__name__}: {problem}); left out")
+                    problems.note(path, "", f"a line is not an answer ({type(problem).__name__}: {problem}); skipped")
     except OSError as problem:
         problems.note(path, "", f"cannot be read ({problem.strerror})")
-    return found
+    return answers
 
 
 def _prompt(line: Mapping[str, Any]) -> str:
-    """What was asked, a conversation as lines of `role: content`."""
+    """The text of a prompt; a conversation as lines of `role: content`."""
     if "messages" in line:
         return text("\n".join(f"{message['role']}: {message['content']}" for message in line["messages"]))
     return text(line["prompt"])

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: where it starts from, what goes into which file, and whether it is the same run."""
+"""Checkpoints of a run: its starting point, the content of each file, and the check for the same run."""

@@ -18,21 +18,21 @@ _LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wai
 
 
 class BackgroundWriter:
-    """Threads that agree among themselves, over a group of their own; the step's collectives know nothing of
-    them.
+    """Writes checkpoints by a thread on each rank. The threads use their own process group, apart from the
+    steps.
 
-    problem: what the last write ran into, the same on every rank; nothing is tried again by itself.
+    problem: the exception of the last write, the same on every rank; a failed write is not retried.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE) if groups.world_size > 1 else None
-        self._first, self._size = groups.world_rank == 0, groups.world_size
+        self._is_first_rank, self._size = groups.world_rank == 0, groups.world_size
         self._thread: threading.Thread | None = None
         self.problem: Exception | None = None
         atexit.register(self._leave)
 
     def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
-        """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it
+        """Run `write` on every rank, then `finish` on rank 0 with the results of all. All ranks call it
         together, and only after `wait`."""
         assert self._thread is None
         # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become
@@ -45,7 +45,7 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises what the write raised, once."""
+        """Wait until no write is under way. Raises the write's exception, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -54,8 +54,10 @@ class BackgroundWriter:
             raise problem
 
     def _leave(self) -> None:
-        """At the end of a process that failed while the thread still writes: in a collective, the thread
-        would make the interpreter's clean-up abort (exit code 134 for 1)."""
+        """End a failed process whose thread still writes, with exit code 1.
+
+        In a collective, the thread would make the interpreter's clean-up abort with exit code 134.
+        """
         if self.busy:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -64,6 +66,6 @@ class BackgroundWriter:
     def _work(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
         try:
             results = run_on_all_ranks_of(self._group, self._size, write)
-            run_on_all_ranks_of(self._group, self._size, lambda: finish(results) if self._first else None)
+            run_on_all_ranks_of(self._group, self._size, lambda: finish(results) if self._is_first_rank else None)
         except Exception as problem:  # told to the training loop, which asks after every step
             self.problem = problem

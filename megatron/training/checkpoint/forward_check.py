@@ -20,8 +20,8 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
 
 def fixed_logits(engine: Engine) -> Tensor | None:
-    """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last
-    stage. All ranks call it together."""
+    """Returns the logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on the CPU; None
+    except on the last stage. All ranks call it together."""
     tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
     logits: list[Tensor] = []
 
@@ -29,32 +29,33 @@ def fixed_logits(engine: Engine) -> Tensor | None:
         logits.append(head.logits()[:, 0].cpu())
         return torch.zeros(1, device=head.hidden_states.device)
 
-    nothing = torch.zeros_like(tokens)
-    engine.forward_only([Batch(tokens, nothing, nothing)], keep, lambda _: (1,))
+    no_labels = torch.zeros_like(tokens)
+    engine.forward_only([Batch(tokens, no_labels, no_labels)], keep, lambda _: (1,))
     return logits[0] if logits else None
 
 
 def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str], None]) -> None:
-    """Compare with the logits in a checkpoint of any layout. All ranks call it together.
+    """Compare the model's logits with those stored in the checkpoint, in any layout. All ranks call it
+    together.
 
-    Raises CheckpointError with the largest difference.
+    Raises CheckpointError with the largest difference if the logits differ too much.
     """
-    ours, groups, path = fixed_logits(engine), engine.groups, checkpoint.path
+    logits, groups, path = fixed_logits(engine), engine.groups, checkpoint.path
 
     def compare() -> tuple[float, float] | None:
         """(largest difference, largest logit) over this rank's part of the vocabulary."""
-        names = [file.name for _, file in sorted(model_files(path).items())] if ours is not None else []
+        names = [file.name for _, file in sorted(model_files(path).items())] if logits is not None else []
         parts = _stored([checkpoint.tensors(name) for name in names], checkpoint.manifest) if names else []
-        if ours is None or not parts:
+        if logits is None or not parts:
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")
-        whole = len(parts) == size
-        if engine.args.score_head:  # which every rank has whole
-            parts, whole = parts[:1] * size, True
-        stored = parts[rank] if whole else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
+        is_same_split = len(parts) == size
+        if engine.args.score_head:  # replicated on every rank
+            parts, is_same_split = parts[:1] * size, True
+        stored = parts[rank] if is_same_split else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
         # Causal: the first logits do not depend on how many follow.
-        rows = min(len(ours), len(stored))
-        a, b = ours[:rows].float(), stored[:rows].float()
+        rows = min(len(logits), len(stored))
+        a, b = logits[:rows].float(), stored[:rows].float()
         return float((a - b).abs().nan_to_num(torch.inf).max()), float(b.abs().max())
 
     comparisons = [pair for pair in run_on_all_ranks(groups, compare) if pair is not None]
@@ -73,8 +74,8 @@ def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str
 
 
 def _stored(states: list[Mapping[str, Any]], manifest: Manifest | None) -> list[Tensor]:
-    """The parts of the vocabulary, in order of tensor ranks; those of the last stage, where GPT-NeoX has
-    more."""
+    """Returns the parts of the vocabulary, in order of tensor ranks. GPT-NeoX's files may hold more parts:
+    those of the last stage count."""
     parts = [state[LOGITS] for state in states if state.get(LOGITS) is not None]
     tensor = manifest.layout.tensor if manifest is not None else states[0].get("args", {}).get("model_parallel_size", 1)
     return parts[-tensor:]

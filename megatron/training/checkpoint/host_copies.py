@@ -1,5 +1,8 @@
-"""Copies of a GPU's tensors in host memory, for checkpoints: page-locked, so that the device writes them by
-itself at the speed of the bus, and used again by later saves, since locking takes longer than a copy."""
+"""Copies of a GPU's tensors in page-locked host memory, for checkpoints.
+
+The device writes to page-locked memory itself, at the speed of the bus. Later saves use the memory again,
+since locking takes longer than a copy.
+"""
 
 import contextlib
 import mmap
@@ -20,8 +23,12 @@ _COPY_AT_MOST = 0.8
 
 @dataclass(frozen=True)
 class PageLocking:
-    """How memory is locked for a device. lock: takes address and bytes, raises RuntimeError where it cannot
-    be done; unlock: takes the address; wait: returns when all copies begun so far are done."""
+    """The functions that lock memory for a device.
+
+    lock: takes address and bytes; raises RuntimeError if it fails.
+    unlock: takes the address.
+    wait: returns when all copies begun so far are done.
+    """
 
     lock: Callable[[int, int], None]
     unlock: Callable[[int], None]
@@ -30,8 +37,14 @@ class PageLocking:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A rank's `machine`, with `free` bytes of memory, and the `size` in bytes of what the rank is to save,
-    for which it holds `held` already; problem: of `HostCopies`."""
+    """The memory of a rank's machine, and the memory that the rank's part of a checkpoint needs.
+
+    machine: name of the machine.
+    size: bytes that the rank saves.
+    held: bytes of page-locked memory that the rank already has for them.
+    free: free bytes of the machine.
+    problem: as in `HostCopies`.
+    """
 
     machine: str
     size: int
@@ -41,30 +54,34 @@ class RankMemory:
 
 
 def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
-    """Says of the first machine that has too little memory for a copy of all that its ranks save; None: all
-    have enough."""
+    """Returns a message about the first machine whose memory is too small to copy its ranks' parts of a
+    checkpoint; None if all have enough."""
     for machine in sorted({rank.machine for rank in ranks}):
-        here = [rank for rank in ranks if rank.machine == machine]
-        free, needed = min(rank.free for rank in here), sum(max(0, rank.size - rank.held) for rank in here)
-        if needed > _COPY_AT_MOST * free:
+        machine_ranks = [rank for rank in ranks if rank.machine == machine]
+        free, num_bytes = (
+            min(rank.free for rank in machine_ranks),
+            sum(max(0, rank.size - rank.held) for rank in machine_ranks),
+        )
+        if num_bytes > _COPY_AT_MOST * free:
             return (
                 f"{machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
-                f"{readable_size(needed)}"
+                f"{readable_size(num_bytes)}"
             )
     return None
 
 
 class HostCopies:
-    """Copies on the CPU, contiguous and each with its own storage, of tensors that go on changing.
+    """Makes CPU copies of tensors that later steps change. Copies are contiguous, each with its own storage.
 
-    locking: of the device; with it, copies of tensors on `device` may be read only after `wait`, and they lie
-    in page-locked memory, which is used again as soon as nothing refers to its last copy: never under a
-    writer that still reads it. This memory stays with the process. It is as much as was in use at once, each
-    tensor rounded up to whole pages (4 KiB): with `async_save` what this rank writes of a checkpoint (one
-    copy exists at a time), else two files of each kind. None: every copy is waited for, in ordinary memory.
+    With `locking`, copies of tensors on `device` lie in page-locked memory; read them only after `wait`. Such
+    memory is used again as soon as nothing refers to its last copy, so never while a writer reads it. It
+    stays with the process. Its size is the most that was in use at once, each tensor rounded up to whole
+    pages (4 KiB): with `async_save` all that this rank writes of a checkpoint (one copy exists at a time),
+    else two files of each kind.
 
-    held: bytes of page-locked memory. problem: why there is no more of it; copies that it has no room for are
-    ordinary ones from then on.
+    locking: the device's functions; None: copies are in ordinary memory, and `copy` waits for them.
+    held: bytes of page-locked memory.
+    problem: why no more memory could be locked; further copies are then ordinary ones.
     """
 
     def __init__(self, device: torch.device, locking: PageLocking | None) -> None:
@@ -74,7 +91,7 @@ class HostCopies:
         self.problem: str | None = None
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, on the way to the CPU."""
+        """Returns a CPU copy of `tensor`; page-locked, it may be incomplete until `wait`."""
         tensor = tensor.detach()
         copied = self._locked_like(tensor) if tensor.device.type == self._device.type and tensor.numel() else None
         if copied is None:
@@ -82,30 +99,31 @@ class HostCopies:
         return copied.copy_(tensor, non_blocking=True)
 
     def memory_for(self, size: int) -> RankMemory:
-        """How much memory this machine and this object have for copies of `size` bytes."""
+        """Returns how much memory this machine and this object have for copies of `size` bytes."""
         return RankMemory(platform.node(), size, self.held, free_host_memory(unknown=1 << 62), self.problem)
 
     def wait(self) -> None:
-        """Until all copies have arrived."""
+        """Wait until all copies have arrived."""
         if self._locking is not None:
             self._locking.wait()
 
     def _locked_like(self, tensor: Tensor) -> Tensor | None:
-        """Page-locked memory for a contiguous copy of a tensor with elements; None where there is none."""
+        """Returns page-locked memory for a contiguous copy of a non-empty tensor; None where there is
+        none."""
         if self._locking is None:
             return None
         size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free.setdefault(size, [])
-        pages = free.pop() if free else self._more(size, self._locking)
+        pages = free.pop() if free else self._lock_pages(size, self._locking)
         if pages is None:
             return None
         # The storage that torch makes keeps this object, and nothing else does: it ends with the last tensor.
         # A storage of its own, and of its size, is also what torch.save writes whole.
-        lent = memoryview(pages.memory)
-        weakref.finalize(lent, free.append, pages).atexit = False
-        return torch.frombuffer(lent, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        page_view = memoryview(pages.memory)
+        weakref.finalize(page_view, free.append, pages).atexit = False
+        return torch.frombuffer(page_view, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
-    def _more(self, size: int, locking: PageLocking) -> "_Pages | None":
+    def _lock_pages(self, size: int, locking: PageLocking) -> "_Pages | None":
         if self.problem is not None:
             return None
         try:
@@ -123,8 +141,10 @@ class HostCopies:
 
 
 class _Pages:
-    """Page-locked memory of `size` bytes, a multiple of the page; unlocked when this object ends. torch's own
-    allocator of such memory would round it up to a power of two. Raises RuntimeError or OSError."""
+    """Page-locked memory of `size` bytes, a multiple of the page; unlocked when this object ends.
+
+    torch's own allocator of such memory would round it up to a power of two. Raises RuntimeError or OSError.
+    """
 
     def __init__(self, size: int, locking: PageLocking) -> None:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -133,19 +153,22 @@ class _Pages:
         self.memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without them
             self.memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        whole[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
-        locking.lock(whole.data_ptr(), size)
-        weakref.finalize(self, locking.unlock, whole.data_ptr()).atexit = False  # the end of a process unlocks, too
+        page_bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        page_bytes[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
+        locking.lock(page_bytes.data_ptr(), size)
+        weakref.finalize(
+            self, locking.unlock, page_bytes.data_ptr()
+        ).atexit = False  # the end of a process unlocks, too
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Copies of what is on `device`: page-locked where that is a GPU."""
-    return HostCopies(device, _of_cuda(device) if device.type == "cuda" else None)
+    """Returns the copies for tensors on `device`: page-locked where that is a GPU."""
+    return HostCopies(device, _cuda_page_locking(device) if device.type == "cuda" else None)
 
 
-def _of_cuda(device: torch.device) -> PageLocking:
-    """https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html, cudaHostRegister."""
+def _cuda_page_locking(device: torch.device) -> PageLocking:
+    """Locks memory by cudaHostRegister
+    (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)."""
 
     def lock(address: int, size: int) -> None:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # cudaHostRegisterPortable

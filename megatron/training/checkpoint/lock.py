@@ -11,10 +11,12 @@ from megatron.checkpointing import CheckpointError, open_lock_file
 
 
 def lock_folder(save: Path) -> Any:
-    """An open, locked file in `save`, which is made if it is not there. The lock ends with the process,
-    however that ends: it is none of those (flock) that the data's workers would inherit, who see only seconds
-    later that they are alone. The file says who has it, so that `tools/jobs.py submit` can tell a stale one:
-    host, pid, and Slurm's job (null where it is none). Raises CheckpointError."""
+    """Returns an open, locked file in `save`; creates the folder if needed. Raises CheckpointError.
+
+    The lock ends with the process, however that ends. It is no `flock`: data workers would inherit that and
+    hold it for seconds after the process has died. The file names its holder: host, pid, and Slurm's job or
+    null. By it `tools/jobs.py submit` recognises a stale lock.
+    """
     try:
         save.mkdir(parents=True, exist_ok=True)
         file = open_lock_file(save / ".lock")

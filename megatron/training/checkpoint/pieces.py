@@ -12,27 +12,28 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
-    """Whether HuggingFace's format is written after this iteration."""
+    """Returns whether HuggingFace's format is written after this iteration."""
     if args.save_hf is None:
         return False
     return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
 
 
 def layers_unless(look: Callable[[], None], layers: Iterable[int], count: int) -> Iterator[int]:
-    """The layers, as `export_hf` takes them; look: called before each, and what it raises ends the export."""
+    """Yields the layers, as `export_hf` takes them. look: called before each; an exception ends the
+    export."""
     for layer in layers:
         look()
         yield layer
 
 
 def serialised(state: Any) -> bytes:
-    """A copy of tensors that the next step changes in place."""
+    """Returns a state as bytes: a copy of tensors that the next step changes in place."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def empty_folder(above: Path, folder: Path) -> None:
-    """Make `folder`, in an `above` that holds nothing else."""
-    shutil.rmtree(above, ignore_errors=True)  # of an interrupted save
+def empty_folder(parent: Path, folder: Path) -> None:
+    """Make `folder` within `parent`, after deleting everything else in `parent`."""
+    shutil.rmtree(parent, ignore_errors=True)  # of an interrupted save
     folder.mkdir(parents=True)

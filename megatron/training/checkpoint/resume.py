@@ -1,10 +1,12 @@
-"""Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: `writer.py`."""
+"""Loads the checkpoints of a run: how it starts and resumes, in every layout. `writer.py` saves them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpointing import (
@@ -38,58 +40,54 @@ from megatron.model import layer_params, named_params, shared_params, trained_pa
 from megatron.model.init import stage_parameters
 from megatron.model.quantized import take_quantized
 from megatron.model.weight_map import adapter_params, base_params
-from megatron.mpu import ParamSpec
+from megatron.mpu import DTYPES, ParamSpec
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.adapters import begin_adapters
 from megatron.training.checkpoint.base_weights import base_source, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
-from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
+from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.run_parts import Origin, RunParts
 from megatron.training.checkpoint.same_run import check_same_run
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
-from megatron.training.checkpoint.writer import CheckpointWriter
+from megatron.training.initial_adapters import begin_adapters
 from megatron.training.schedules import resumed_schedule
-
-__all__ = ["Checkpointer", "TrainingProgress"]
-
 
 _Load = Callable[..., dict[int, dict[str, Tensor]]]
 
 
-def _load_hf_base(path: Path, args: NeoXArgs, **where: Any) -> dict[int, dict[str, Tensor]]:
-    return load_hf_weights(path, args.replace(lora=None), **where)
+def _load_hf_base(path: Path, args: NeoXArgs, **options: Any) -> dict[int, dict[str, Tensor]]:
+    return load_hf_weights(path, args.replace(lora=None), **options)
 
 
 def _words(source: CheckpointSource) -> str:
     return "freshly initialised weights" if source.path is None else f"the weights of {source.path}"
 
 
-class Checkpointer(CheckpointWriter):
-    """Restores one run, and saves it. All ranks call every method together; what one rank raises, all
-    raise.
+class CheckpointLoader:
+    """Loads what a run starts or goes on from.
 
-    adapters_begin: whether the run began its adapters, rather than with those of another.
+    All ranks call every method together; an exception on one rank is raised on all. origin: of the run, once
+    `resume` has returned. adapters_begin: the run started with fresh adapters, not with another run's.
     """
 
-    adapters_begin = False
-
-    # -- starting and going on -------------------------------------------------------------------------------
+    def __init__(self, run: RunParts) -> None:
+        self.run, self.args, self.groups, self.engine, self.logger = run, run.args, run.groups, run.engine, run.logger
+        self.source, self.origin, self.adapters_begin = run.source, Origin(run.schedule), False
 
     def resume(self) -> TrainingProgress:
-        """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else
-        afresh."""
+        """Start as the configuration says: resume from `save` if it holds this run, else from `load`, else
+        with fresh weights."""
         args = self.args
-        self.lock()
         source, goes_on = self.source.path, self.source.goes_on
         if source is None:
             self.logger.info("starting from freshly initialised weights")
             if args.lora is not None:
                 self._begin_adapters(self.source)
-            return TrainingProgress()
+            return self._beginning()
         if self.source.is_hf:
             self._load_weights(source, None, load_hf_weights, begins=True)
-            self.logger.info(vocab_size_from_hf(source, args, self.tokenizer.vocab_size)[1])
+            self.logger.info(vocab_size_from_hf(source, args, self.run.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
-            return TrainingProgress()
+            return self._beginning()
         its_manifest = read_manifest(source)
         imported = its_manifest is not None and not its_manifest.data and not its_manifest.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
@@ -97,21 +95,24 @@ class Checkpointer(CheckpointWriter):
             if not self._load_weights(source, checkpoint, begins=True):
                 self._check_forward(checkpoint)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
-            return TrainingProgress()
+            return self._beginning()
         source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
 
+    def _beginning(self) -> TrainingProgress:
+        return TrainingProgress(method_state=self.run.method.initial_state())
+
     def load_weights_of(self, source: CheckpointSource) -> None:
-        """The weights that another source has, before `resume`; those of no source are there already."""
+        """Load the weights of another source, before `resume`. A source without path needs no loading."""
         if source.path is not None and source.is_hf:
             self._load_weights(source.path, None, load_hf_weights)
         elif source.path is not None:
             self._load_weights(source.path, self._verified(source.path))
 
     def _verified(self, path: Path, optimizer: bool = False) -> OpenCheckpoint:
-        """The checkpoint after checking every file against its manifest, and that weights, and with
-        `optimizer` its state, are finite; the work shared out over ranks."""
+        """Returns the checkpoint after checking every file against its manifest, and that weights, and with
+        `optimizer` its state, are finite. The ranks share the work."""
         checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path))
         manifest = checkpoint.manifest
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
@@ -127,24 +128,24 @@ class Checkpointer(CheckpointWriter):
         load: _Load = load_weights,
         begins: bool = False,
     ) -> bool:
-        """checkpoint: `path` opened; None for a HuggingFace folder. begins: a reward model may begin with the
-        weights of a language model, and a score head of its own; returns whether it does. With `lora`:
-        adapters begin on weights without, and those of a checkpoint that holds them alone are laid over the
-        weights that they were trained on."""
+        """Load the weights at `path`; return whether the model got a fresh score head.
+
+        checkpoint: `path` opened; None for a HuggingFace folder. begins: a reward model may start from the
+        weights of a language model, with a fresh score head. With `lora`, a checkpoint without adapters gets
+        fresh adapters. Adapters saved alone are loaded over the weights they were trained on.
+        """
         manifest = None if checkpoint is None else checkpoint.manifest
         if self.args.lora is None:
             return self._load_params(path, checkpoint, load, begins)
         if manifest is not None and manifest.model.get("lora") is not None:
             base = manifest.base
             if base is not None:
-                below = base_source(self.args, base, self.groups, path)
-                self._load_base(below, begins=True)
-                self._save_alone(below)
-                self.logger.info(f"{path}: adapters, over {_words(below)}")
+                base_weights = base_source(self.args, base, self.groups, path)
+                self._load_base(base_weights, begins=True)
+                self._record_base(base_weights)
+                self.logger.info(f"{path}: adapters, over {_words(base_weights)}")
             elif self.args.lora["save"] == "adapter":
-                text = (
-                    f"adapter, but {path} holds adapters with the weights below them, and nothing else does; write both"
-                )
+                text = f"adapter, but {path} holds its base weights too, which no other checkpoint has; write both"
                 raise self.args.error("lora.save", text)
             return self._load_params(path, checkpoint, params=None if base is None else adapter_params(self.args))
         source = CheckpointSource(path, False, is_hf=load is load_hf_weights)
@@ -153,7 +154,8 @@ class Checkpointer(CheckpointWriter):
         return new_head
 
     def _load_base(self, source: CheckpointSource, begins: bool) -> bool:
-        """The weights below adapters, those of no source being there already; returns as `_load_weights`."""
+        """Load the weights below adapters, as `_load_weights` does; a source without path is loaded
+        already."""
         if source.path is None:
             return False
         if source.is_hf:
@@ -163,11 +165,11 @@ class Checkpointer(CheckpointWriter):
     def _begin_adapters(self, source: CheckpointSource) -> None:
         begin_adapters(self.engine)
         self.adapters_begin = True
-        self._save_alone(source)
+        self._record_base(source)
 
-    def _save_alone(self, source: CheckpointSource) -> None:
+    def _record_base(self, source: CheckpointSource) -> None:
         if self.args.lora is not None and self.args.lora["save"] == "adapter" and self.args.save is not None:
-            self.base = describe_base(self.args, source, self.groups)
+            self.origin = replace(self.origin, base=describe_base(self.args, source, self.groups))
 
     def _load_params(
         self,
@@ -177,7 +179,8 @@ class Checkpointer(CheckpointWriter):
         begins: bool = False,
         params: Mapping[int, Sequence[ParamSpec]] | None = None,
     ) -> bool:
-        """`_load_weights` of what the files hold. params: those where they are a part of the model."""
+        """Load the weights that the files hold. params: the parameters, if the files hold a part of the
+        model."""
         manifest = None if checkpoint is None else checkpoint.manifest
         new_head = begins and bool(self.args.score_head)
         new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
@@ -193,11 +196,11 @@ class Checkpointer(CheckpointWriter):
                 f"{self.args.init_method_std})"
             )
 
-        def read(some: list[int]) -> dict[int, dict[str, Tensor]]:
+        def read(layer_indices: list[int]) -> dict[int, dict[str, Tensor]]:
             loaded = load(
                 checkpoint or path,
                 self.args,
-                layers=some,
+                layers=layer_indices,
                 tensor_rank=self.groups.rank("tensor"),
                 tensor_size=self.groups.size("tensor"),
                 new_head=new_head,
@@ -208,7 +211,7 @@ class Checkpointer(CheckpointWriter):
         def read_all() -> dict[int, dict[str, Tensor]]:
             if not self.args.quantized:
                 return read(sorted(layers))
-            return {layer: values for one in sorted(layers) for layer, values in read([one]).items()}
+            return {layer: values for index in sorted(layers) for layer, values in read([index]).items()}
 
         self.engine.set_weights(run_on_each_rank(self.groups, read_all))
         if manifest is None and load is load_weights:
@@ -227,7 +230,7 @@ class Checkpointer(CheckpointWriter):
         takes_optimizer = self._takes_optimizer(path, manifest, goes_on)
         if takes_optimizer:
             self._check_layout(checkpoint)
-        rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
+        rank = self.run.model_rank if (path / model_file(self.run.model_rank)).exists() else 0
         state = run_on_each_rank(self.groups, lambda: checkpoint.tensors(model_file(rank)))
         if manifest is None:
             if "consumed_samples" in state:  # ours, which never are without
@@ -237,8 +240,8 @@ class Checkpointer(CheckpointWriter):
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         scaler: dict[str, float] = {}
         if takes_optimizer:
-            given = manifest.config if manifest is not None else {}
-            self._resume_schedule(state.get("lr_scheduler"), str(path), given)
+            user_config = manifest.config if manifest is not None else {}
+            self._resume_schedule(state.get("lr_scheduler"), str(path), user_config)
             if manifest is None:
                 neox_optimizer = run_on_each_rank(self.groups, lambda: NeoXOptimizer(path, args))
                 self._load_by_parameter(neox_optimizer)
@@ -247,8 +250,8 @@ class Checkpointer(CheckpointWriter):
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})
             else:  # as earlier versions wrote it, and for 8-bit Adam
-                name = zero_file(self.groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-                run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint.file(name)))
+                name = zero_file(self.groups.rank("data"), self.run.model_rank, args.params_dtype == "bf16")
+                run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint, name))
         self._check_forward(checkpoint)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
@@ -259,20 +262,21 @@ class Checkpointer(CheckpointWriter):
         self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
         self._load_scaling(checkpoint, state)
         if goes_on:
-            self.saved_at = iteration
+            self.origin = replace(self.origin, saved_at=iteration)
             if manifest is not None:
-                self.run_id = manifest.run_id
+                self.origin = replace(self.origin, run_id=manifest.run_id)
                 changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
                 if changed:
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
-        unlearning = UnlearningProgress(**state.get("unlearning", {}))
-        rows = dict(state.get("row_tokens", {}))
-        return TrainingProgress(iteration, consumed, skipped, tokens, rows, unlearning=unlearning)
+        return TrainingProgress(
+            iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})),
+            method_state=self.run.method.load_state(state), callback_states=state.get("callbacks", {}),
+        )  # fmt: skip
 
     def _load_scaling(self, checkpoint: OpenCheckpoint, state: Mapping[str, Any]) -> None:
-        """The scales of FP8, which are the same on all ranks with the same layers: of another split into
-        pipeline stages from all its files."""
+        """Load the scales of FP8, which are the same on all ranks with the same layers. If the split into
+        pipeline stages has changed, read them from all files."""
         scaling = self.engine.stage.delayed_scaling
         if scaling is None:
             return
@@ -280,55 +284,57 @@ class Checkpointer(CheckpointWriter):
         if not scaling.products.keys() <= saved.keys():
             names = [file.name for file in model_files(checkpoint.path).values()]
             states = run_on_each_rank(self.groups, lambda: [checkpoint.tensors(name) for name in names])
-            for other in states:
-                saved |= other.get("delayed_scaling", {})
+            for file_state in states:
+                saved |= file_state.get("delayed_scaling", {})
         scaling.load(saved)
         unknown = len(scaling.products.keys() - saved.keys())
         if unknown:
             self.logger.info(f"{checkpoint.path} has no FP8 scales of {unknown} linears; their first step makes them")
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
-        """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not
-        there."""
+        """Returns whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and
+        the checkpoint has none."""
         args = self.args
         if args.no_load_optim or manifest is None or manifest.optimizer:
             return not args.no_load_optim
         if 0 < manifest.iteration < args.train_iters:  # else it was still empty, or is not needed any more
-            other = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
+            remedy = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
             raise CheckpointError(
                 f"{path}: was saved without the optimizer's state (compat_no_save_optim, or no_save_optim of earlier "
-                f"versions); set no_load_optim: true to go on with a fresh optimizer, or {other}"
+                f"versions); set no_load_optim: true to go on with a fresh optimizer, or {remedy}"
             )
         return False
 
-    def _resume_schedule(self, saved: Mapping[str, Any] | None, where: str, given: Mapping[str, Any]) -> None:
-        configured = self.schedule
-        self.schedule = resumed_schedule(configured, saved, self.args, where, given)
-        if self.schedule != configured:
-            self.logger.info(f"use_checkpoint_lr_scheduler: {self.schedule.describe()}")
+    def _resume_schedule(self, saved: Mapping[str, Any] | None, path: str, user_config: Mapping[str, Any]) -> None:
+        configured = self.run.schedule
+        schedule = resumed_schedule(configured, saved, self.args, path, user_config)
+        self.origin = replace(self.origin, schedule=schedule)
+        if schedule != configured:
+            self.logger.info(f"use_checkpoint_lr_scheduler: {schedule.describe()}")
 
     def _check_forward(self, checkpoint: OpenCheckpoint) -> None:
         if self.args.checkpoint_validation_with_forward_pass:
             check_forward(self.engine, checkpoint, self.logger.info)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
-        """Refuse to go on from another run, or on other data."""
+        """Refuse to resume from another run, or on other data."""
         if manifest is None:
             return
 
         def check() -> None:
-            record = self._data_record(manifest.consumed_samples)
-            check_same_run(self.args, path, manifest, goes_on, record, self.tokenizer)
+            record = self.run.data_record(manifest.consumed_samples)
+            check_same_run(self.args, path, manifest, goes_on, record, self.run.tokenizer)
 
         on_rank_zero(self.groups, check)
 
     def _check_layout(self, checkpoint: OpenCheckpoint) -> None:
-        """State that is not kept by parameter is read where the layout is the one it was written in."""
+        """Raise CheckpointError if the checkpoint has state that only its own layout can read, and this
+        layout differs."""
         path, manifest = checkpoint.path, checkpoint.manifest
         if manifest is None:
-            _check_precision(path, self.layout.precision)
+            _check_precision(path, self.run.layout.precision)
             return
-        saved, now = manifest.layout, self.layout
+        saved, now = manifest.layout, self.run.layout
         keys = {"precision": responsible_key(("fp16", "bf16", "precision"), self.args, manifest.config)}
         if not OptimizerFiles(path):
             keys |= {
@@ -336,50 +342,60 @@ class Checkpointer(CheckpointWriter):
                 "tensor": "model_parallel_size",
                 "zero_stage": "zero_optimization.stage",
             }
-        other = [
+        changes = [
             ConfigChange(key, getattr(now, name), getattr(saved, name))
             for name, key in keys.items()
             if getattr(saved, name) != getattr(now, name)
         ]
-        theirs = (manifest.config.get("optimizer") or {}).get("type", "Adam")
-        if manifest.config and _moments(theirs) != _moments(self.args.optimizer["type"]):
-            other.append(ConfigChange("optimizer.type", self.args.optimizer["type"], theirs))
+        saved_type = (manifest.config.get("optimizer") or {}).get("type", "Adam")
+        if manifest.config and _moments(saved_type) != _moments(self.args.optimizer["type"]):
+            changes.append(ConfigChange("optimizer.type", self.args.optimizer["type"], saved_type))
         if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
-            other.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
-        if other:
+            changes.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
+        if changes:
             raise CheckpointError(
-                f"{describe_changes(other, self.args, f'the run of {path}')}: its optimizer state is of that run; "
-                "use it, or set no_load_optim: true to go on with the weights alone"
+                f"{describe_changes(changes, self.args, f'the run of {path}')}: its optimizer state needs the "
+                "saved values; restore them, or set no_load_optim: true to resume with the weights only"
             )
 
     def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
-        """The optimizer's state is that of the parameters trained here, no more and no fewer."""
+        """Check that the optimizer's state belongs to exactly the parameters trained here."""
         specs, shared = layer_params(self.args), shared_params(self.args)
         saved = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
         now = trained_parameters(self.args)
-        for names, where in ((now - saved, "here"), (saved - now, "there")):
+        for names, place in ((now - saved, "here"), (saved - now, "there")):
             if names:
-                some = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                examples = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
+                remaining = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise CheckpointError(
-                    f"trainable ({self.args.origin('trainable')}): is another than in the run of {files.path}: "
-                    f"{some}{more} trained {where} only; set it as it was, or set no_load_optim: true to go on from "
-                    "its weights with a fresh optimizer"
+                    f"trainable ({self.args.origin('trainable')}): differs from the run of {files.path}: "
+                    f"{examples}{remaining} trained {place} only; set it back, or set no_load_optim: true to resume "
+                    "from its weights with a fresh optimizer"
                 )
 
     def _load_by_parameter(self, files: OptimizerFiles | NeoXOptimizer) -> None:
-        """Moments, step counts and fp32 master weights, cut for this rank."""
+        """Load moments in the dtype of this run, step counts and fp32 master weights, sharded for this
+        rank."""
         on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        specs = named_params(self.args)
+        specs, dtype, converted = named_params(self.args), DTYPES[self.args.optimizer_state_dtype], set[torch.dtype]()
 
         def read(layer: int, name: str) -> dict[str, Tensor]:
             return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
 
         def moments(layer: int, name: str) -> dict[str, Tensor]:
-            return {key: value for key, value in read(layer, name).items() if key != MASTER}
+            state = {key: value for key, value in read(layer, name).items() if key != MASTER}
+            adam = {key: value for key, value in state.items() if key in ("exp_avg", "exp_avg_sq")}
+            converted.update(value.dtype for value in adam.values() if value.dtype != dtype)
+            return state | {key: value.to(dtype) for key, value in adam.items()}
 
         run_on_each_rank(self.groups, lambda: self.engine.restore_state(moments))
+        for saved in converted:
+            rounding = "" if saved.itemsize < dtype.itemsize else ", rounded to nearest"
+            names = [str(moment_dtype).removeprefix("torch.") for moment_dtype in (saved, dtype)]
+            self.logger.info(
+                f"optimizer_state_dtype: moments of {files.path} are {names[0]}, go on in {names[1]}{rounding}"
+            )
         if self.args.params_dtype != "fp32":
             masters: dict[int, dict[str, Tensor]] = {}
             trained = [item for item in stage_parameters(self.engine.stage) if item[2].requires_grad]
@@ -393,28 +409,28 @@ class Checkpointer(CheckpointWriter):
 
 
 def _moments(optimizer: str) -> str:
-    """A name for the state that an optimizer of this type keeps."""
+    """Returns a name for the state that an optimizer of this type keeps."""
     kind = optimizer.lower()
     return "adam" if kind in ("adam", "adamw", "cpu_adam", "cpu_torch_adam") else kind
 
 
 def _check_precision(path: Path, now: str) -> None:
-    """State of GPT-NeoX belongs to weights of one precision."""
+    """Check that GPT-NeoX's optimizer state belongs to weights of this precision."""
     saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
     if saved != {now}:
         raise CheckpointError(
-            f"{path}: optimizer state of another layout (precision {', '.join(sorted(saved))} there, {now} here); "
-            "use that precision, or set no_load_optim: true to go on with the weights alone"
+            f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, this run has {now}; set that "
+            "precision, or no_load_optim: true to resume with the weights only"
         )
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two mappings, in words."""
+    """Returns the differences between two mappings, in words."""
     differences = []
     for key in sorted({*saved, *now}):
-        before, after = saved.get(key), now.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            differences += [f"{key} {text}" for text in _changed(before, after)]
-        elif before != after:
-            differences.append(f"{key} was {before}, is {after}")
+        saved_value, value = saved.get(key), now.get(key)
+        if isinstance(saved_value, Mapping) and isinstance(value, Mapping):
+            differences += [f"{key} {text}" for text in _changed(saved_value, value)]
+        elif saved_value != value:
+            differences.append(f"{key} was {saved_value}, is {value}")
     return differences

@@ -1,5 +1,5 @@
-"""Where a run starts from: its own `save`, the checkpoint or HuggingFace model that `load` names, or
-nothing."""
+"""Chooses the source that a run starts from: its own `save`, the checkpoint or HuggingFace model of `load`,
+or none."""
 
 import logging
 from collections.abc import Callable
@@ -36,8 +36,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`;
-    is_hf: it is a HuggingFace folder."""
+    """The source that a run starts from.
+
+    path: a checkpoint directory; None for a fresh start.
+    goes_on: `path` is this run's own checkpoint, from `save`.
+    is_hf: `path` is a HuggingFace folder.
+    """
 
     path: Path | None
     goes_on: bool
@@ -45,29 +49,38 @@ class CheckpointSource:
 
 
 def choose_source(args: NeoXArgs) -> CheckpointSource:
-    """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises
+    """Returns `save` if it holds checkpoints (unless `restart`), else `load`, else no path. Raises
     CheckpointError."""
     save, load = args.save_dir, args.load_dir
-    same = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
+    is_same_folder = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
     if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
-        checkpoint = _saved_checkpoint(Path(save), args.iteration if same or load is None else None)
+        checkpoint = _saved_checkpoint(Path(save), args.iteration if is_same_folder or load is None else None)
         return CheckpointSource(_with_manifest(checkpoint, args), True)
-    if load is None or (same and (args.restart or not list_checkpoints(load))):
+    if load is None or (is_same_folder and (args.restart or not list_checkpoints(load))):
         if args.iteration is not None:
-            raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
+            raise CheckpointError(f"iteration: {args.iteration}{_missing_checkpoint_reason(args)}")
         return CheckpointSource(None, False)
     return _loaded_checkpoint(args, load)
+
+
+def _missing_checkpoint_reason(args: NeoXArgs) -> str:
+    if args.load is None:
+        return " needs a checkpoint to load; set load, or remove iteration"
+    if args.restart and list_checkpoints(args.load):
+        return f", but restart: true ignores the checkpoints in {args.load}; remove one of the two keys"
+    return f", but {args.load} holds no checkpoint; correct load, or remove iteration"
 
 
 def _saved_checkpoint(save: Path, iteration: int | None) -> Path:
     saved = list_checkpoints(save)
     if iteration is None and len(saved) == 1 and read_latest(save) is None and read_manifest(saved[0]) is not None:
-        return saved[0]  # whole, as its name says; the run ended before it could write its first `latest`
+        return saved[0]  # complete, as its name says; the run ended before it could write its first `latest`
     return find_checkpoint(save, iteration)
 
 
 def original_source(args: NeoXArgs) -> CheckpointSource:
-    """What a run that goes on from its own `save` once started from. Raises CheckpointError."""
+    """Returns the source from which a run that resumes from `save` started at first. Raises
+    CheckpointError."""
     load, save = args.load_dir, args.save_dir
     if load is None or Path(load).resolve() == Path(save or "").resolve():
         return CheckpointSource(None, False)
@@ -81,8 +94,11 @@ def _loaded_checkpoint(args: NeoXArgs, load: str) -> CheckpointSource:
 
 
 def fetch_remote_source(args: NeoXArgs) -> None:
-    """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done
-    by each machine, before its ranks wait for others in collectives."""
+    """Fetch the checkpoint that the run starts from, if it is remote; else do nothing.
+
+    With `load_fallback` it fetches an earlier one if that is damaged. Every machine calls it, before its
+    ranks wait for others in collectives.
+    """
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
     if not remote_folders(args):
@@ -95,27 +111,32 @@ def fetch_remote_source(args: NeoXArgs) -> None:
 
 
 def or_earlier(
-    args: NeoXArgs, path: Path, work: Callable[[Path], T], doing: Callable[[Path], str] = lambda path: f"trying {path}"
+    args: NeoXArgs, path: Path, work: Callable[[Path], T], action: Callable[[Path], str] = lambda path: f"trying {path}"
 ) -> tuple[Path, T]:
-    """The checkpoint, or with `load_fallback` the nearest before it in its folder, that `work` does not find
-    damaged, and what it returns for it. doing: what is done with an earlier one, for the log. Raises
-    DamagedError."""
+    """Returns the first checkpoint that `work` does not find damaged, and the result of `work` for it.
+
+    Tries `path`, then with `load_fallback` earlier ones in its folder. action: words for the log about an
+    earlier checkpoint. Raises DamagedError.
+    """
     while True:
         try:
             return path, work(path)
         except DamagedError as problem:
             checkpoints = list_checkpoints(path.parent) if args.load_fallback else []
-            earlier = [other for other in checkpoints if step_of(other) < step_of(path)]
+            earlier = [candidate for candidate in checkpoints if step_of(candidate) < step_of(path)]
             if not earlier:
                 raise
             path = earlier[-1]
-            logging.getLogger("megatron").warning(f"{problem}; load_fallback: {doing(path)}")
+            logging.getLogger("megatron").warning(f"{problem}; load_fallback: {action(path)}")
 
 
 def _with_manifest(path: Path, args: NeoXArgs) -> Path:
-    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read, and whose
-    files of the tokenizer and the imported model, which are read before the weights, are whole.
-    DamagedError."""
+    """Returns `path`, or with `load_fallback` an earlier checkpoint, if the files read before the weights are
+    undamaged.
+
+    These are the manifest, if there is one, and the files of the tokenizer and the imported model. Raises
+    DamagedError.
+    """
 
     def check(candidate: Path) -> None:
         checkpoint = OpenCheckpoint(candidate)
@@ -126,7 +147,7 @@ def _with_manifest(path: Path, args: NeoXArgs) -> Path:
 
 
 def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) -> NeoXArgs:
-    """`padded_vocab_size` of the checkpoint, where the configuration leaves it open.
+    """Returns the configuration with the checkpoint's `padded_vocab_size`, where the key is not set.
 
     vocab_size: of the tokenizer. Raises CheckpointError when the checkpoint's is smaller.
     """
@@ -146,8 +167,11 @@ def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) 
 
 
 def real_rows(source: CheckpointSource, tokens: int) -> int | None:
-    """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run
-    starts from says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
+    """Returns the number of vocabulary rows that stand for tokens, by the checkpoint or the HuggingFace
+    folder.
+
+    None if these do not record it, as native checkpoints. tokens: size of the tokenizer's vocabulary.
+    """
     if source.path is None:
         return None
     if source.is_hf:
@@ -156,14 +180,15 @@ def real_rows(source: CheckpointSource, tokens: int) -> int | None:
 
 
 def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
-    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of
-    `real_rows`.
+    """Returns the configuration with `mask_padded_vocab` resolved to a number of rows; false if no row is
+    masked.
 
-    tokens: of the tokenizer. Raises ConfigError for a number that leaves some of them out.
+    real: from `real_rows`. tokens: size of the tokenizer's vocabulary. Raises ConfigError for fewer rows than
+    tokens.
     """
-    asked = args.mask_padded_vocab
-    meant = {True: tokens, False: None, "auto": real}
-    rows = meant[asked] if isinstance(asked, bool | str) else asked
+    setting = args.mask_padded_vocab
+    rows_by_setting = {True: tokens, False: None, "auto": real}
+    rows = rows_by_setting[setting] if isinstance(setting, bool | str) else setting
     if rows is not None and rows < tokens:
         raise args.error("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size

@@ -1,11 +1,10 @@
-"""Checkpoints of a run as they are written: what goes into which file, in every layout, and when it becomes
+"""Writes the checkpoints of a run: which state goes into which file, in every layout, and when it becomes
 visible.
 
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
 
 import json
-import logging
 import math
 import platform
 import shutil
@@ -13,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +27,6 @@ from megatron.checkpointing import (
     FileRecord,
     Manifest,
     NonFiniteStateError,
-    ParallelLayout,
     Retention,
     begin_checkpoint,
     check_finite,
@@ -55,57 +53,40 @@ from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint, keep_manifest_only
 from megatron.checkpointing.remote_staging import object_store_of
-from megatron.data import Datasets, data_fingerprint
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
 from megatron.model.weight_map import adapter_params, is_adapter, layer_params
-from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.process import StopRequested, look_for_stop, stop_signal
-from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
 from megatron.training.checkpoint.lock import lock_folder
 from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
 from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.same_run import data_record
-from megatron.training.checkpoint.source import CheckpointSource
-from megatron.training.engine import Engine
+from megatron.training.checkpoint.run_parts import Origin, RunParts
 from megatron.training.metrics.run_metadata import local_sizes
-from megatron.training.schedules import Schedule
 
 
 class CheckpointWriter:
-    """Saves one run. All ranks call every method together; what one rank raises, all raise.
+    """Saves one run. All ranks call every method together; an exception on one rank is raised on all.
 
     With `async_save` the steps go on as soon as a copy is in host memory; there is one such copy at a time.
     """
 
-    def __init__(
-        self,
-        args: NeoXArgs,
-        groups: ParallelGroups,
-        engine: Engine,
-        schedule: Schedule,
-        tokenizer: Tokenizer,
-        datasets: Datasets,
-        order: Mapping[str, Any],
-        source: CheckpointSource,
-        logger: logging.Logger,
-    ) -> None:
-        self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
-        self.tokenizer, self.source, self.logger = tokenizer, source, logger
+    def __init__(self, run: RunParts) -> None:
+        args, groups, source = run.args, run.groups, run.source
+        self.run, self.args, self.groups, self.engine, self.logger = run, args, groups, run.engine, run.logger
+        self.schedule = run.schedule
+        self.callback_states: Callable[[], Mapping[str, Mapping[str, Any]]] = dict  # set once there are callbacks
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
-        self.datasets, self.order = datasets, order  # order: `order_keys`
-        self.files: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
-        # What an imported model brought goes on with it, and out again when it is exported.
-        self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
+        # The companion files of an imported model are kept, and written again when it is exported.
+        self.carried = read_companion_files(folder, run.tokenizer.files()) if folder is not None else {}
         writes = folder is not None and groups.world_rank == 0
         self.carried_tensors = carried_writer(folder, source.is_hf) if writes and folder is not None else None
-        if args.save_hf is not None or args.save_best is not None or args.push_to_hub or rollout_servers(args):
+        exports = args.save_hf is not None or args.save_best is not None or args.push_to_hub
+        if exports or run.method.exports_weights(args):
             # Raises for a model that HuggingFace does not have, or adapters that peft has not.
             on_rank_zero(
                 groups,
@@ -114,36 +95,33 @@ class CheckpointWriter:
         self.saved_at: int | None = None
         self.gave_up_export = False  # on rank 0
         self._lock: Any = None
-        self._said: set[str] = set()
-        self.base: Mapping[str, Any] | None = None  # `describe_base`, where adapters alone are saved
+        self._logged: set[str] = set()
+        self.base: Mapping[str, Any] | None = None
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._copies = host_copies(groups.device)
         self._temporary = Path()
         self._store: ObjectStore | None = object_store_of(args)
-        # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
-        self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
-        self.layout = ParallelLayout(
-            pipe=groups.size("pipe"),
-            data=groups.size("data"),
-            tensor=groups.size("tensor"),
-            zero_stage=engine.zero_stage,
-            precision=args.params_dtype,
-            world_size=groups.world_size,
-        )
+
+    def go_on_from(self, origin: Origin) -> None:
+        """Write the checkpoints of the run that `CheckpointLoader` has started."""
+        self.schedule, self.saved_at, self.base = origin.schedule, origin.saved_at, origin.base
+        self.run_id = origin.run_id or self.run_id
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, progress: TrainingProgress, *, beside: bool = True, ephemeral: bool = False) -> None:
-        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole.
-        With `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the
-        next one."""
+    def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
+        """Write `<save>/global_stepN` and let `latest` name it. It becomes visible only once it is complete.
+
+        With `async_save` and `in_background` it is complete when `wait`, or the next `save`, returns.
+        ephemeral: the next save deletes it.
+        """
         save = self.args.save_dir
         assert save is not None
         self.wait()
         if self.saved_at == progress.iteration:
             on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
             return
-        beside = self._check_space(Path(save)) and beside
+        in_background = self._check_space(Path(save)) and in_background
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
@@ -155,19 +133,19 @@ class CheckpointWriter:
 
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
-            whole = replace(manifest, files=files)
-            path = publish(temporary, save, manifest.iteration, whole, configs, keep, self._store, self._say_once)
+            complete = replace(manifest, files=files)
+            path = publish(temporary, save, manifest.iteration, complete, configs, keep, self._store, self._say_once)
             self.logger.info(f"saved checkpoint {path if self._store is None else f'{self._store.url}/{path.name}'}")
             if is_hf_due(self.args, manifest.iteration):
                 self._export(path)
 
-        if beside:
+        if in_background:
             assert self._writer is not None
-            begun = time.monotonic()
+            start_time = time.monotonic()
             copied, held = list(states), self._copies.held
-            kept = f", from {readable_size(held)} of page-locked memory that later saves use again" if held else ""
+            note = f", from {readable_size(held)} of page-locked memory that later saves use again" if held else ""
             self.logger.info(
-                f"copied a checkpoint in {time.monotonic() - begun:.2f} s; it is written beside the steps{kept}"
+                f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written beside the steps{note}"
             )
             self._writer.start(lambda: self._write(temporary, iter(copied)), finish)
         else:
@@ -178,19 +156,20 @@ class CheckpointWriter:
         self.saved_at = progress.iteration
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             self.logger.warning(text)
 
     def _export_missing(self, iteration: int) -> None:
-        """The export of a checkpoint that is there, where a stop signal ended it."""
+        """Export a saved checkpoint whose export a stop signal ended."""
         path = Path(self.args.save_dir or "") / step_tag(iteration)
-        here = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
-        if here and is_hf_due(self.args, iteration) and not stop_signal():
+        is_missing = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
+        if is_missing and is_hf_due(self.args, iteration) and not stop_signal():
             self._export(path)
 
     def _export(self, path: Path) -> None:
-        """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
+        """Write `path`, read layer by layer from its files, in HuggingFace's format to
+        `<save>/huggingface`."""
         folder: Path | str = path.parent / HF_SUBFOLDER / path.name
         try:
             if self._store is not None:  # the ranks' files are there alone
@@ -214,38 +193,38 @@ class CheckpointWriter:
         notes: Mapping[str, bytes] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's format.
-        look: called before each layer; what it raises ends it, without a trace."""
+        """Write the checkpoint `path` as a HuggingFace folder; with `lora`, its adapters in peft's format.
+        look: called before each layer. Its exception ends the export, which leaves no files."""
         if self.args.lora is not None:
             export_peft(open_adapter(path), folder, notes=notes)
         else:
-            export_hf(path, self.args, folder, check=False, notes=notes, each=partial(layers_unless, look))
+            export_hf(path, self.args, folder, check=False, notes=notes, progress=partial(layers_unless, look))
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
-        """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
-        an earlier one once it is whole. Waits for a write beside the steps."""
+        """Write the current model to the HuggingFace folder `folder`, with the files `notes`. The complete
+        folder replaces an earlier one. Waits for a write in the background."""
         self.wait()
-        above = folder.parent / f".tmp_{folder.name}_weights"
-        temporary, manifest = above / step_tag(progress.iteration), self._manifest(progress)
+        parent_folder = folder.parent / f".tmp_{folder.name}_weights"
+        temporary, manifest = parent_folder / step_tag(progress.iteration), self._manifest(progress)
 
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
             replace_file(temporary / MANIFEST, replace(manifest, files=files).to_json().encode())
             self._write_hf(temporary, folder, notes)
-            shutil.rmtree(above)
+            shutil.rmtree(parent_folder)
 
-        with self._no_half_checkpoint(above):
-            on_rank_zero(self.groups, lambda: empty_folder(above, temporary))
+        with self._no_half_checkpoint(parent_folder):
+            on_rank_zero(self.groups, lambda: empty_folder(parent_folder, temporary))
             records = run_on_all_ranks(self.groups, lambda: self._write(temporary, self._model_states()))
             on_rank_zero(self.groups, lambda: finish(records))
 
     def _send_hf(self, folder: Path) -> str:
-        """Send an exported folder to the store, and delete it here; its address."""
+        """Send an exported folder to the store, delete it here, and return its address."""
         assert self._store is not None
-        beside = ObjectStore(f"{self._store.url}/{HF_SUBFOLDER}", self._store.patience)
-        beside.send_folder(folder, folder.name)
+        store = ObjectStore(f"{self._store.url}/{HF_SUBFOLDER}", self._store.patience)
+        store.send_folder(folder, folder.name)
         shutil.rmtree(folder)
-        return f"{beside.url}/{folder.name}"
+        return f"{store.url}/{folder.name}"
 
     def _begin(self, save: str, iteration: int) -> Path:
         temporary = begin_checkpoint(save, iteration)
@@ -255,17 +234,17 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's part of a save is still being written beside the steps."""
+        """Whether this rank's part of a save is still being written in the background."""
         return self._writer is not None and self._writer.busy
 
     @property
     def failed(self) -> bool:
-        """Whether a write beside the steps has failed; `wait` then raises its problem."""
+        """Whether a write in the background has failed; `wait` then raises its problem."""
         return self._writer is not None and self._writer.problem is not None
 
     def wait(self) -> None:
-        """Until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could not
-        be."""
+        """Wait until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could
+        not be written."""
         if self._writer is None:
             return
         with self._no_half_checkpoint(self._temporary):
@@ -281,11 +260,14 @@ class CheckpointWriter:
             run_id=self.run_id,
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
-            layout=self.layout,
+            layout=self.run.layout,
             model=model_keys(self.args),
             seed=self.args.seed,
-            tokenizer=self.tokenizer.fingerprint(),
-            data=self._data_record(progress.consumed_samples, progress.unlearning.samples)
+            tokenizer=self.run.tokenizer.fingerprint(),
+            data={
+                **self.run.data_record(progress.consumed_samples),
+                **self.run.method.data_record(progress.method_state),
+            }
             if self.groups.world_rank == 0
             else {},
             versions={name: version(name) for name in ("torch", "deepspeed")},
@@ -297,23 +279,20 @@ class CheckpointWriter:
             base=self.base,
         )
 
-    def _data_record(self, consumed: int, forget_samples: int = 0) -> dict[str, Any]:
-        return data_record(self.files, self.order, self.datasets, consumed, forget_samples)
-
     @contextmanager
     def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
-        """What cannot be written leaves nothing behind, and the earlier checkpoints as they were."""
+        """Delete a checkpoint that cannot be written completely; earlier ones stay untouched."""
         try:
             yield
         except (OSError, CheckpointError) as problem:
             if self.groups.world_rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            where = temporary.parent if self._store is None else self._store.url
+            folder = temporary.parent if self._store is None else self._store.url
             if isinstance(problem, NonFiniteStateError):
-                raise NonFiniteStateError(f"{where}: nothing is saved: {problem}; {self._last_saved()}") from problem
+                raise NonFiniteStateError(f"{folder}: nothing is saved: {problem}; {self._last_saved()}") from problem
             raise CheckpointError(
-                f"{where}: the checkpoint could not be written ({reason}); earlier ones are untouched"
+                f"{folder}: the checkpoint could not be written ({reason}); earlier ones are untouched"
             ) from problem
 
     def _last_saved(self) -> str:
@@ -321,24 +300,23 @@ class CheckpointWriter:
         return f"the last checkpoint is {tag}, start again from there" if tag else "there is no earlier checkpoint"
 
     def _check_space(self, save: Path) -> bool:
-        """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is
-        written beside the steps: where that was asked for, and the copy fits into the memory that every
-        machine has free."""
+        """Raise CheckpointError if a checkpoint does not fit on the disk; earlier ones stay untouched.
+        Returns whether to write in the background: with `async_save`, if its copy fits into free memory."""
         optimizer = not self.args.compat_no_save_optim
         per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
-        needed = sum(rank.size for rank in per_rank)
+        num_bytes = sum(rank.size for rank in per_rank)
 
-        def check(needed: int) -> None:
+        def check(num_bytes: int) -> None:
             save.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(save).free
-            if free < needed:
+            if free < num_bytes:
                 raise CheckpointError(
-                    f"{save}: a checkpoint takes about {readable_size(needed)}, {readable_size(free)} are free; "
+                    f"{save}: a checkpoint takes about {readable_size(num_bytes)}, {readable_size(free)} are free; "
                     + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
                 )
 
         if self._store is None:
-            on_rank_zero(self.groups, lambda: check(needed))
+            on_rank_zero(self.groups, lambda: check(num_bytes))
         else:
             needed_here = sum(rank.size for rank in per_rank if rank.machine == platform.node())
             run_on_all_ranks(self.groups, lambda: check(needed_here))
@@ -348,7 +326,7 @@ class CheckpointWriter:
             return False
         lacks = lacks_memory(per_rank)
         if lacks is not None:
-            self.logger.warning(f"async_save: {lacks}: this one is waited for")
+            self.logger.warning(f"async_save: {lacks}: the run waits for this save")
         return lacks is None
 
     def _say_unlocked(self, machine: str, problem: str | None) -> None:
@@ -356,12 +334,12 @@ class CheckpointWriter:
             self._say_once(f"{machine}: {problem}")
 
     def _bytes(self, optimizer: bool) -> int:
-        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's moments
-        and of the fp32 master weights beside 16-bit ones."""
+        """Estimates the bytes that this rank adds to a checkpoint. They are weights (data rank 0) and its
+        part of Adam's moments and of fp32 master weights."""
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         elements = elements if self.base is None else trained
-        first = self.groups.rank("data") == 0
-        weights = elements * self.engine.dtype.itemsize if first else 0
+        writes_weights = self.groups.rank("data") == 0
+        weights = elements * self.engine.dtype.itemsize if writes_weights else 0
         state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data")
         return weights + state if optimizer else weights
 
@@ -378,23 +356,25 @@ class CheckpointWriter:
             self._lock = lock_folder(Path(self.args.save_dir or ""))
 
     def _clear_staging(self) -> None:
-        """What an interrupted save left on any machine."""
+        """Delete the files that an interrupted save left on this machine."""
         for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _states(self, progress: TrainingProgress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
-        """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are.
-        Ranks help each other to gather, so all go on to the end."""
+        """Yields (name, content) of this rank's files, on the CPU; bytes are written unchanged. Ranks gather
+        together, so all iterate to the end."""
         args, groups, engine = self.args, self.groups, self.engine
         tensor_rank = groups.rank("tensor")
         yield from self._model_states()
         extra: dict[str, Any] = {}
         if args.checkpoint_validation_with_forward_pass:
             extra[LOGITS] = fixed_logits(engine)
+        callback_states = self.callback_states()  # on all ranks, as a callback may ask others
         if groups.rank("data") == 0:
+            extra |= {"callbacks": callback_states} if callback_states else {}
             state = {**self._model_state(progress), **extra}
-            yield model_file(self.model_rank), state if _by_parameter(args) else serialised(state)
-        if not args.compat_no_save_optim and _by_parameter(args):
+            yield model_file(self.run.model_rank), state if _is_state_per_parameter(args) else serialised(state)
+        if not args.compat_no_save_optim and _is_state_per_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # Every data rank writes some of them.
@@ -403,26 +383,26 @@ class CheckpointWriter:
                 self._copies.wait()
                 yield optimizer_file(layer, tensor_rank), states
         elif not args.compat_no_save_optim and (layout_state := engine.layout_state()) is not None:
-            name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
+            name = zero_file(groups.rank("data"), self.run.model_rank, args.params_dtype == "bf16")
             yield name, serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""
 
     def _model_states(self) -> Iterator[tuple[str, Any]]:
-        """Those of the model alone: weights or adapters, tokenizer, and what was imported with them."""
+        """Yields the files of the model: weights or adapters, tokenizer, and the imported model's files."""
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        params, wanted = (
+        params, name_filter = (
             (layer_params(self.args), None) if self.base is None else (adapter_params(self.args), is_adapter)
         )
         first_writes = dict.fromkeys((layer for layer in self._own_layers() if self.base is None or layer in params), 0)
-        for layer, tensors in self.engine.gather_weights(first_writes, self._copies.copy, wanted):
+        for layer, tensors in self.engine.gather_weights(first_writes, self._copies.copy, name_filter):
             self._copies.wait()
             state = local_layer_state(
                 layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size, copy=False, params=params
             )
             yield layer_file(layer, tensor_rank), state
         if self.groups.world_rank == 0:
-            for name, content in self.tokenizer.files().items():
+            for name, content in self.run.tokenizer.files().items():
                 yield f"tokenizer/{name}", content
             for name, content in self.carried.items():
                 yield f"{HF_SUBFOLDER}/{name}", content
@@ -430,7 +410,7 @@ class CheckpointWriter:
                 yield f"{HF_SUBFOLDER}/{CARRIED}", self.carried_tensors
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
-        """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
+        """Write the files. Raises CheckpointError only after the last state: all ranks gather together."""
         records: list[FileRecord] = []
         problem: Exception | None = None
         for name, state in states:
@@ -449,15 +429,14 @@ class CheckpointWriter:
                     self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
                     if name != EPHEMERAL:
                         (path / name).unlink()
-            except (OSError, CheckpointError) as found:
-                problem = found
+            except (OSError, CheckpointError) as caught:
+                problem = caught
         if problem is not None:
             raise problem
         return records
 
     def _own_layers(self) -> list[int]:
-        """Layers with parameters that this stage writes; a tied copy of the embedding is the first
-        stage's."""
+        """Returns the layers that this stage writes; the first stage writes a tied embedding."""
         kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
         return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
 
@@ -465,14 +444,14 @@ class CheckpointWriter:
         args = self.args
         return {
             **self.engine.model_state(),
-            **({"optimizer": None} if args.compat_no_save_optim or _by_parameter(args) else {}),
+            **({"optimizer": None} if args.compat_no_save_optim or _is_state_per_parameter(args) else {}),
             "lr_scheduler": self.schedule.state_dict(progress.iteration),
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
             "row_tokens": dict(progress.row_tokens),
             "skipped_steps": progress.skipped,
-            **({"unlearning": asdict(progress.unlearning)} if args.ga_dataset is not None else {}),
+            **self.run.method.save_state(progress.method_state),
             **({"delayed_scaling": scaling.state()} if (scaling := self.engine.stage.delayed_scaling) else {}),
             # DeepSpeed's own counters may be a step further, which changed nothing.
             "global_steps": progress.iteration,
@@ -491,7 +470,7 @@ class CheckpointWriter:
         }
 
 
-def _by_parameter(args: NeoXArgs) -> bool:
-    """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised
+def _is_state_per_parameter(args: NeoXArgs) -> bool:
+    """Returns whether the optimizer's state is kept by parameter; bitsandbytes keeps blocks of quantised
     numbers."""
     return not args.use_bnb_optimizer

@@ -1,1 +1,1 @@
-"""DeepSpeed behind `megatron.training.engine`: all that knows its objects, configuration and versions."""
+"""DeepSpeed behind `megatron.training.engine`: the only user of its objects, configuration and versions."""

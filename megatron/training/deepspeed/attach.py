@@ -1,4 +1,4 @@
-"""DeepSpeed on the processes and groups that are there."""
+"""Attaches DeepSpeed to the existing processes and groups."""
 
 import contextlib
 import io
@@ -34,8 +34,11 @@ def attach_deepspeed() -> None:
 
 
 def name_device(device: torch.device) -> None:
-    """Set the variables by which DeepSpeed knows this rank's GPU, even when told it: its number among those
-    that this process sees, which is 0 where each process of a machine sees another one alone."""
+    """Set LOCAL_RANK, from which DeepSpeed takes this rank's GPU even if a device is passed.
+
+    If OMPI_COMM_WORLD_LOCAL_RANK is set, it gets the same number. The number counts the GPUs that this
+    process sees: 0 where each process of a machine sees only its own.
+    """
     number = str(device.index or 0)
     os.environ.setdefault("LOCAL_RANK", number)
     if device.type == "cuda":
@@ -44,10 +47,10 @@ def name_device(device: torch.device) -> None:
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:
-    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size
-    1."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    tensor, data = groups.group("tensor") or alone, groups.group("data") or alone
+    """Returns an `mpu` object with these groups for DeepSpeed's plain engine; axes of size 1 get a group of
+    one rank."""
+    single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    tensor, data = groups.group("tensor") or single, groups.group("data") or single
     return SimpleNamespace(
         get_model_parallel_group=lambda: tensor,
         get_model_parallel_rank=lambda: groups.rank("tensor"),
@@ -59,8 +62,10 @@ def plain_mpu(groups: ParallelGroups) -> Any:
 
 
 def shard_at_once(config: Mapping[str, Any], mpu: Any) -> Callable[[int, list[nn.Parameter]], None]:
-    """A function that leaves of parameters, which need not be those of a whole model, this rank's ZeRO 3
-    slices alone. `deepspeed.initialize` with the same arguments takes them as they are."""
+    """Returns a function that shards parameters, such as one layer's, into this rank's ZeRO 3 slices.
+
+    `deepspeed.initialize` with the same arguments accepts parameters sharded in this way.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         group = mpu.get_data_parallel_group()
         # The empty module stands for the model: as in `initialize`, DeepSpeed's linear is put in place.

@@ -7,8 +7,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 
-# Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and
-# ours.
+# Keys of DeepSpeed that are passed on unchanged. `deepspeed_extra_args` may hold only these and our own keys.
 _PASSED = ("comms_logger", "dump_state")
 # The last three are refused by their key.
 _OPTIMIZERS = (
@@ -17,17 +16,18 @@ _OPTIMIZERS = (
 
 
 def zero_stage_used(args: NeoXArgs) -> int:
-    """The stage DeepSpeed runs: 1 where its stage 0 is wrong or refused (pipelines, 16-bit weights)."""
+    """Returns the ZeRO stage DeepSpeed runs: 1 where its stage 0 is wrong or refused (pipelines, 16-bit
+    weights)."""
     if args.zero_stage == 0 and (args.pp > 1 or args.params_dtype != "fp32"):
         return 1
     return args.zero_stage
 
 
-def offload(args: NeoXArgs, what: str) -> dict[str, Any] | None:
-    """The keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off the
-    device."""
-    section = args.zero_optimization[what]
-    if section is None and what == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
+def offload(args: NeoXArgs, section_name: str) -> dict[str, Any] | None:
+    """Returns the keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off
+    the device."""
+    section = args.zero_optimization[section_name]
+    if section is None and section_name == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
         section = {"device": "cpu"}
     if section is None or section["device"] == "none":
         return None
@@ -35,10 +35,10 @@ def offload(args: NeoXArgs, what: str) -> dict[str, Any] | None:
 
 
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
-    """The whole DeepSpeed configuration; nothing that matters is left to its defaults.
+    """Returns the full DeepSpeed configuration; no value that matters is left to its defaults.
 
-    Raises ConfigError for what DeepSpeed refuses or does wrongly, and for `deepspeed_extra_args` that
-    contradict.
+    Raises ConfigError for settings that DeepSpeed refuses or computes wrongly, and for `deepspeed_extra_args`
+    that contradict other keys.
     """
     problems = [*_native_only(args), *_offload_problems(args), *_gradient_problems(args)]
     stage = zero_stage_used(args)
@@ -48,7 +48,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     # that is not contiguous, and stage 1 fills its buckets in another order: more than two ranks may then sum
     # to other bits.
     zero.setdefault("overlap_comm", stage == 3)
-    zero |= {what: keys for what in ("offload_optimizer", "offload_param") if (keys := offload(args, what))}
+    zero |= {section: keys for section in ("offload_optimizer", "offload_param") if (keys := offload(args, section))}
     config: dict[str, Any] = {
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
@@ -106,14 +106,15 @@ def _offload_problems(args: NeoXArgs) -> Iterator[str]:
     if zero["cpu_offload"] and zero["offload_optimizer"] is not None:
         place = args.origin("zero_optimization.cpu_offload")
         yield f"{place}: zero_optimization.cpu_offload: offload_optimizer says it too; remove cpu_offload"
-    for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        keys = offload(args, what)
+    for section, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
+        keys = offload(args, section)
         if keys is None:
             continue
-        name = f"zero_optimization.{what if zero[what] is not None else 'cpu_offload'}"
+        name = f"zero_optimization.{section if zero[section] is not None else 'cpu_offload'}"
         place = f"{args.origin(name)}: {name}"
-        if stage < least:
-            yield f"{place}: needs zero_optimization.stage {least}{' or more' if least < 3 else ''}, not {stage}"
+        if stage < min_stage:
+            bound = "" if min_stage == 3 else " or more"
+            yield f"{place}: needs zero_optimization.stage {min_stage}{bound}, not {stage}"
         if keys.get("ratio", 1.0) != 1.0:
             yield (
                 f"{place}.ratio: {keys['ratio']}: DeepSpeed 0.19.8 updates the rest with the learning rate of the "
@@ -126,8 +127,8 @@ def _offload_problems(args: NeoXArgs) -> Iterator[str]:
 
 def _gradient_problems(args: NeoXArgs) -> Iterator[str]:
     stage, factor = args.zero_stage, args.gradient_predivide_factor
-    asked = [("prescale_gradients", args.prescale_gradients), ("gradient_predivide_factor", factor != 1.0)]
-    for key in (key for key, is_asked in asked if is_asked):
+    flags = [("prescale_gradients", args.prescale_gradients), ("gradient_predivide_factor", factor != 1.0)]
+    for key in (key for key, is_set in flags if is_set):
         place = f"{args.origin(key)}: {key}"
         if key == "gradient_predivide_factor" and args.prescale_gradients:
             yield f"{place}: prescale_gradients ({args.origin('prescale_gradients')}) leaves it no effect; remove one"
@@ -139,18 +140,24 @@ def _gradient_problems(args: NeoXArgs) -> Iterator[str]:
 
 
 def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
-    """Put `deepspeed_extra_args` into `config`; yields what cannot be."""
+    """Put `deepspeed_extra_args` into `config`; yields the problems."""
     off = {"enabled": False}
     stage = {**config["zero_optimization"], "stage": args.zero_stage}
-    ours = {"fp16": off, "bf16": off, **config, "gradient_clipping": args.gradient_clipping, "zero_optimization": stage}
+    fixed = {
+        "fp16": off,
+        "bf16": off,
+        **config,
+        "gradient_clipping": args.gradient_clipping,
+        "zero_optimization": stage,
+    }
     place = f"{args.origin('deepspeed_extra_args')}: deepspeed_extra_args"
     declared = keys_of(NeoXArgs)
     for key, value in thaw(args.deepspeed_extra_args or {}).items():
         name = "precision" if key in ("fp16", "bf16") else key
-        if key in ours:
-            for path, given, configured in _differences(key, value, ours[key]):
-                by = f"{name} ({args.origin(name)})" if name in declared else "what this engine needs"
-                yield f"{place}.{path}: {given} contradicts {by}: {configured}; remove one of them"
+        if key in fixed:
+            for path, extra, configured in _differences(key, value, fixed[key]):
+                other_key = f"{name} ({args.origin(name)})" if name in declared else "what this engine needs"
+                yield f"{place}.{path}: {extra} contradicts {other_key}: {configured}; remove one of them"
         elif key in _PASSED:
             config[key] = value
         elif key in declared:
@@ -159,9 +166,9 @@ def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
             yield f"{place}.{key}: DeepSpeed 0.19.8 has no such key, or it has no place in this engine; remove it"
 
 
-def _differences(path: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for key, value in theirs.items():
-            yield from _differences(f"{path}.{key}", value, ours.get(key))
-    elif theirs != ours:
-        yield path, theirs, ours
+def _differences(path: str, extra: Any, fixed: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(extra, Mapping) and isinstance(fixed, Mapping):
+        for key, value in extra.items():
+            yield from _differences(f"{path}.{key}", value, fixed.get(key))
+    elif extra != fixed:
+        yield path, extra, fixed

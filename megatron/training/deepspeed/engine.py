@@ -1,9 +1,9 @@
 """The training engine: DeepSpeed behind one small class.
 
-Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What
-DeepSpeed does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the
+Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. Features
+that DeepSpeed computes wrongly or refuses are not used: ZeRO 0 with pipelines or 16-bit weights runs on the
 stage-1 optimizer (the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between
-stages are never cut over tensor ranks (silently wrong under sequence parallelism), and every value that
+stages are never sharded over tensor ranks (silently wrong under sequence parallelism), and every value that
 matters is passed explicitly.
 """
 
@@ -13,7 +13,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -22,6 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from megatron.checkpointing import OpenCheckpoint
 from megatron.data import Batch
 from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
@@ -34,7 +34,7 @@ from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
-from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, leave_out_timers, wrap_pipeline
+from megatron.training.deepspeed.pipeline import PipeStage, leave_out_timers, truncate_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
@@ -60,15 +60,15 @@ class DeepSpeedEngine(EngineBase):
         attach_deepspeed()
         name_device(groups.device)
         config = deepspeed_config(args)
-        says = config.get("dump_state") or "comms_logger" in config
+        is_verbose = config.get("dump_state") or "comms_logger" in config
         for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
-            log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
+            log.setLevel(logging.INFO if is_verbose and groups.world_rank == 0 else logging.ERROR)
         mpu = plain_mpu(groups) if schedule == "none" else None
         take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
         init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # all it trains is of one type
-        named = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
-        self.watch = GradientWatch(list(named), groups.device, most_skips(args))
-        self.watch.watch(list(named.values()))
+        trained_params = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
+        self.watch = GradientWatch(list(trained_params), groups.device, most_skips(args))
+        self.watch.watch(list(trained_params.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._on_gradients: OnGradients | None = None
@@ -102,7 +102,7 @@ class DeepSpeedEngine(EngineBase):
                 param.data = param.data.float()
         if self._pipe is not None:
             leave_out_timers(self._ds)
-            cut_backward(self._ds, stage, ordered)
+            truncate_backward(self._ds, stage, ordered)
         items = {id(item[2]): item for item in self._params}
         trained = [items[id(p)] for p in ordered if id(p) in items]  # the others are placeholders
         self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
@@ -122,16 +122,16 @@ class DeepSpeedEngine(EngineBase):
         stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
         if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
             masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
-            kept = (
+            native_note = (
                 "engine: native keeps them in fp32"
                 if args.params_dtype == "bf16"
                 else "bf16 on engine: native does not"
             )
-            stage_notes.append(f"mamba_selective_fp32_params: {masters}; {kept}")
+            stage_notes.append(f"mamba_selective_fp32_params: {masters}; {native_note}")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
     def _mark(self) -> None:
-        """Set the attributes by which DeepSpeed's gradient norm counts each parameter once. After
+        """Set the attributes by which DeepSpeed's gradient norm counts each parameter once. Call it after
         PipelineModule, which clears them."""
         for _, _, param, spec in parameters_with_specs(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ class DeepSpeedEngine(EngineBase):
         )  # fmt: skip
 
     def _count_micro_batches(self, number: int) -> None:
-        """Tell DeepSpeed how many micro-batches a step has: those of gradient difference have twice as
+        """Tell DeepSpeed how many micro-batches a step has: steps of gradient difference have twice as
         many."""
         if number != self._ds.gradient_accumulation_steps():
             rows = self._ds.train_micro_batch_size_per_gpu() * self.groups.size("data")
@@ -195,7 +195,7 @@ class DeepSpeedEngine(EngineBase):
         self._ds.train()
         self._total = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
-            loss = self._ds(None, batch, partial(self._loss.of, batch=batch))
+            loss = self._ds(None, batch, partial(self._loss.scaled_loss, batch=batch))
             self._total += loss.detach()
             self._ds.backward(loss)
             if self.zero_stage == 0 and i == len(batches) - 1:
@@ -204,33 +204,35 @@ class DeepSpeedEngine(EngineBase):
         return self._mean_loss(self._total)
 
     def _judge(self) -> None:
-        """Judge the gradients and show them to who asked, between backward and update."""
+        """Judge the gradients and pass them to callbacks, between backward and update."""
         self.watch.judge()
         if self._on_gradients is not None:
             self._on_gradients(self._owned.gradients(self._loss_scale or 1.0))
 
     def _clip_or_drop(self) -> None:
-        """What the ZeRO optimizers do in their step: clip, or drop a gradient that is not finite."""
+        """Clip gradients, or drop non-finite ones, as the ZeRO optimizers do in their step."""
         self._judge()
-        cut: list[nn.Parameter] = []
-        whole: list[nn.Parameter] = []
+        sharded: list[nn.Parameter] = []
+        replicated: list[nn.Parameter] = []
         for _, _, param in self._params:
-            (cut if param.tensor_model_parallel else whole).append(param)  # type: ignore[attr-defined]
-        self._norm = gradient_norm(cut, whole, self.groups) + self.watch.verdict
+            (sharded if param.tensor_model_parallel else replicated).append(param)  # type: ignore[attr-defined]
+        self._norm = gradient_norm(sharded, replicated, self.groups) + self.watch.verdict
         if self.args.gradient_clipping > 0.0:
-            clip_gradients([*cut, *whole], self._norm, self.args.gradient_clipping)
-        leave_out(self._ds.optimizer, [*cut, *whole], ~self._norm.isfinite())
+            clip_gradients([*sharded, *replicated], self._norm, self.args.gradient_clipping)
+        leave_out(self._ds.optimizer, [*sharded, *replicated], ~self._norm.isfinite())
 
     def _loss_so_far(self) -> float:
-        """The step's loss before its update, the same on every rank; NaN for a step that is left out anyway:
-        nothing is trained, or something was not finite."""
+        """Returns the step's loss before its update, the same on every rank.
+
+        NaN for a step that is skipped anyway: no token is trained, or a value is not finite.
+        """
         loss = torch.zeros((), device=self.groups.device)
         if self._pipe is None or self.groups.is_last_stage:
             loss = self._mean_loss(self._total if self._pipe is None else self._ds.total_loss)
         return float(self.groups.from_last_stage(loss) + self.watch.verdict)
 
     def _mean_loss(self, total: Tensor) -> Tensor:
-        """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two
+        """Returns the step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two
         means."""
         mean = total.detach() / (self._ds.gradient_accumulation_steps() * self.groups.size("data"))
         return self.groups.sum(mean, "data")
@@ -241,8 +243,8 @@ class DeepSpeedEngine(EngineBase):
         if self._pipe_shape != batches[0].tokens.shape:
             self._pipe_shape = batches[0].tokens.shape
             self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
-        nothing = torch.zeros((), device=self.groups.device)
-        return self._ds.train_batch(iter([(nothing, nothing)] * len(batches)))
+        dummy = torch.zeros((), device=self.groups.device)
+        return self._ds.train_batch(iter([(dummy, dummy)] * len(batches)))
 
     # -- weights ---------------------------------------------------------------------------------------------
 
@@ -250,8 +252,8 @@ class DeepSpeedEngine(EngineBase):
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
         for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
             if param.requires_grad:
-                for first, rows in initial_part(spec, layer, self.args, self.groups):
-                    self._parts.set_master(param, first * rows[0].numel(), rows)
+                for start, rows in initial_part(spec, layer, self.args, self.groups):
+                    self._parts.set_master(param, start * rows[0].numel(), rows)
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -267,13 +269,13 @@ class DeepSpeedEngine(EngineBase):
 
     @torch.no_grad()
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
-        by_layer: dict[int, dict[str, Tensor]] = {}
+        layer_weights: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
             with self._gathered([param]):
                 has_master = master and self.zero_stage > 0 and param.requires_grad
                 value = safe_get_full_fp32_param(param) if has_master else param
-                by_layer.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
-        return by_layer
+                layer_weights.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
+        return layer_weights
 
     def _gathered(self, params: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
         if self.zero_stage < 3:
@@ -284,19 +286,19 @@ class DeepSpeedEngine(EngineBase):
 
     @torch.no_grad()
     def gather_weights(
-        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+        self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        by_layer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        layer_params: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
-            if wanted is None or wanted(name):
-                by_layer.setdefault(layer, []).append((name, param))
+            if name_filter is None or name_filter(name):
+                layer_params.setdefault(layer, []).append((name, param))
         for layer, writer in writer_of.items():
-            mine, tensors = writer == self.groups.rank("data"), {}
-            for name, param in by_layer.get(layer, []):
+            is_writer, tensors = writer == self.groups.rank("data"), {}
+            for name, param in layer_params.get(layer, []):
                 with self._gathered([param]):
-                    if mine:
+                    if is_writer:
                         tensors[name] = copy(param)
-            if mine:
+            if is_writer:
                 yield layer, tensors
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
@@ -317,8 +319,8 @@ class DeepSpeedEngine(EngineBase):
     def layout_state(self) -> dict[str, Any] | None:
         return self._state.zero_state() if self.zero_stage > 0 else None
 
-    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
-        self._state.load_optimizer_state(state, file)
+    def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
+        self._state.load_optimizer_state(state, checkpoint, name)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         params = [getattr(param, "ds_tensor", param) for param in self.stage.parameters()]

@@ -1,4 +1,4 @@
-"""What happens between backward and update, put into DeepSpeed's step."""
+"""Hooks between backward and update, put into DeepSpeed's step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,11 @@ from megatron.training.nonfinite_guard import SpikeGuard
 
 
 def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
-    """Call `judge` before each update, and let DeepSpeed's own check of the norm see its `verdict`, 0 or NaN,
-    without another wait for the device."""
+    """Call `judge` before each update of DeepSpeed's engine, and add `verdict` (0 or NaN) to its gradient
+    norm.
+
+    DeepSpeed's own check of the norm then skips the step, without another wait for the device.
+    """
     optimizer, take_step = ds.optimizer, ds._take_model_step
 
     def judged_step(*args: Any, **kwargs: Any) -> None:
@@ -39,8 +42,10 @@ def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
 
 
 def guard_steps(ds: Any, optimizer: torch.optim.Optimizer, guard: SpikeGuard, loss: Callable[[], float]) -> None:
-    """Skip the update of a step that `guard` rejects: DeepSpeed runs its step as usual, only `optimizer.step`
-    does nothing."""
+    """Skip the update of a step that `guard` rejects by the step's `loss`.
+
+    DeepSpeed runs its step as usual; only `optimizer.step` does nothing.
+    """
     update, take_step = optimizer.step, ds._take_model_step
 
     def guarded_update(closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter, whatever ZeRO made of it: out for a checkpoint, in from one of any
+"""Gathers the optimizer's state by parameter from any ZeRO stage for a checkpoint, and restores it in any
 layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,15 +13,22 @@ from megatron.mpu import ParallelGroups
 from megatron.training.deepspeed.optimizers import fitting_step
 from megatron.training.engine import HostCopy, State
 
-Named = tuple[int, str, nn.Parameter]
+NamedParameter = tuple[int, str, nn.Parameter]
 
 
 class OptimizerParts:
-    """Reads and writes what this rank holds of each parameter's state. params: of this rank's stage, by layer
-    and name in the weight map; in order of the optimizer's groups."""
+    """Reads and writes this rank's part of each parameter's state.
+
+    params: of this rank's stage, by layer and name in the weight map; in order of the optimizer's groups.
+    """
 
     def __init__(
-        self, params: Sequence[Named], optimizer: Any, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
+        self,
+        params: Sequence[NamedParameter],
+        optimizer: Any,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        zero_stage: int,
     ) -> None:
         self.params, self._optimizer, self.groups, self._stage = list(params), optimizer, groups, zero_stage
         self._base = optimizer if zero_stage == 0 else optimizer.optimizer
@@ -30,50 +37,51 @@ class OptimizerParts:
     # -- out -------------------------------------------------------------------------------------------------
 
     def gather(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
-        """(layer, state by name) of the layers that this data rank writes, one after another, each tensor
-        made by `copy`.
+        """Yields (layer, state by name) of the layers that this data rank writes, one after another.
 
-        writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group
-        iterate to the end together. A rank holds no more than one layer that it writes, and one parameter on
-        its device.
+        `copy` makes each tensor. writer_of: layer -> data rank; other layers are left out. All ranks of a
+        data group iterate to the end together. A rank holds no more than one layer that it writes, and one
+        parameter on its device.
         """
-        by_layer: dict[int, list[Named]] = {}
+        layer_params: dict[int, list[NamedParameter]] = {}
         for item in self.params:
-            by_layer.setdefault(item[0], []).append(item)
+            layer_params.setdefault(item[0], []).append(item)
         for layer, writer in writer_of.items():
-            mine = writer == self.groups.rank("data")
-            states = {name: self._collect(param, writer, copy) for _, name, param in by_layer.get(layer, [])}
-            if mine:
+            is_writer = writer == self.groups.rank("data")
+            states = {name: self._collect(param, writer, copy) for _, name, param in layer_params.get(layer, [])}
+            if is_writer:
                 yield layer, states
 
     def _collect(self, param: nn.Parameter, writer: int, copy: HostCopy) -> State:
-        """The whole of this tensor rank's part; {} on other data ranks than the writer."""
+        """Returns the full state of this tensor rank's part, gathered over data ranks; {} on ranks other than
+        the writer."""
         shape = tuple(getattr(param, "ds_shape", param.shape))
-        mine, state = writer == self.groups.rank("data"), {}
+        is_writer, state = writer == self.groups.rank("data"), {}
         for key in self._keys(param):
             part = self._part(param, key)
             if self._stage == 0 or self.groups.group("data") is None:
-                if mine:
+                if is_writer:
                     assert part is not None
                     state[key] = copy(part[1].reshape(shape))
                 continue
-            whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self.groups.device)
+            full = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self.groups.device)
             if part is not None:
                 start, value = part
-                whole.narrow(0, start, value.numel()).copy_(value.flatten())
+                full.narrow(0, start, value.numel()).copy_(value.flatten())
             # Bit for bit: everywhere else it is 0, and integers add up without rounding.
             to = self.groups.members["data"][writer]
-            dist.reduce(whole.view(torch.int32), to, group=self.groups.group("data"))
-            if mine:
-                state[key] = copy(whole.view(shape))
+            dist.reduce(full.view(torch.int32), to, group=self.groups.group("data"))
+            if is_writer:
+                state[key] = copy(full.view(shape))
         step = self._step(param)
-        if mine and step is not None:
+        if is_writer and step is not None:
             # A fused optimizer counts on the device: a number would wait for it, once for each parameter.
             state["step"] = copy(step.float().reshape(())) if isinstance(step, Tensor) else torch.tensor(float(step))
         return state
 
     def _holder(self, param: Any) -> Tensor | None:
-        """The tensor under which the base optimizer keeps the state of (a part of) `param` on this rank."""
+        """Returns the tensor under which the base optimizer keeps this rank's state of (a part of)
+        `param`."""
         if self._stage == 0:
             return param
         if self._stage == 3:
@@ -83,8 +91,8 @@ class OptimizerParts:
         return None if mapping is None else self._base.param_groups[mapping.param_group_index]["params"][0]
 
     def _any_state(self) -> dict[str, Any]:
-        """Of one holder: which keys there are is the same everywhere, also for parameters that lie
-        elsewhere."""
+        """Returns the state of any one holder; all have the same keys, also parameters held on other
+        ranks."""
         return next((state for state in self._base.state.values() if state), {})
 
     def _keys(self, param: nn.Parameter) -> list[str]:
@@ -98,8 +106,8 @@ class OptimizerParts:
         return (state or self._any_state()).get("step")
 
     def _part(self, param: Any, key: str) -> tuple[int, Tensor] | None:
-        """(first element, elements) of the flattened parameter that this rank holds; a view to read or
-        write."""
+        """Returns (first element, elements) of the flattened parameter that this rank holds; a view to read
+        or write."""
         holder = self._holder(param)
         if holder is None:
             return None
@@ -108,33 +116,35 @@ class OptimizerParts:
             return 0, values.reshape(-1)
         if self._stage == 3:
             _, start, count = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
-            first = self.groups.rank("data") * count
-            real = max(0, min(count, param.ds_numel - first))
-            return min(first, param.ds_numel), values.narrow(0, start, real)
+            offset = self.groups.rank("data") * count
+            real = max(0, min(count, param.ds_numel - offset))
+            return min(offset, param.ds_numel), values.narrow(0, start, real)
         mapping = param._hp_mapping
-        here, hp_address = mapping.lp_fragment_address, mapping.hp_fragment_address
+        lp_address, hp_address = mapping.lp_fragment_address, mapping.hp_fragment_address
         if key == MASTER:
-            return here.start, mapping.hp_fragment.detach()
-        return here.start, values.narrow(0, hp_address.start, hp_address.numel)
+            return lp_address.start, mapping.hp_fragment.detach()
+        return lp_address.start, values.narrow(0, hp_address.start, hp_address.numel)
 
     @torch.no_grad()
-    def set_master(self, param: nn.Parameter, first: int, values: Tensor) -> None:
-        """Set what this rank holds of the elements `first`, `first` + 1, .. of a flattened parameter's fp32
-        master weights."""
+    def set_master(self, param: nn.Parameter, offset: int, values: Tensor) -> None:
+        """Set this rank's part of a flattened parameter's fp32 master weights. values: the elements from
+        `offset` on."""
         part = self._part(param, MASTER)
         if part is None:
             return
         start, target = part
-        low, high = max(start, first), min(start + target.numel(), first + values.numel())
+        low, high = max(start, offset), min(start + target.numel(), offset + values.numel())
         if low < high:
-            target[low - start : high - start].copy_(values.flatten()[low - first : high - first])
+            target[low - start : high - start].copy_(values.flatten()[low - offset : high - offset])
 
     # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def restore(self, read: Callable[[int, str], State]) -> None:
-        """Set moments and step counts. read: state of a parameter's local part by layer and name, `master`
-        left out; parameters without state leave a fresh optimizer.
+        """Set moments and step counts.
+
+        read: returns the state of a parameter's local part for a layer and name, without `master`. If
+        parameters have no state, the optimizer stays fresh.
         """
         if self._stage == 0:
             self._restore_by_parameter(read)

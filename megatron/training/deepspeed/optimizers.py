@@ -17,11 +17,12 @@ from megatron.training.optimizers import build_optimizer, parameter_groups
 
 
 def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> torch.optim.Optimizer:
-    """`build_optimizer`, or DeepSpeedCPUAdam.
+    """Returns the optimizer of `build_optimizer`, or DeepSpeedCPUAdam.
 
-    Where a pipeline stage has no parameter of a group that others have, one zero without gradient stands for
-    them: DeepSpeed refuses an empty group. Raises ConfigError beside those of `build_optimizer` when there is
-    no compiler for CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
+    DeepSpeed refuses an empty parameter group. If other pipeline stages have parameters for a group and this
+    one has none, the group gets a placeholder, one zero without gradient.
+    Raises ConfigError as `build_optimizer` does, if DeepSpeedCPUAdam cannot be compiled, and if an optimizer
+    of the CPU has weights on a GPU.
     """
     param_groups = parameter_groups(stage, args)
     specs = named_params(args)
@@ -38,21 +39,22 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
 
 
 def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
-    """All pipeline stages own the same parameter groups; otherwise DeepSpeed's norm waits for ever."""
+    """Check that all pipeline stages own the same parameter groups; otherwise DeepSpeed's norm hangs."""
     names = [group["name"] for group in groups_of_stage]
     everyone = run_on_all_ranks_of(groups.group("pipe"), groups.size("pipe"), lambda: names)
-    if any(other != names for other in everyone):
-        raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
+    if any(stage_names != names for stage_names in everyone):
+        raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}; report this as a bug")
 
 
 def on_cpu_adam(args: NeoXArgs) -> bool:
-    """Whether DeepSpeedCPUAdam makes the updates: asked for, or Adam whose state is kept on the CPU."""
+    """Returns whether DeepSpeedCPUAdam makes the updates: by `optimizer`, or for Adam with state on the
+    CPU."""
     offloaded = offload(args, "offload_optimizer") is not None
     return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
 
 
 def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    """Compiled at its first use; nothing else is."""
+    """Returns DeepSpeedCPUAdam, which is compiled at its first use."""
     params = args.optimizer["params"]
     try:
         return DeepSpeedCPUAdam(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])
@@ -70,20 +72,20 @@ def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
 
 
 def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured
-    now."""
+    """Returns a saved `state_dict` fitted to this optimizer: its moments are the saved ones, its options
+    (weight decay, betas) the configured ones."""
     state = {
         i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in param_state.items()}
         for i, param_state in saved["state"].items()
     }
     groups = [
-        {**{key: value for key, value in now.items() if key != "params"}, "params": then["params"]}
-        for now, then in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+        {**{key: value for key, value in now.items() if key != "params"}, "params": saved_group["params"]}
+        for now, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": groups}
 
 
 def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors
-    itself."""
+    """Returns the step count in the type that this optimizer needs: int for DeepSpeedCPUAdam, else
+    unchanged."""
     return int(step) if hasattr(optimizer, "ds_opt_adam") else step

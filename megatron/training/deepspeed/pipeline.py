@@ -1,4 +1,5 @@
-"""DeepSpeed's pipeline engine: a stage as its one layer, tied weights, and stages that train nothing."""
+"""Adapts stages to DeepSpeed's pipeline engine: a stage as one layer, tied weights, stages that train
+nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,8 +21,11 @@ from megatron.training.step_loss import StepLoss
 
 
 class PipeStage(nn.Module):
-    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in
-    the order of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
+    """A stage as the one layer that DeepSpeed's pipeline runs on this rank.
+
+    Every stage reads micro-batches from `batches` in the order of 1F1B's forwards; DeepSpeed passes only
+    hidden states.
+    """
 
     def __init__(self, stage: Stage, loss: StepLoss, groups: ParallelGroups) -> None:
         super().__init__()
@@ -29,16 +33,20 @@ class PipeStage(nn.Module):
         self.batches: Iterator[Batch] = iter(())
 
     def forward(self, received: Any) -> Any:
-        """Hidden states, or on the last stage the loss."""
+        """Returns hidden states, or on the last stage the loss."""
         batch = next(self.batches)
         hidden = None if self.groups.is_first_stage else HiddenStates(*received)
-        out = self.stage(hidden, batch, partial(self.loss.of, batch=batch))
+        out = self.stage(hidden, batch, partial(self.loss.scaled_loss, batch=batch))
         return tuple(out) if isinstance(out, HiddenStates) else out
 
 
 class TiedGradient:
-    """Where a tied weight's gradient is: ZeRO with fp16 or offloaded bf16 weights keeps it in `grad_accum`,
-    while the pipeline engine sums `grad` over the copies (without this: none, and they drift apart)."""
+    """Gives DeepSpeed's pipeline engine, as `grad`, the gradient of a tied weight; the engine sums it over
+    the copies.
+
+    ZeRO with fp16 or offloaded bf16 weights keeps that gradient in `grad_accum`. Without this class the sum
+    would be empty, and the copies would drift apart.
+    """
 
     def __init__(self, param: nn.Parameter) -> None:
         accumulated = getattr(param, "grad_accum", None)
@@ -47,7 +55,7 @@ class TiedGradient:
 
 
 class TiedPipelineModule(PipelineModule):
-    """PipelineModule whose tied weights are our own copies on several stages."""
+    """A PipelineModule with our own copies of tied weights on several stages."""
 
     tied: list[tuple[nn.Parameter, Any]] = []
 
@@ -62,8 +70,8 @@ def wrap_pipeline(
     args: NeoXArgs,
     optimized: Sequence[nn.Parameter],
 ) -> tuple[PipeStage, TiedPipelineModule]:
-    """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders
-    too."""
+    """Returns the stage in the form that DeepSpeed's pipeline engine runs. optimized: parameters of the
+    optimizer, placeholders too."""
     stage_ids = {id(param) for param in stage.parameters()}
     pipe = PipeStage(stage, loss, groups)
     pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in stage_ids])
@@ -80,20 +88,20 @@ def wrap_pipeline(
 
 
 def leave_out_timers(ds: Any) -> None:
-    """Keep DeepSpeed's pipeline engine from timing its batches: with CUDA events, two a step, which it reads
-    and frees only where it prints them."""
+    """Disable the timers of DeepSpeed's pipeline engine: they leak two CUDA events a step unless it prints
+    them."""
     ds.timers = NoopTimer()
 
 
-def cut_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:
-    """Let DeepSpeed's pipeline engine run backwards no further than the lowest trained layer: nothing is sent
+def truncate_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:
+    """Let DeepSpeed's pipeline engine end its backward pass at the lowest trained layer, and send no gradient
     below it.
 
-    trained: of this stage's optimizer. Stages below have a placeholder, or a tied embedding whose gradient
-    comes from the last stage: they go through the motions of a backward pass, which gives zeros.
+    trained: parameters of this stage's optimizer. Stages below have only a placeholder, or a tied embedding
+    whose gradient comes from the last stage. They run a dummy backward pass, which gives zeros.
     """
-    lowest, first, last = stage.lowest_trained, stage.specs[0].index, stage.specs[-1].index
-    if first > lowest or lowest == 0:
+    lowest, first_index, last = stage.lowest_trained, stage.specs[0].index, stage.specs[-1].index
+    if first_index > lowest or lowest == 0:
         return
     instructions: dict[type, Callable[..., None]] = ds._INSTRUCTION_MAP
     backward = next(run for kind, run in instructions.items() if kind.__name__ == "BackwardPass")

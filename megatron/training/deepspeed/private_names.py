@@ -1,5 +1,7 @@
-"""What this package relies on in DeepSpeed beyond its documented interface, and the check of the DeepSpeed
-that is installed: that it has all of this, and that no wrong gradients are known of it."""
+"""Lists the private names of DeepSpeed that this package uses, and checks the installed DeepSpeed.
+
+It must have all of them, and must not be a version known for wrong gradients.
+"""
 
 import re
 from importlib import import_module
@@ -11,13 +13,17 @@ from megatron.neox_arguments.validation.deepspeed_versions import FIX, wrong_dee
 
 
 class Private(NamedTuple):
-    """A name of DeepSpeed's. where: its module, and after a colon its class; name: with `()`, a method or
-    function of that; else what the module's code gives its objects, or parameters, while it runs; why: what
-    it is needed for."""
+    """A private name of DeepSpeed that this package uses.
 
-    where: str
+    location: its module; after a colon, its class.
+    name: with `()`, a method or function of that module or class; else an attribute that the module's code
+        sets on objects or parameters at run time.
+    purpose: what this package uses it for, as words after "to".
+    """
+
+    location: str
     name: str
-    why: str
+    purpose: str
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -28,7 +34,7 @@ _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _FRAGMENT = "deepspeed.utils.tensor_fragment:tensor_fragment"
 _FP16 = "deepspeed.runtime.fp16.loss_scaler"
 
-# By the files that rely on them; names of one line are apart by blanks.
+# By the files that rely on them; blanks separate the names of one line.
 _RELIED_ON = (
     # attach
     ("deepspeed.ops", "__compatible_ops__", "leave out an op that is compiled at start and only inference uses"),
@@ -75,12 +81,14 @@ _RELIED_ON = (
     (_ZERO_3, "grad_position get_param_id()", "find weights and moments of ZeRO 3"),
     ("deepspeed.runtime.zero.partition_parameters", "ds_shape ds_numel ds_process_group", "find the padding of ZeRO 3"),
 )
-PRIVATE_NAMES = tuple(Private(where, name, why) for where, names, why in _RELIED_ON for name in names.split())
+PRIVATE_NAMES = tuple(
+    Private(location, name, purpose) for location, names, purpose in _RELIED_ON for name in names.split()
+)
 
 
-def is_there(private: Private) -> bool:
-    """Whether the installed DeepSpeed has it."""
-    name, (path, _, owner) = private.name.removesuffix("()"), private.where.partition(":")
+def is_present(private: Private) -> bool:
+    """Returns whether the installed DeepSpeed has this name."""
+    name, (path, _, owner) = private.name.removesuffix("()"), private.location.partition(":")
     try:
         module = import_module(path)
         namespace = getattr(module, owner) if owner else module
@@ -92,19 +100,20 @@ def is_there(private: Private) -> bool:
 
 
 def check_version(installed: str) -> None:
-    """Raise RuntimeError for a DeepSpeed that is known to train wrongly, or older than was ever checked."""
+    """Raise RuntimeError for a DeepSpeed version that trains wrongly, or is older than any version
+    checked."""
     wrong = wrong_deepspeed(installed)
     if wrong is not None:
         raise RuntimeError(f"{wrong}; {FIX}")
 
 
 def check_deepspeed() -> None:
-    """`check_version` of the installed DeepSpeed. Raises RuntimeError too for the first private name that it
-    lacks."""
+    """Check the installed DeepSpeed: raises RuntimeError for a bad version (`check_version`) or a missing
+    private name."""
     check_version(version("deepspeed"))
     for private in PRIVATE_NAMES:
-        if not is_there(private):
+        if not is_present(private):
             raise RuntimeError(
-                f"deepspeed {version('deepspeed')} has no {private.where.replace(':', '.')}.{private.name}, which is "
-                f"needed to {private.why}; {FIX}"
+                f"deepspeed {version('deepspeed')} has no {private.location.replace(':', '.')}.{private.name}, "
+                f"which is needed to {private.purpose}; {FIX}"
             )

@@ -1,4 +1,4 @@
-"""Who answers for which element: what each rank alone holds of weights, gradients and optimizer state."""
+"""Assigns every element of weights, gradients and optimizer state to exactly one rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +14,10 @@ from megatron.training.engine import Parts
 
 
 class ShardedState:
-    """Parts of the trainable parameters such that every element of the model is owned by exactly one rank: a
-    sum over the parts of all ranks is a sum over the model, in any layout.
+    """Splits the trainable parameters into parts, so that exactly one rank owns each element of the model.
 
-    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without
-    ZeRO.
+    A sum over the parts of all ranks is a sum over the model, in any layout. Copies count once: of parameters
+    that tensor ranks share, of the tied embedding, of data ranks without ZeRO.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, optimizer: Any, groups: ParallelGroups, zero_stage: int) -> None:
@@ -34,7 +33,8 @@ class ShardedState:
         ]
 
     def gradients(self, loss_scale: float = 1.0) -> Parts:
-        """Between backward and update; of the whole batch, not clipped, `loss_scale` taken out."""
+        """Returns the gradients of the full batch, not clipped, divided by `loss_scale`. Call it between
+        backward and update."""
         parts: Parts = []
         for name, param in self._params:
             grad: Tensor | None
@@ -49,7 +49,7 @@ class ShardedState:
         return parts
 
     def weights(self) -> Parts:
-        """fp32 master values."""
+        """Returns fp32 master values."""
         if self._stage == 0:
             return [(name, param.detach()) for name, param in self._params]
         if self._stage == 3:
@@ -57,33 +57,33 @@ class ShardedState:
         return [(name, mapping.hp_fragment.detach()) for name, mapping in self._mapped()]
 
     def states(self) -> dict[str, Parts]:
-        """Tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
-        by_key: dict[str, Parts] = {}
+        """Returns the tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
+        parts_of_key: dict[str, Parts] = {}
         if self._stage == 0:
             for name, param in self._params:
                 for key, value in self._optimizer.state[param].items():
                     if isinstance(value, Tensor) and value.numel() == param.numel():
-                        by_key.setdefault(key, []).append((name, value))
-            return by_key
+                        parts_of_key.setdefault(key, []).append((name, value))
+            return parts_of_key
         base = self._optimizer.optimizer
         if self._stage == 3:
             items = [item for state in base.state.values() for item in state.items()]
             keys = [key for key, value in items if isinstance(value, Tensor) and value.dim() > 0]
             for key in dict.fromkeys(keys):
                 values = [(name, self._optimizer.get_local_fp32_param(p, key), p) for name, p in self._params]
-                by_key[key] = [(name, self._real(param, value)) for name, value, param in values]
-            return by_key
+                parts_of_key[key] = [(name, self._real(param, value)) for name, value, param in values]
+            return parts_of_key
         for name, mapping in self._mapped():
             flat = base.param_groups[mapping.param_group_index]["params"][0]
             for key, value in base.state[flat].items():
                 if isinstance(value, Tensor) and value.numel() == flat.numel():
                     part = mapping.hp_fragment_address
-                    by_key.setdefault(key, []).append((name, value.narrow(0, part.start, part.numel)))
-        return by_key
+                    parts_of_key.setdefault(key, []).append((name, value.narrow(0, part.start, part.numel)))
+        return parts_of_key
 
     def _mapped(self) -> Iterator[tuple[tuple[int, str], Any]]:
-        """Stages 1 and 2 say of each parameter where its part lies in this rank's partition, if it has
-        one."""
+        """Yields name and mapping of each parameter that has a part in this rank's partition, for ZeRO 1 and
+        2."""
         for name, param in self._params:
             mapping = param._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
@@ -101,6 +101,6 @@ class ShardedState:
 
     @staticmethod
     def _real(param: Any, part: Tensor) -> Tensor:
-        """A stage-3 partition without what pads it to an equal size on every rank."""
+        """Returns a stage-3 partition without the padding that gives all ranks equal sizes."""
         rank = dist.get_rank(group=param.ds_process_group)
         return part.narrow(0, 0, max(0, min(part.numel(), param.ds_numel - rank * part.numel())))

@@ -1,1 +1,1 @@
-"""What is measured of a run, and where the numbers go."""
+"""Measurements of a run, and their destinations."""

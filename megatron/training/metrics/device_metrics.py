@@ -1,4 +1,4 @@
-"""Utilisation, memory and power of every rank's GPU through NVML, as minimum, mean and maximum over the
+"""Measures utilisation, memory and power of every rank's GPU through NVML: minimum, mean, maximum over
 ranks."""
 
 import logging
@@ -14,16 +14,16 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 METRICS = ("utilization", "memory_gib", "power_watts")
-"""Per cent of the last sample period of the driver in which a kernel ran; GiB in use, by whomever; watts."""
+"""Per cent of the driver's last sample period in which a kernel ran; GiB in use by all processes; watts."""
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """NVML's name of a CUDA device, whatever CUDA_VISIBLE_DEVICES renumbers; None for another device."""
+    """Returns NVML's name of a CUDA device, independent of CUDA_VISIBLE_DEVICES; None for another device."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
 class Nvml:
-    """One GPU. Raises RuntimeError that says what is missing."""
+    """Reads one GPU by NVML. Raises RuntimeError with the missing requirement."""
 
     def __init__(self, uuid: str | None) -> None:
         if uuid is None:
@@ -41,12 +41,12 @@ class Nvml:
             raise RuntimeError(f"NVML: {problem}") from problem
 
     def _read(self) -> list[float]:
-        used = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**30
+        used_gib = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**30
         watts = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0
-        return [float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu), used, watts]
+        return [float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu), used_gib, watts]
 
     def sample(self) -> list[float]:
-        """As METRICS; NaN when the driver does not answer this time (other ranks are waiting)."""
+        """Returns the values of METRICS; NaN when the driver does not answer (other ranks are waiting)."""
         try:
             return self._read()
         except self._nvml.NVMLError:
@@ -54,13 +54,13 @@ class Nvml:
 
 
 class DeviceMetrics:
-    """`device/<metric>_{min,mean,max}` over all ranks."""
+    """Computes `device/<metric>_{min,mean,max}` over all ranks."""
 
     def __init__(self, nvml: Nvml, groups: ParallelGroups) -> None:
         self._nvml, self._groups = nvml, groups
 
     def values(self) -> tuple[list[str], Tensor]:
-        """Sampled now."""
+        """Returns names and values, sampled now."""
         local_sample = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
             local_sample = local_sample.pin_memory().to(self._groups.device, non_blocking=True)
@@ -74,8 +74,8 @@ class DeviceMetrics:
 
 
 def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> DeviceMetrics | None:
-    """As `log_device_metrics` says; all ranks together. Raises ConfigError when they are demanded and cannot
-    be had."""
+    """Returns the metrics, or None, by `log_device_metrics`; all ranks call it together. Raises ConfigError
+    where the key is true and a rank cannot read its GPU."""
     if args.log_device_metrics is False:
         return None
     opened: list[Nvml] = []
@@ -87,7 +87,9 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
             return str(problem)
         return None
 
-    missing = [f"rank {rank}: {why}" for rank, why in enumerate(run_on_all_ranks(groups, begin)) if why is not None]
+    missing = [
+        f"rank {rank}: {reason}" for rank, reason in enumerate(run_on_all_ranks(groups, begin)) if reason is not None
+    ]
     if missing and args.log_device_metrics is True:
         raise args.error("log_device_metrics", f"true, but {missing[0]}")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")

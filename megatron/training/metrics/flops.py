@@ -1,8 +1,7 @@
-"""FLOPs of an optimizer step: of the model as it is, and as GPT-NeoX counts them, so that logged numbers
-compare.
+"""Counts FLOPs of an optimizer step: exactly for this model, and by GPT-NeoX's formula, to compare logs.
 
-seq_length: tokens of a sample where a curriculum cuts them (a mean); None: all. row_length: tokens of the
-rows they are read in, which attention spans (a mean); None: as many.
+seq_length: mean tokens of a sample where a curriculum truncates them; None: all. row_length: mean tokens of
+the rows they are read in, which attention spans; None: as many.
 """
 
 import torch
@@ -17,45 +16,51 @@ from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
-    """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all
-    is trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
+    """Returns the FLOPs of matrix products in one iteration of the global batch, forward and backward.
 
-    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; of experts those
-    that a token goes to; attention counts the causal half of its square, packed documents or not, and Mamba 2
-    that of its chunks; Mamba's scan counts as three products with its state. Recomputation does not count.
+    - Backward is twice the forward if all weights are trained. Frozen weights have no gradient, and there is
+      no backward below the lowest trained layer.
+    - Grouped queries, gated MLPs and the padded vocabulary count at their real sizes; of experts only those
+      that a token goes to.
+    - Attention counts the causal half of its square, packed documents or not; Mamba 2 that of its chunks.
+      Mamba's scan counts as three products with its state.
+    - Recomputation does not count.
     """
     seq = seq_length or args.seq_length
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
     multiplications = 0.0
     for block in block_specs(args):
-        layer, scores_and_values = block.index, _between_tokens(block.mixer, row_length or seq)
+        layer, scores_and_values = block.index, _mixing_products(block.mixer, row_length or seq)
         sizes = {(layer, s.name): _active(s, args) for s in specs[layer] if s.weight_decay and not s.shared}
         forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
         multiplications += forward + scores_and_values + trained_size
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
     head = args.num_layers + 4
     outputs = 1 if args.score_head else args.padded_vocab_size
-    at, name = head_parameter(args)
-    head_trained = not trained.isdisjoint({(at, name), (at, name.replace(".weight", ".modules_to_save"))})
+    head_layer, name = head_parameter(args)
+    head_trained = not trained.isdisjoint(
+        {(head_layer, name), (head_layer, name.replace(".weight", ".modules_to_save"))}
+    )
     multiplications += args.hidden_size * outputs * (1 + head_trained + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 
-def _between_tokens(mixer: MixerSpec | None, seq: float) -> float:
-    """Multiplications of a token with others, or with a state, that are no products with weights."""
+def _mixing_products(mixer: MixerSpec | None, seq: float) -> float:
+    """Returns the multiplications of one token with other tokens or with a state; products with weights do
+    not count."""
     match mixer:
         case AttentionSpec():
             return seq * mixer.heads * mixer.head_dim  # two products of half a square
         case MambaSpec():
             return 3.0 * mixer.inner * mixer.state  # of the decay, of what is added, of the output
         case Mamba2Spec():
-            of_chunk = min(mixer.chunk, seq) / 2 * (mixer.groups * mixer.state + mixer.inner)
-            return of_chunk + 2.0 * mixer.inner * mixer.state  # into the state and out of it
+            chunk_products = min(mixer.chunk, seq) / 2 * (mixer.groups * mixer.state + mixer.inner)
+            return chunk_products + 2.0 * mixer.inner * mixer.state  # into the state and out of it
     return 0.0
 
 
 def _active(spec: ParamSpec, args: NeoXArgs) -> float:
-    """Elements of a weight that one token is multiplied with."""
+    """Returns the number of elements of a weight that one token is multiplied with."""
     share = args.moe_top_k / spec.experts if spec.experts is not None else 1.0
     return torch.Size(spec.shape).numel() * share
 
@@ -63,12 +68,13 @@ def _active(spec: ParamSpec, args: NeoXArgs) -> float:
 def neox_flops(
     args: NeoXArgs, factor: float, seq_length: float | None = None, row_length: float | None = None
 ) -> float:
-    """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 where all
-    blocks are recomputed (`recompute.products_run_again`).
+    """Returns FLOPs of one iteration of the global batch by NeoX's formula.
 
-    It ignores grouped queries, the width of gated MLPs, experts and the causal half of attention, and its
-    share of the head is right for factor 4 alone. A model with Mamba has a formula that takes all its blocks
-    for Mamba's; kinds of blocks that GPT-NeoX has not are counted by `model_flops`.
+    factor: 3 for forward and backward, 4 where all blocks are recomputed
+    (`recompute.recomputed_product_share`). The formula ignores grouped queries, the width of gated MLPs,
+    experts and the causal half of attention, and its share of the head is right only for factor 4. The
+    formula for models with Mamba counts all blocks as Mamba's. `model_flops` counts blocks that GPT-NeoX does
+    not have.
     """
     kinds = set(args.attention_config)
     if kinds - {*FULL_BLOCKS, "mamba"}:
@@ -81,8 +87,8 @@ def neox_flops(
 
 
 def _neox_mamba_flops(args: NeoXArgs, factor: float, seq: float) -> float:
-    """GPT-NeoX's formula for Mamba, of one iteration of the global batch: scans, projections, convolutions of
-    each layer, and the head."""
+    """Returns FLOPs of one iteration of the global batch by GPT-NeoX's formula for Mamba: scans, projections,
+    convolutions of each layer, and the head."""
     hidden, inner, state = args.hidden_size, args.mamba_inner_size, args.mamba_state_dim or 16
     rank = args.mamba_dt_rank or -(-hidden // 16)
     layer = inner * (11 * state + 4 * rank + 1) + 6 * inner * hidden + 2 * inner * args.mamba_conv_kernel
@@ -91,7 +97,7 @@ def _neox_mamba_flops(args: NeoXArgs, factor: float, seq: float) -> float:
 
 
 def readable_flops(value: float) -> str:
-    """As NeoX's log line writes it, `12.3TFLOPS`."""
+    """Returns FLOPS as NeoX's log line writes them, `12.3TFLOPS`."""
     for unit in ("", "KFLOPS", "MFLOPS", "GFLOPS", "TFLOPS", "PFLOPS", "EFLOPS", "ZFLOPS"):
         if abs(value) < 1000.0:
             return f"{value:3.1f}{unit}"

@@ -4,7 +4,7 @@ import torch
 
 
 class HostCopy:
-    """Values on their way from the device to the host; nobody waits until they are read."""
+    """Copies values from the device to the host in the background; only `read` waits."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -16,7 +16,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> list[float]:
-        """The values; waits for the work that makes them, not for what was queued after it."""
+        """Returns the values. Waits for the copy only, not for work that was queued after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -1,5 +1,5 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the
-same names, in one call a step."""
+"""Writes metrics to metrics.jsonl, TensorBoard, Weights & Biases and Comet: the same rows under the same
+names, in one call a step."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ MetricRow = Mapping[str, float | int]
 
 
 def metrics(row: MetricRow) -> dict[str, float | int]:
-    """The metrics of a row, without the fields of `POSITION`, which say where the run is."""
+    """Returns the metrics of a row, without the fields of `POSITION`, such as the iteration."""
     return {name: value for name, value in row.items() if name not in POSITION}
 
 
@@ -28,10 +28,10 @@ class MetricLogger(Protocol):
 
 
 class TolerantTracker:
-    """A tracker that cannot write any more, as to a full disk, is said once and does not end the run."""
+    """Wraps a tracker: when it cannot write, as to a full disk, it warns once and does not end the run."""
 
     def __init__(self, target: MetricLogger, say: Callable[[str], None]) -> None:
-        self._target, self._say, self._told = target, say, False
+        self._target, self._say, self._has_warned = target, say, False
 
     def write(self, row: MetricRow) -> None:
         with self._caught():
@@ -46,8 +46,8 @@ class TolerantTracker:
         try:
             yield
         except OSError as problem:
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 reason = problem.strerror or problem
                 self._say(f"{type(self._target).__name__}: rows are lost ({reason}); the run goes on")
 
@@ -172,11 +172,11 @@ def build_loggers(
     rank: int = 0,
     say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
-    """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with
+    """Returns the loggers that the configuration asks for on this rank: all on rank 0, W&B elsewhere with
     `wandb_init_all_ranks`.
 
-    metadata: what trackers show beside the configuration. say: is told once what a logger cannot write any
-    more. Raises ConfigError for a folder that cannot be written and a tracker that does not start.
+    metadata: shown by trackers with the configuration. say: takes one warning from a logger that cannot write
+    any more. Raises ConfigError for a folder that cannot be written and a tracker that does not start.
     """
     config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:
@@ -192,7 +192,7 @@ def build_loggers(
 def build_load_file(
     args: NeoXArgs, iteration: int, run_id: str, say: Callable[[str], None] = say
 ) -> JsonlLogger | None:
-    """The file of the load of experts; None without a log folder. Raises ConfigError."""
+    """Returns the file for the load of experts; None without a log folder. Raises ConfigError."""
     directory = log_directory(args)
     if directory is None:
         return None
@@ -209,7 +209,7 @@ def _writable(args: NeoXArgs, key: str, folder: str | Path | None) -> Iterator[N
 
 
 def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:
-    """The loggers that keep runs side by side: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
+    """Returns the loggers that compare runs: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
     loggers: list[MetricLogger] = []
     if args.tensorboard_dir is not None:
         with _writable(args, "tensorboard_dir", args.tensorboard_dir):

@@ -1,6 +1,9 @@
-"""What the memory of a device holds while a piece of training runs, by part: counted storage by storage,
-since no allocator knows what a block of memory is for. torch's own `MemTracker` knows modules and optimizers
-by hooks on them: no output layer that makes its loss, no fp32 master weights or flat buffers of an engine."""
+"""Tracks the memory of a device by part (weights, gradients, ...) while training runs, storage by storage.
+
+An allocator does not know what a block of memory is for. torch's own `MemTracker` hooks modules and
+optimizers: it does not know an output layer that computes its loss, nor an engine's fp32 master weights and
+flat buffers.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +22,7 @@ from megatron.model.block import Block
 from megatron.model.head import OutputProjection
 
 PARTS = ("weights", "gradients", "optimizer states", "buffers", "activations", "logits", "other")
-_BY_MOMENT = ("activations", "logits", "other")  # of what nothing more is known than when it was allocated
+_MOMENT_PARTS = ("activations", "logits", "other")  # parts known only by the moment of the allocation
 _POINTS = 200  # of a timeline
 
 Held = Mapping[str, Iterable[Tensor]]
@@ -27,8 +30,13 @@ Held = Mapping[str, Iterable[Tensor]]
 
 
 class MemoryTimeline(NamedTuple):
-    """Bytes by part at the peak, whose sum is `peak`; and after the changes number `moments` (allocations and
-    frees, of which there were `changes`) those of each part."""
+    """Bytes by part, at the peak and over time.
+
+    parts: bytes of each part at the peak; their sum is `peak`.
+    changes: number of allocations and frees.
+    moments: numbers of the changes after which bytes were noted.
+    bytes_by_part: bytes of each part at each of `moments`.
+    """
 
     parts: dict[str, int]
     peak: int
@@ -47,44 +55,49 @@ class _Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts, while it is entered, the storages of a device: which are alive, and what for. The part of a
-    storage is the first of these that it ever is, so that a gradient is one from its allocation on:
+    """Counts the live storages of a device by part, while it is entered as a context.
 
-    - weights: of a parameter, gathered ones too (also those of frozen models beside the trained one);
-    - gradients: what a backward pass brings a parameter, and what holds it until the update, or between
+    A storage can get several of the following parts in its life. It counts as the first of this list, from
+    its allocation on:
+
+    - weights: of parameters, gathered ones and those of frozen models included;
+    - gradients: of parameters, from a backward pass, and buffers that hold them until the update or between
       steps;
     - optimizer states: master weights, moments;
-    - buffers: of modules; and of each micro-batch the rotary tables, masks and document boundaries that its
-      blocks share;
-    - logits: allocated inside the output layer with the loss that is made in it, or in the backward pass of
-      what was computed there: logits, their gradients, the gradient of the hidden states, sums of the
-      gradient of the output layer's weight in another precision than its own;
-    - activations: allocated at any other place before the update: what blocks keep for the backward pass,
-      what that makes on its way, buffers of communication, the micro-batches on the device;
-    - other: allocated in the update or after it; or not allocated by an operation, but there before the step
-      or made by a library (gloo's buffers), which is counted from the first operation on that takes it.
+    - buffers: of modules; also rotary tables, masks and document boundaries that the blocks share in a
+      micro-batch;
+    - logits: allocated in the output layer and its loss, or in their backward pass: logits, their gradients,
+      the gradient of the hidden states, sums of the output layer's weight gradient in another precision;
+    - activations: allocated anywhere else before the update: values kept for the backward pass, its temporary
+      values, communication buffers, the micro-batches on the device;
+    - other: allocated in or after the update, before the step, or by a library (gloo's buffers). A library's
+      storage counts from the first operation that reads it.
 
-    What kernels take and give back within one operation is not seen, nor are the tensors within compiled
-    code.
+    It does not count memory that a kernel allocates and frees within one operation, nor tensors within
+    compiled code.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, held: Callable[[], Held], compiled: bool) -> None:
-        """held: gives the tensors that are kept between steps. compiled: there is compiled code, in which
-        nothing may be hooked, and what comes from it was allocated there."""
+        """Start without any storage.
+
+        held: returns the tensors that are kept between steps.
+        compiled: the stage has compiled code. Then nothing in it is hooked, and its outputs count as
+            allocated there.
+        """
         super().__init__()
         self._device, self._held, self._compiled = device.type, held, compiled
         self._storages: dict[int, _Storage] = {}
-        self._kept = 0  # the first changes, that make what is there before the step
+        self._num_initial_changes = 0  # the first changes, that make what is there before the step
         self._changes: list[tuple[_Storage, int]] = []
-        self._in_head, self._first, self._of_head = False, 0, set[int]()  # numbers of the head's autograd nodes
+        self._in_head, self._head_start, self._head_nodes = False, 0, set[int]()  # numbers of the head's autograd nodes
         self._updating = False
         self._hooked: dict[int, Any] = {}  # parameters
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs under this mode; torch runs it eagerly under others."""
+        """Returns True: compiled code then runs under this mode; torch would run it eagerly otherwise."""
         return True
 
     @contextmanager
@@ -100,7 +113,7 @@ class MemoryTracker(TorchDispatchMode):
         for part, tensors in self._held().items():
             self._label(tensors, part)
         self._label(stage.buffers(), "buffers")
-        self._kept = len(self._changes)
+        self._num_initial_changes = len(self._changes)
         try:
             with self, self._resizing():
                 yield
@@ -131,51 +144,53 @@ class MemoryTracker(TorchDispatchMode):
         storage = self._note(tensor, is_new)
         if storage is None or not isinstance(tensor, nn.Parameter):
             return
-        self._become(storage, "weights")
+        self._set_part(storage, "weights")
         if tensor.requires_grad and id(tensor) not in self._hooked and not self._compiled:
             self._hooked[id(tensor)] = tensor.register_hook(self._note_gradient)
 
     def _label(self, tensors: Iterable[Tensor], part: str) -> None:
         for tensor in tensors:
             if (storage := self._note(tensor, False)) is not None:
-                self._become(storage, part)
+                self._set_part(storage, part)
 
     @staticmethod
-    def _become(storage: _Storage, part: str) -> None:
-        if storage.part in _BY_MOMENT:
+    def _set_part(storage: _Storage, part: str) -> None:
+        if storage.part in _MOMENT_PARTS:
             storage.part = part
 
     def _part_now(self) -> str:
         node = torch._C._current_autograd_node()
-        if self._in_head or (node is not None and node._sequence_nr() in self._of_head):
+        if self._in_head or (node is not None and node._sequence_nr() in self._head_nodes):
             return "logits"
         return "other" if self._updating else "activations"
 
-    def _enter_head(self, module: nn.Module, given: Any) -> None:
-        self._in_head, self._first = True, torch.autograd._get_sequence_nr()
+    def _enter_head(self, module: nn.Module, hook_args: Any) -> None:
+        self._in_head, self._head_start = True, torch.autograd._get_sequence_nr()
 
-    def _leave_head(self, module: nn.Module, given: Any, result: Any) -> None:
+    def _leave_head(self, module: nn.Module, hook_args: Any, result: Any) -> None:
         self._in_head = False
-        self._of_head.update(range(self._first, torch.autograd._get_sequence_nr()))
+        self._head_nodes.update(range(self._head_start, torch.autograd._get_sequence_nr()))
 
-    def _note_inputs(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        _, inputs, *_ = given
+    def _note_inputs(self, module: nn.Module, hook_args: tuple[Any, ...]) -> None:
+        _, inputs, *_ = hook_args
         self._label((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "buffers")
 
     def _note_gradient(self, gradient: Tensor) -> None:
         self._label([gradient], "gradients")
 
-    def _begin_update(self, optimizer: Optimizer, *given: Any) -> None:
+    def _begin_update(self, optimizer: Optimizer, *hook_args: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        of_params = [param.grad for param in params if param.grad is not None]
-        self._label([*self._held()["gradients"], *of_params], "gradients")
+        param_gradients = [param.grad for param in params if param.grad is not None]
+        self._label([*self._held()["gradients"], *param_gradients], "gradients")
         self._updating = True
 
     # -- what is alive ---------------------------------------------------------------------------------------
 
     def _note(self, tensor: Tensor, is_new: bool) -> _Storage | None:
-        """The record of a tensor's storage, with its size as it is now; None on another device. is_new: if it
-        was never seen, an operation has just allocated it."""
+        """Returns the record of a tensor's storage, with its present size; None on another device.
+
+        is_new: a storage without a record has just been allocated by an operation.
+        """
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if tensor.device.type != self._device or is_traceable_wrapper_subclass(tensor):
@@ -184,12 +199,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note_storage(self, storage: torch.UntypedStorage, is_new: bool) -> _Storage:
         key, size = storage._cdata, storage.nbytes()
-        found = self._storages.get(key)
-        if found is None:
-            found = _Storage(self._part_now() if is_new else "other", weakref.ref(storage, lambda _: self._free(key)))
-            self._storages[key] = found
-        self._resize(found, size)
-        return found
+        record = self._storages.get(key)
+        if record is None:
+            record = _Storage(self._part_now() if is_new else "other", weakref.ref(storage, lambda _: self._free(key)))
+            self._storages[key] = record
+        self._resize(record, size)
+        return record
 
     def _free(self, key: int) -> None:
         if (storage := self._storages.pop(key, None)) is not None:
@@ -202,8 +217,11 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def _resizing(self) -> Iterator[None]:
-        """See storages that get another size without an operation, as those that `fully_shard` gathers
-        weights into: torch has no hook for it."""
+        """Track storages that are resized without an operation, such as those into which `fully_shard`
+        gathers weights.
+
+        It replaces `torch.UntypedStorage.resize_` meanwhile, because torch has no hook for it.
+        """
         resize = torch.UntypedStorage.resize_
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
@@ -223,18 +241,20 @@ class MemoryTracker(TorchDispatchMode):
     # -- the account -----------------------------------------------------------------------------------------
 
     def timeline(self) -> MemoryTimeline:
-        """What was alive at the peak, and on the way there and back."""
-        total = peak = at = 0
+        """Returns bytes by part at the peak and over time."""
+        total = peak = peak_moment = 0
         for moment, (_, change) in enumerate(self._changes, 1):
             total += change
             if total > peak:
-                peak, at = total, moment
-        first, last = self._kept, len(self._changes)
-        chosen = {at, last, *(first + (last - first) * n // _POINTS for n in range(_POINTS))}
-        now, shown = dict.fromkeys(PARTS, 0), dict[int, dict[str, int]]()
+                peak, peak_moment = total, moment
+        start, last = self._num_initial_changes, len(self._changes)
+        chosen = {peak_moment, last, *(start + (last - start) * n // _POINTS for n in range(_POINTS))}
+        now, snapshots = dict.fromkeys(PARTS, 0), dict[int, dict[str, int]]()
         for moment, (storage, change) in enumerate(self._changes, 1):
             now[storage.part] += change
             if moment in chosen:
-                shown[moment] = dict(now)
-        points = {part: [values[part] for values in shown.values()] for part in PARTS}
-        return MemoryTimeline(shown[at], peak, last - first, [moment - first for moment in shown], points)
+                snapshots[moment] = dict(now)
+        points = {part: [values[part] for values in snapshots.values()] for part in PARTS}
+        return MemoryTimeline(
+            snapshots[peak_moment], peak, last - start, [moment - start for moment in snapshots], points
+        )

@@ -1,4 +1,4 @@
-"""What a log step measures beside the loss: each probe hands over values that are still on the device."""
+"""Probes measure further metrics in a logged step; their values are still on the device."""
 
 from typing import Protocol
 
@@ -10,22 +10,22 @@ from megatron.mpu import ParallelGroups
 
 
 class Probe(Protocol):
-    """Asked at steps that are logged, by all ranks together."""
+    """Measures metrics in steps that are logged; all ranks call it together."""
 
     def values(self) -> tuple[list[str], Tensor]:
-        """Names of metrics and their values `[names]`; no wait for the device."""
+        """Returns names of metrics and their values `[names]`, without a wait for the device."""
         ...
 
 
 def sum_over_ranks(values: Tensor, groups: ParallelGroups) -> Tensor:
-    """In place, over the world; nothing for one process."""
+    """Sum values in place over all ranks of the world."""
     if groups.world_size > 1:
         dist.all_reduce(values)
     return values
 
 
 def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
-    """fp64 scalar on `device`; each part's norm in fp32."""
+    """Returns the sum of squares as an fp64 scalar on `device`; each part's norm is computed in fp32."""
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(parts, 2, torch.float32)).to(device).double().square().sum()

@@ -10,14 +10,14 @@ from megatron.training.metrics.metric_probes import sum_of_squares, sum_over_ran
 
 
 class NoiseScale:
-    """B_simple = tr(Sigma) / |G|^2 in sequences, from n successive steps taken as n samples of one gradient,
-    as NeoX does: right as long as the weights move little in them, in every layout.
+    """Estimates B_simple = tr(Sigma) / |G|^2 in sequences, from n successive steps, in every layout.
 
-    A step's gradient is the one of a small batch b, their mean over n steps that of a big batch B = n b:
+    As in NeoX the n steps count as samples of one gradient, which holds while the weights move little. G_b is
+    the gradient of one step (batch b), G_B the mean over n steps (batch B = n b):
         |G|^2     ~ (B |G_B|^2 - b |G_b|^2) / (B - b)
         tr(Sigma) ~ (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
-    Both are unbiased; each has its own moving average, and the noise scale is their ratio. Of |G_b|^2 all n
-    steps count (NeoX: the last). The averages start again with every start of the run.
+    Both are unbiased. Each has its own moving average, and the noise scale is their ratio. |G_b|^2 is the
+    mean over all n steps (NeoX: the last step). The averages begin anew with every start of the run.
     """
 
     BETA = 0.99  # NeoX's
@@ -31,7 +31,8 @@ class NoiseScale:
         self._averages: Tensor | None = None  # [tr(Sigma), |G|^2]; the start's bias is the same in both and cancels
 
     def add(self, parts: Parts) -> None:
-        """One step's gradient, as the parts that this rank owns of it; every step, all ranks together."""
+        """Add one step's gradient: the parts that this rank owns. All ranks call it together, in every
+        step."""
         self._count += 1
         self._small += sum_of_squares([part for _, part in parts], self._groups.device) / self._n
         for name, part in parts:
@@ -44,21 +45,21 @@ class NoiseScale:
     def _finish(self) -> None:
         big = sum_of_squares(list(self._mean.values()), self._groups.device)
         small_square, big_square = sum_over_ranks(torch.stack([self._small, big]), self._groups)
-        b, many = self._small_batch, self._small_batch * self._n
-        noise = (small_square - big_square) / (1.0 / b - 1.0 / many)
-        signal = (many * big_square - b * small_square) / (many - b)
-        kept = 0.0 if self._averages is None else self._averages
-        averages = self.BETA * kept + (1.0 - self.BETA) * torch.stack([noise, signal])
+        b, big_batch = self._small_batch, self._small_batch * self._n
+        noise = (small_square - big_square) / (1.0 / b - 1.0 / big_batch)
+        signal = (big_batch * big_square - b * small_square) / (big_batch - b)
+        previous = 0.0 if self._averages is None else self._averages
+        averages = self.BETA * previous + (1.0 - self.BETA) * torch.stack([noise, signal])
         # A step without a finite gradient spoils its window and nothing else.
-        self._averages = torch.where(averages.isfinite().all(), averages, torch.zeros_like(averages) + kept)
+        self._averages = torch.where(averages.isfinite().all(), averages, torch.zeros_like(averages) + previous)
         self._mean, self._count = {}, 0
         self._small = torch.zeros_like(self._small)
 
     def value(self) -> Tensor | None:
-        """The noise scale, fp64 scalar on the device; None before the first n steps."""
+        """Returns the noise scale, fp64 scalar on the device; None before the first n steps."""
         return None if self._averages is None else self._averages[0] / self._averages[1]
 
     def values(self) -> tuple[list[str], Tensor]:
-        """`train/noise_scale`, once there is an estimate."""
+        """Returns `train/noise_scale`, once there is an estimate."""
         value = self.value()
         return ([], torch.zeros(0)) if value is None else (["train/noise_scale"], value.view(1))

@@ -1,4 +1,4 @@
-"""Norms of weights, gradients and optimizer state, a parameter: of the whole parameter, the same in any
+"""Computes norms of weights, gradients and optimizer state for each full parameter, the same in any
 layout."""
 
 from collections.abc import Callable
@@ -15,12 +15,11 @@ from megatron.training.metrics.metric_probes import sum_over_ranks
 
 
 class ParameterNorms:
-    """`log_param_norm`, `log_grad_norm`, `log_grad_pct_zeros`, `log_optimizer_states` under NeoX's metric
-    names; a parameter is called as in NeoX's pipeline, `2.attention.dense.weight`.
+    """Computes the norms of `log_param_norm`, `log_grad_norm`, `log_grad_pct_zeros`, `log_optimizer_states`.
 
-    Of trained parameters. Gradients are those of the global batch before clipping: their squares add up to
-    the square of train/grad_norm.
-    Weights and optimizer state are fp32, after the update.
+    Metrics have NeoX's names, parameters those of NeoX's pipeline, `2.attention.dense.weight`. Only trained
+    parameters count. Gradients are those of the global batch before clipping: their squares add up to the
+    square of train/grad_norm. Weights and optimizer state are fp32, after the update.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,17 +33,17 @@ class ParameterNorms:
         self._states: list[str] = []
 
     @staticmethod
-    def wanted(args: NeoXArgs) -> bool:
-        """Whether the configuration asks for any of them."""
+    def is_enabled(args: NeoXArgs) -> bool:
+        """Returns whether the configuration asks for any of these norms."""
         gradients = args.log_grad_norm or args.log_grad_pct_zeros
         return gradients or args.log_param_norm or args.log_optimizer_states
 
     def on_gradients(self, parts: Parts) -> None:
-        """In a step that will be logged, when its gradients are complete and not yet used."""
-        self._gradients = [self._squares(parts), self._by_name(parts, lambda part: (part == 0).sum())]
+        """Measure complete gradients before the update, in a step that will be logged."""
+        self._gradients = [self._squares(parts), self._measure_all(parts, lambda part: (part == 0).sum())]
 
     def values(self) -> tuple[list[str], Tensor]:
-        """All norms after the update."""
+        """Returns names and values of all norms; call it after the update."""
         args, squares, labels = self.args, [], []
         if args.log_grad_norm:
             squares.append(self._gradients[0])
@@ -70,11 +69,11 @@ class ParameterNorms:
         return names, torch.cat(values)
 
     def _squares(self, parts: Parts) -> Tensor:
-        return self._by_name(parts, partial(torch.linalg.vector_norm, dtype=torch.float32)).square()
+        return self._measure_all(parts, partial(torch.linalg.vector_norm, dtype=torch.float32)).square()
 
-    def _by_name(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """[parameters of the model] fp64, 0 where this rank owns nothing."""
+    def _measure_all(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns a measure of each parameter of the model, fp64; 0 where this rank owns no part."""
         device = self.groups.device
         measured = {name: measure(part).to(device, torch.float64) for name, part in parts}
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([measured.get(name, nothing) for name in self._names])
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([measured.get(name, zero) for name in self._names])

@@ -1,4 +1,4 @@
-"""What is said of a run at its start beside its configuration: the code it runs and the size of the model."""
+"""The metadata that a run logs at its start: the commit of its code and the size of the model."""
 
 import subprocess
 from pathlib import Path
@@ -17,16 +17,19 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
-    """`git_hash`, else the commit that the package is a checkout of; None where it is none (or git is not
-    there)."""
+    """Returns `git_hash`, else the commit of the package's checkout; None without a checkout or git."""
     if args.git_hash is not None:
         return args.git_hash
     try:
         top, commit = (
             subprocess.run(
-                ["git", "-C", str(package), "rev-parse", *what], capture_output=True, text=True, timeout=10, check=True
+                ["git", "-C", str(package), "rev-parse", *arguments],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
             ).stdout.strip()
-            for what in (["--show-toplevel"], ["--short", "HEAD"])
+            for arguments in (["--show-toplevel"], ["--short", "HEAD"])
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -36,7 +39,8 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
 
 
 def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
-    """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
+    """Returns (all, trainable) parameters of the model, shared ones once; all ranks call it together, each
+    with its stage."""
     counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for spec, trained in _specs(args, stage):
@@ -48,7 +52,7 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
 
 
 def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
-    """(all, trainable) elements of this rank's part of its stage, before ZeRO."""
+    """Returns (all, trainable) elements of this rank's part of its stage, before ZeRO."""
     tensor, expert = groups.size("tensor"), groups.size("expert")
     sizes = [
         (torch.Size(spec.local_shape(tensor)).numel() // (1 if spec.experts is None else expert), trained)
@@ -58,15 +62,15 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
 
 
 def _specs(args: NeoXArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
-    """The weights of a stage, packed ones too, and whether they are trained."""
-    named = named_params(args)
-    packed = [(named[layer, name], False) for layer, name, _ in quantized_linears(stage)]
+    """Returns the weights of a stage, packed ones too, and whether they are trained."""
+    specs = named_params(args)
+    packed = [(specs[layer, name], False) for layer, name, _ in quantized_linears(stage)]
     return [*((spec, param.requires_grad) for _, _, param, spec in parameters_with_specs(stage, args)), *packed]
 
 
 def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
-    """Commit and number of parameters, for the log, the summary and the trackers' configuration; all ranks
-    together."""
+    """Returns commit and number of parameters, for the log, the summary and the trackers' configuration; all
+    ranks call it together."""
     total, trainable = parameter_counts(args, groups, stage)
     return {
         "git_hash": on_rank_zero(groups, lambda: git_hash(args)),
@@ -77,6 +81,6 @@ def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[s
 
 
 def metadata_line(metadata: dict[str, str | int | float | None]) -> str:
-    """One line of the start log; begins as upstream's."""
+    """Returns one line of the start log, which begins as upstream's."""
     line = f" > total params: {metadata['total_params']:,} | trainable: {metadata['trainable_params']:,}"
     return f"{line} ({metadata['trainable_share']:.2%}) | git hash: {metadata['git_hash'] or 'unknown'}"

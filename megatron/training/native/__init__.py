@@ -1,1 +1,1 @@
-"""The engine of torch alone: weights whole or cut by `fully_shard`, and torch's optimizers."""
+"""The engine of torch alone: full or sharded (`fully_shard`) weights, and torch's optimizers."""

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError
+from megatron.checkpointing import CheckpointError, OpenCheckpoint
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
@@ -18,10 +17,10 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.engine_base import EngineBase
-from megatron.training.native.fully_sharded import CutWeights
+from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits
 from megatron.training.native.optimizer_state import OptimizerState
-from megatron.training.native.shards import Weights, WholeWeights
+from megatron.training.native.shards import ReplicatedWeights, Weights
 from megatron.training.native.update import Update
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import state_tensors
@@ -31,8 +30,8 @@ from megatron.training.step_loss import StepLoss
 class NativeEngine(EngineBase):
     """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
 
-    Between two logged steps the host never waits for the device, but for `skip_step_above_sigma`, which asks
-    for each step's loss.
+    The host never waits for the device between two logged steps, except with `skip_step_above_sigma`, which
+    reads each step's loss.
     """
 
     name = "native"
@@ -46,9 +45,9 @@ class NativeEngine(EngineBase):
         self.zero_stage = args.zero_stage if groups.size("data") > 1 else 0
         self.shards: Weights
         if self.zero_stage > 0:
-            self.shards = CutWeights(stage, args, groups, self.dtype, self.zero_stage)
+            self.shards = ShardedWeights(stage, args, groups, self.dtype, self.zero_stage)
         else:
-            self.shards = WholeWeights(stage, args, groups, self.dtype)
+            self.shards = ReplicatedWeights(stage, args, groups, self.dtype)
         trained = self.shards.trained
         # While its weights are gathered a stage has other parameters than these.
         shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
@@ -62,7 +61,7 @@ class NativeEngine(EngineBase):
     @staticmethod
     def check(args: NeoXArgs) -> None:
         fix = "write engine: deepspeed, or remove it"
-        problems = [f"{args.origin(limit.key)}: {limit.key} {limit.why}; {fix}" for limit in limits(args)]
+        problems = [f"{args.origin(limit.key)}: {limit.key} {limit.reason}; {fix}" for limit in limits(args)]
         problems += layout_problems(args)
         if problems:
             raise ConfigError(problems)
@@ -85,7 +84,7 @@ class NativeEngine(EngineBase):
         loss = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             self.shards.begin_micro_batch(i == len(batches) - 1)
-            part = self._stage(None, batch, partial(self._loss.of, batch=batch))
+            part = self._stage(None, batch, partial(self._loss.scaled_loss, batch=batch))
             self.finish_update()  # of what this forward had no use for, before its gradients come
             part.backward()
             loss += part.detach()
@@ -124,21 +123,21 @@ class NativeEngine(EngineBase):
     @torch.no_grad()
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         self.finish_update()
-        by_layer: dict[int, dict[str, Tensor]] = {}
+        layer_weights: dict[int, dict[str, Tensor]] = {}
         for layer, name, shard in self._shard_of:
             dtype = torch.float32 if master and shard.local.requires_grad else shard.dtype(self.dtype)
-            whole = self.shards.gather(shard, shard.local.detach().to(dtype))
-            assert whole is not None
-            by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
-        return by_layer
+            full = self.shards.gather(shard, shard.local.detach().to(dtype))
+            assert full is not None
+            layer_weights.setdefault(layer, {})[name] = full.to("cpu", copy=True)
+        return layer_weights
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def gather_weights(
-        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+        self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         self.finish_update()
-        shards = [item for item in self._shard_of if wanted is None or wanted(item[1])]
+        shards = [item for item in self._shard_of if name_filter is None or name_filter(item[1])]
         return self._state.gather_weights(shards, writer_of, copy)
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
@@ -161,17 +160,17 @@ class NativeEngine(EngineBase):
     def layout_state(self) -> dict[str, Any] | None:
         return None
 
-    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
+    def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise CheckpointError(
-            f"{file}: the optimizer's state is DeepSpeed's, of one layout; go on with engine: deepspeed, or set "
-            "no_load_optim: true to go on with the weights alone"
+            f"{checkpoint.path}: DeepSpeed saved the optimizer's state for one layout; resume with engine: deepspeed, "
+            "or set no_load_optim: true to resume with the weights only"
         )
 
     def tensors(self) -> dict[str, list[Tensor]]:
         shards = [*self.shards.trained, *self.shards.frozen]
-        is_cut = self.zero_stage > 0
-        params = [shard.local if is_cut else shard.param for shard in shards]
-        masters = [s.local for s in self.shards.trained if not is_cut and s.local is not s.param]
+        is_sharded = self.zero_stage > 0
+        params = [shard.local if is_sharded else shard.param for shard in shards]
+        masters = [s.local for s in self.shards.trained if not is_sharded and s.local is not s.param]
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
             "weights": [*params, *quantized_memory(self._stage)],
@@ -180,7 +179,10 @@ class NativeEngine(EngineBase):
         }
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
-        """Of `tensors`, one for each trained shard, those whose elements count on this rank."""
+        """Returns the elements of `tensors` that count on this rank, so that each counts once over all ranks.
+
+        tensors: one for each trained shard; None: none.
+        """
         pairs = zip(self.shards.trained, tensors, strict=True)
         return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 

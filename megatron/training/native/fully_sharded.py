@@ -1,4 +1,4 @@
-"""Weights cut over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
+"""Shards weights over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
 
 from collections.abc import Sequence
 
@@ -18,21 +18,22 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.shards import ExpertParts, GradientBucket, Shard
 
 
-class CutWeights:
-    """Every data rank holds some rows of each weight, of trained ones in fp32, which are the master weights,
-    of others in the dtype of the run.
+class ShardedWeights:
+    """Weights sharded by rows over data ranks. Trained ones are fp32 master weights, others have the run's
+    dtype.
 
     A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its
-    passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it:
-    in stage 1 in the last micro-batch alone, so that until then each rank holds whole fp32 gradients.
-    Embedding, last norm and head, which a tied weight joins, are gathered together; modules that blocks share
-    (a table of relative positions) each by itself.
+    passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left the
+    block. Stage 1 sums only in the last micro-batch; until then each rank holds full fp32 gradients.
+    Embedding, last norm and head, with a tied weight, are gathered together. Each module that blocks share (a
+    table of relative positions) is gathered by itself.
 
-    Parameters that are fp32 beside 16-bit weights (`ParamSpec.precise`) are few: every rank holds them whole,
-    and their gradients are summed after the last backward.
+    Parameters that are fp32 next to 16-bit weights (`ParamSpec.precise`) are few. They are replicated on
+    every rank, and their gradients are summed after the last backward.
 
-    With `zero_hpz_partition_size` weights, gradients and states are cut over that many neighbouring data
-    ranks alone, which gather weights among themselves; gradients are then summed over the groups.
+    With `zero_hpz_partition_size` n, weights, gradients and states are sharded over groups of n neighbouring
+    data ranks. The ranks of a group gather weights among themselves; gradients are also summed over the
+    groups.
     """
 
     def __init__(
@@ -45,34 +46,36 @@ class CutWeights:
         self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
         self._experts = ExpertParts(groups)
         expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
-        self._first = groups.rank("data") - self._rank  # data rank of this group's first
+        self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes: biases of attention may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
-        def cut(module: nn.Module, over: DeviceMesh = mesh) -> None:
-            kept = {param for param in module.parameters() if is_never_trained(param) or self._is_whole(param)}
-            fully_shard(module, mesh=over, reshard_after_forward=zero_stage == 3, mp_policy=policy, ignored_params=kept)
+        def shard_module(module: nn.Module, over_mesh: DeviceMesh = mesh) -> None:
+            ignored = {param for param in module.parameters() if is_never_trained(param) or self._is_replicated(param)}
+            fully_shard(
+                module, mesh=over_mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy, ignored_params=ignored
+            )
 
         blocks = {spec.index for spec in stage.blocks}
 
-        def cut_layer(layer: int, params: list[nn.Parameter]) -> None:
+        def shard_layer(layer: int, params: list[nn.Parameter]) -> None:
             if layer in blocks:
                 block = stage.layers[str(layer)]
                 for experts in (module for module in block.modules() if isinstance(module, Experts)):
                     if expert_mesh is not None:
-                        cut(experts, expert_mesh)
+                        shard_module(experts, expert_mesh)
                 for module in shared_modules(stage):  # each by itself, because no block has it alone
                     if not isinstance(module, FSDPModule):
-                        cut(module)
-                cut(block)
-                kept = set(block.parameters())
+                        shard_module(module)
+                shard_module(block)
+                block_params = set(block.parameters())
                 for param in params:  # `init_stage` refers to all until the last layer is there
-                    if param not in kept:
+                    if param not in block_params:
                         param.data = param.new_empty(0)
 
         self._dtype = dtype
-        init_stage(stage, args, groups, torch.float32, cut_layer, frozen_dtype=dtype)
-        cut(stage)
+        init_stage(stage, args, groups, torch.float32, shard_layer, frozen_dtype=dtype)
+        shard_module(stage)
         stage.dtype = dtype
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
@@ -84,33 +87,35 @@ class CutWeights:
         shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
-        whole = [shard.param for shard in self.trained if shard.local is shard.param]
-        self._whole = GradientBucket(whole, groups.group("data"), groups.device, lambda: None) if whole else None
+        replicated = [shard.param for shard in self.trained if shard.local is shard.param]
+        self._replicated = (
+            GradientBucket(replicated, groups.group("data"), groups.device, lambda: None) if replicated else None
+        )
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
-        if not spec.trained or self._is_whole(param):
+        if not spec.trained or self._is_replicated(param):
             return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
         local = nn.Parameter(_local(param), param.requires_grad)
-        if self._experts.has(spec):
+        if self._experts.is_expert_weight(spec):
             replicas = self._experts.replicas
-            first = min(groups.rank("expert_data") * -(-param.shape[0] // replicas), param.shape[0])
-            return self._experts.shard(layer, spec, param, local, groups, (first, 0))
-        first = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
-        return Shard(layer, spec, param, local, first, param.shape, groups.rank("data") // self._size)
+            start = min(groups.rank("expert_data") * -(-param.shape[0] // replicas), param.shape[0])
+            return self._experts.shard(layer, spec, param, local, groups, (start, 0))
+        start = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
+        return Shard(layer, spec, param, local, start, param.shape, groups.rank("data") // self._size)
 
-    def _is_whole(self, param: Tensor) -> bool:
+    def _is_replicated(self, param: Tensor) -> bool:
         return is_precise(param) and self._dtype != torch.float32
 
     def _rows(self, shape: torch.Size) -> int:
-        """Rows of a parameter on every rank but the last ones, which may have fewer."""
+        """Returns the rows of a parameter on every rank but the last ones, which may have fewer."""
         return -(-shape[0] // self._size)
 
     def begin_micro_batch(self, last: bool) -> None:
         root = self._root
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
-        if self._whole is not None:
-            self._whole.begin_micro_batch()
+        if self._replicated is not None:
+            self._replicated.begin_micro_batch()
 
     @property
     def _root(self) -> FSDPModule:
@@ -120,8 +125,8 @@ class CutWeights:
     def gradients(self) -> list[Tensor | None]:
         for module in self._modules:  # frozen ones have no backward, after which they would be
             module.reshard()
-        whole = {} if self._whole is None else self._whole.reduced()
-        return [whole[s.param] if s.param in whole else self._gradient(s) for s in self.trained]
+        replicated = {} if self._replicated is None else self._replicated.reduced()
+        return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
 
     def _gradient(self, shard: Shard) -> Tensor | None:
         return None if shard.param.grad is None else _local(shard.param.grad)
@@ -129,17 +134,17 @@ class CutWeights:
     def clear_gradients(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             shard.param.grad = None
-        if self._whole is not None:
-            self._whole.clear()
+        if self._replicated is not None:
+            self._replicated.clear()
 
     def gradient_memory(self) -> list[Tensor | None]:
-        cut = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
-        return cut if self._whole is None else [*cut, self._whole.flat]
+        sharded = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
+        return sharded if self._replicated is None else [*sharded, self._replicated.flat]
 
     def close(self) -> None:
         self.clear_gradients(self.trained)
-        if self._whole is not None:
-            self._whole.close()
+        if self._replicated is not None:
+            self._replicated.close()
 
     def publish(self, shards: Sequence[Shard]) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
@@ -151,46 +156,49 @@ class CutWeights:
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         if shard.local is shard.param:
             return part if writer in (None, self._rank) else None
-        if self._experts.has(shard.spec):
-            return self._experts.gather(shard, part, writer, cut=True)
+        if self._experts.is_expert_weight(shard.spec):
+            return self._experts.gather(shard, part, writer, sharded=True)
         row = shard.shape.numel() // shard.shape[0]
         sent = torch.zeros(self._rows(shard.shape) * row, dtype=part.dtype, device=self._device)
         sent[: part.numel()].copy_(part.reshape(-1))
         if writer is None:
-            got = torch.empty(self._size * sent.numel(), dtype=part.dtype, device=self._device)
-            all_gather_single(got, sent, group=self._group)
+            gathered = torch.empty(self._size * sent.numel(), dtype=part.dtype, device=self._device)
+            all_gather_single(gathered, sent, group=self._group)
         else:
             parts = [torch.empty_like(sent) for _ in range(self._size)] if writer == self._rank else None
             dist.gather(sent, parts, dst=self._members[writer], group=self._group)
             if parts is None:
                 return None
-            got = torch.cat(parts)
-        return got[: shard.shape.numel()].view(shard.shape)
+            gathered = torch.cat(parts)
+        return gathered[: shard.shape.numel()].view(shard.shape)
 
     def worker_of(self, data_rank: int) -> int | None:
-        worker = data_rank - self._first
+        worker = data_rank - self._first_data_rank
         return worker if 0 <= worker < self._size else None
 
-    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+    def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
         if shard.local is shard.param:
-            part = torch.empty_like(shard.local) if whole is None else whole.contiguous()
+            part = torch.empty_like(shard.local) if full is None else full.contiguous()
             dist.broadcast(part, self._members[source], group=self._group)
             return part
-        if self._experts.has(shard.spec):
-            return self._experts.scatter(shard, whole, source, cut=True)
+        if self._experts.is_expert_weight(shard.spec):
+            return self._experts.scatter(shard, full, source, sharded=True)
         row = shard.shape.numel() // shard.shape[0]
         part = torch.empty(self._rows(shard.shape) * row, device=self._device)
         parts = None
-        if whole is not None:
+        if full is not None:
             padded = torch.zeros(self._size * part.numel(), device=self._device)
-            padded[: whole.numel()].copy_(whole.reshape(-1))
+            padded[: full.numel()].copy_(full.reshape(-1))
             parts = list(padded.chunk(self._size))
         dist.scatter(part, parts, src=self._members[source], group=self._group)
         return part[: shard.local.numel()].view(shard.local.shape)
 
 
 def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
-    """The data ranks, in one dimension, or in groups of so many neighbours; all ranks call it together."""
+    """Returns the mesh of data ranks. All ranks call it together.
+
+    neighbours: 1: one dimension; else groups of so many neighbouring ranks.
+    """
     data, kind = groups.group("data"), groups.device.type
     assert data is not None
     if neighbours in (1, groups.size("data")):
@@ -203,7 +211,7 @@ def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
 
 
 def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
-    """The data ranks that have the same experts; all ranks call it together."""
+    """Returns the mesh of data ranks that have the same experts; all ranks call it together."""
     members, handle = list(groups.members["expert_data"]), groups.group("expert_data")
     if handle is None:
         handle = dist.new_group(members, use_local_synchronization=True, group_desc="expert_data")
@@ -211,16 +219,16 @@ def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
 
 
 def _local(value: Tensor) -> Tensor:
-    """This rank's rows of a parameter or gradient of `fully_shard`, the same memory."""
+    """Returns this rank's rows of a parameter or gradient of `fully_shard`, the same memory."""
     assert isinstance(value, DTensor)
     with torch.no_grad():
         return value.to_local()
 
 
 def shared_modules(stage: Stage) -> list[nn.Module]:
-    """Modules with parameters that several layers have."""
-    seen: dict[nn.Module, set[str]] = {}
+    """Returns the modules with parameters that several layers share."""
+    layers_of: dict[nn.Module, set[str]] = {}
     for index, layer in stage.layers.items():
         for module in layer.modules():
-            seen.setdefault(module, set()).add(index)
-    return [m for m, layers in seen.items() if len(layers) > 1 and any(True for _ in m.parameters(recurse=False))]
+            layers_of.setdefault(module, set()).add(index)
+    return [m for m, layers in layers_of.items() if len(layers) > 1 and any(True for _ in m.parameters(recurse=False))]

@@ -1,5 +1,5 @@
-"""AdamW in one pass over memory: 16-bit gradients as backward leaves them are read once, fp32 weights and
-moments updated, 16-bit weights written."""
+"""AdamW in one pass over memory: reads gradients in their own type, updates fp32 masters and moments, writes
+16-bit weights. Moments are fp32 or bf16."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.training.native.stochastic_rounding import Stream, noise, rounded, step_keys
+
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW over fp32 masters that reads a 16-bit gradient of each, and writes its 16-bit weight.
+    """AdamW over fp32 masters that reads gradients in their own dtype and writes 16-bit weights.
 
-    weights: of each master, which lie in memory alike. gradients: to be set before a step, which takes them;
-    one that is None or not there is of zeros. Clipping, skipping and state are those of torch's fused AdamW:
-    `grad_scale` divides gradients, `found_inf` leaves everything as it is.
+    weights: the 16-bit weight of each master, with the same memory layout; empty: none is written.
+    streams: random streams, by master, for moments in bf16 with stochastic rounding; None: moments are fp32.
+    gradients: set them, by master, before each step, which removes them. A missing or None gradient counts as
+        zeros.
+
+    Clipping, skipping and state are as in torch's fused AdamW: `grad_scale` divides gradients, `found_inf`
+    leaves all values unchanged.
     """
 
     _step_supports_amp_scaling = True
@@ -25,70 +31,96 @@ class FusedAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        streams: Mapping[nn.Parameter, Stream] | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._weights, self.gradients = weights, dict[Tensor, Tensor | None]()
-        if not all(each.is_contiguous() for pair in weights.items() for each in pair):
+        if not all(value.is_contiguous() for pair in weights.items() for value in pair):
             raise ValueError("FusedAdamW needs parameters that are contiguous")
         device = self.param_groups[0]["params"][0].device
-        self._one, self._no = torch.ones((), device=device), torch.zeros((), device=device)
+        self._unit_scale, self._zero_skip = torch.ones((), device=device), torch.zeros((), device=device)
+        self._moments = torch.float32 if streams is None else torch.bfloat16
+        held = [[master for master in group["params"] if master.numel()] for group in self.param_groups]
+        group_streams = [[] if streams is None else [streams[master] for master in masters] for masters in held]
+        # On the device once, so that a step copies nothing there.
+        numbers = [
+            torch.tensor([s.number for s in streams_of_group], dtype=torch.int64, device=device)
+            for streams_of_group in group_streams
+        ]
+        self._parts = list(
+            zip(held, numbers, [[s.start for s in streams_of_group] for streams_of_group in group_streams], strict=True)
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every parameter."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            masters = [master for master in group["params"] if master.numel()]
+        for group, (masters, streams, firsts) in zip(self.param_groups, self._parts, strict=True):
             if not masters:
                 continue
             for master in masters:
                 self._fill_state(master)
-            weights, states = [self._weights[master] for master in masters], [self.state[m] for m in masters]
-            given = [self.gradients.pop(master, None) for master in masters]
+            weights = [self._weights[master] for master in masters] if self._weights else []
+            states = [self.state[master] for master in masters]
+            popped = [self.gradients.pop(master, None) for master in masters]
             gradients = [
-                torch.zeros_like(weight) if gradient is None else gradient.contiguous()
-                for gradient, weight in zip(given, weights, strict=True)
+                torch.zeros_like(master) if gradient is None else gradient.contiguous()
+                for gradient, master in zip(popped, masters, strict=True)
             ]
             adamw(
                 masters, gradients, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-                weights, self._one if scale is None else scale, self._no if skip is None else skip,
-                group["lr"], *group["betas"], group["eps"], group["weight_decay"],
+                weights, self._unit_scale if scale is None else scale, self._zero_skip if skip is None else skip,
+                streams, firsts, group["lr"], *group["betas"], group["eps"], group["weight_decay"],
             )  # fmt: skip
 
     def _fill_state(self, master: Tensor) -> None:
         if not self.state[master]:
-            zeros = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            zeros = {key: torch.zeros_like(master, dtype=self._moments) for key in ("exp_avg", "exp_avg_sq")}
             self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
 
 @torch.library.custom_op("megatron::adamw", mutates_args=("masters", "exp_avgs", "exp_avg_sqs", "steps", "out"))
 def adamw(
     masters: list[Tensor], gradients: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
-    steps: list[Tensor], out: list[Tensor], grad_scale: Tensor, found_inf: Tensor, lr: float, beta1: float,
-    beta2: float, eps: float, weight_decay: float,
+    steps: list[Tensor], out: list[Tensor], grad_scale: Tensor, found_inf: Tensor, streams: Tensor, firsts: list[int],
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """A step of AdamW. out: the weights, which become the masters in their own dtype; all else is named as in
-    `torch._fused_adamw_`."""
+    """Take a step of AdamW in place. Unlisted arguments are those of `torch._fused_adamw_`.
+
+    out: the 16-bit weights, set to the new masters; []: none are written.
+    streams, firsts: for moments in bf16, `number` and `start` of each parameter's `Stream`; empty: moments
+        are fp32.
+    """
     torch._foreach_add_(steps, 1.0)
+    counts = torch.stack(steps)
+    keys = step_keys(streams, counts.long()).unbind() if firsts else ()
     if masters[0].device.type != "cuda":
-        copies = [gradient.float() for gradient in gradients]
+        copies = [gradient.to(torch.float32, copy=True) for gradient in gradients]
+        averages, squares = [[m.float() for m in moments] for moments in (exp_avgs, exp_avg_sqs)]
         torch._fused_adamw_(
-            masters, copies, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+            masters, copies, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
-        torch._foreach_copy_(out, masters)
+        if out:
+            torch._foreach_copy_(out, masters)
+        for i, (key, start) in enumerate(zip(keys, firsts, strict=True)):
+            bits = noise(key, start, masters[i].numel()).view(masters[i].shape)
+            exp_avgs[i].copy_(rounded(averages[i], bits & 0xFFFF))
+            exp_avg_sqs[i].copy_(rounded(squares[i], bits >> 16))
     else:
         from megatron.training.native.adamw_kernel import update
 
-        counts = torch.stack(steps).double()
-        corrections = torch.stack([1 - beta1**counts, (1 - beta2**counts).sqrt()], dim=1).float()
-        numbers = lr, weight_decay, beta1, beta2, eps
-        tensors = zip(masters, gradients, exp_avgs, exp_avg_sqs, out, corrections.unbind(), strict=True)
-        for master, gradient, average, square, weight, own in tensors:
-            update(master, gradient, average, square, weight, own, grad_scale, found_inf, *numbers)
+        counts = counts.double()
+        corrections = torch.stack([1 - beta1**counts, (1 - beta2**counts).sqrt()], dim=1).float().unbind()
+        for i, master in enumerate(masters):
+            update(
+                master, gradients[i], exp_avgs[i], exp_avg_sqs[i], out[i] if out else None, corrections[i],
+                grad_scale, found_inf, keys[i] if firsts else None, firsts[i] if firsts else 0,
+                lr, weight_decay, beta1, beta2, eps,
+            )  # fmt: skip
     torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 @adamw.register_fake
-def _(*given: Any) -> None:
-    """Nothing is made."""
+def _(*operands: Any) -> None:
+    """Return no tensor."""

@@ -1,13 +1,12 @@
-"""What the native engine leaves to DeepSpeed. Pure: imports no torch."""
+"""Lists the settings that the native engine leaves to DeepSpeed. Pure: imports no torch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.neox_arguments import NeoXArgs
 
-# Of zero_optimization: what, by which ranks, and where it is kept. Its other keys size and order DeepSpeed's
-# reductions.
-_MEANT = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
+# Keys of zero_optimization that the native engine reads; the others size and order DeepSpeed's reductions.
+_HONOURED_KEYS = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
 
 
 NATIVE_OPTIMIZERS = ("muon",)
@@ -18,11 +17,11 @@ class Limit(NamedTuple):
     """A setting that only DeepSpeed can do."""
 
     key: str
-    why: str
+    reason: str
 
 
 def limits(args: NeoXArgs) -> Iterator[Limit]:
-    """Each setting that only DeepSpeed can do."""
+    """Yields each setting that only DeepSpeed can do."""
     zero = args.zero_optimization
     if args.pp > 1:
         yield Limit("pipe_parallel_size", f"{args.pp}: pipelines run on DeepSpeed")
@@ -49,18 +48,23 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
             yield Limit(key, "is DeepSpeed's")
 
 
-def native_alone(args: NeoXArgs) -> str | None:
-    """A setting that the native engine alone can do, with its place and value; None without one."""
+def native_only_feature(args: NeoXArgs) -> str | None:
+    """Returns a setting that only the native engine can do, with its place and value; None without one."""
     if args.optimizer_name in NATIVE_OPTIMIZERS:
         return f"optimizer.type ({args.origin('optimizer.type')}) {args.optimizer['type']}"
+    if args.optimizer_state_dtype == "bf16":
+        return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
     if args.expert_parallel_size > 1:
         return f"expert_parallel_size ({args.origin('expert_parallel_size')}) {args.expert_parallel_size}"
     return None
 
 
 def layout_problems(args: NeoXArgs) -> Iterator[str]:
-    """Yields an error line where `zero_hpz_partition_size` does not fit the ZeRO stage or the data ranks, and
-    for recomputation that goes through what ZeRO gathers of experts."""
+    """Yields an error line for each setting that does not fit the layout.
+
+    These are `zero_hpz_partition_size` that does not fit the ZeRO stage or the data ranks, and recomputation
+    of expert weights that ZeRO gathers.
+    """
     selective = args.checkpoint_activations and args.recompute_granularity == "selective"
     if selective and args.expert_parallel_size > 1 and args.zero_stage > 0:
         # torch asks for the same operations both times, and `fully_shard` has hooks at the experts.
@@ -79,6 +83,6 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
 
 
 def idle_keys(args: NeoXArgs) -> list[str]:
-    """The keys of `zero_optimization` that the user gave and that only DeepSpeed reads."""
-    names = [name for name in args.zero_optimization if name not in _MEANT]
+    """Returns the keys of `zero_optimization` that the user set and that only DeepSpeed reads."""
+    names = [name for name in args.zero_optimization if name not in _HONOURED_KEYS]
     return [name for name in names if args.origin(f"zero_optimization.{name}") != "default"]

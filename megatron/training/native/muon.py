@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal, for the matrices of blocks."""
+"""The Muon optimizer: orthogonalized momentum, for the matrices of blocks."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from megatron.mpu import ParallelGroups, ParamSpec, shard, unshard
 from megatron.training.native.shards import Shard, Weights
-from megatron.training.optimizers import kept, scaled_gradients
+from megatron.training.optimizers import scaled_gradients, update_factor
 
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of the matrix U S V^T, bf16, by Newton-Schulz iterations in bf16 (Keller Jordan's Muon,
-    https://kellerjordan.github.io/posts/muon; the operations and so the bits of torch.optim.Muon)."""
+    """Returns about U V^T of the matrix U S V^T, bf16, by Newton-Schulz iterations in bf16.
+
+    This is Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon), with the operations and so the
+    bits of torch.optim.Muon.
+    """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16().T if tall else matrix.bfloat16()
@@ -29,9 +32,11 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
-    """By what the learning rate of a matrix is multiplied: "original", sqrt(max(1, rows / columns)), or
-    "match_rms_adamw", 0.2 sqrt(max(rows, columns)), which gives updates the size of AdamW's (arXiv
-    2502.16982)."""
+    """Returns the factor of a matrix's learning rate.
+
+    adjust_lr_fn: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows,
+    columns)), which gives updates the size of AdamW's (arXiv 2502.16982).
+    """
     rows, columns = shape
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -39,8 +44,10 @@ def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
 
 
 def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_fn: str) -> Tensor:
-    """The update of a whole weight `[rows, columns]`, fp32, times its learning rate's factor: each projection
-    that the weight holds by itself."""
+    """Returns the fp32 update of a full weight `[rows, columns]`, times the factor of its learning rate.
+
+    Each projection in the weight is orthogonalized separately.
+    """
     columns = momentum.shape[1]
     pattern = spec.projections or (momentum.shape[0],)
     update = torch.empty_like(momentum)
@@ -53,19 +60,22 @@ def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_f
 
 
 def is_block_matrix(piece: Shard, blocks: frozenset[int]) -> bool:
-    """Whether Muon updates it: a matrix of one block. Embeddings, heads, norms, biases, tables that blocks
-    share, and what scores experts are AdamW's."""
+    """Returns whether Muon updates this weight: it is a matrix of one block and no router.
+
+    AdamW updates embeddings, heads, norms, biases, routers, and tables that blocks share.
+    """
     spec = piece.spec
     matrix = len(spec.shape) == 2 and spec.weight_decay and not spec.shared
     return piece.layer in blocks and matrix and not spec.name.startswith(("mlp.router.", "mlp.shared_expert_gate."))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for `matrices`, fused AdamW for the parameter groups `others`, in one optimizer.
+    """Muon for `matrices`, fused AdamW for the parameter groups `adamw_groups`, in one optimizer.
 
-    params: `optimizer.params`. Each matrix is gathered whole once a step by one of the data ranks, in turn,
-    which makes it orthogonal (all of its tensor ranks do so): a rank has one of them whole at a time.
-    `grad_scale` divides gradients and `found_inf` leaves everything as it is, as in torch's fused optimizers.
+    Once a step the data ranks divide the matrices among themselves. A rank gathers and orthogonalizes one
+    full matrix at a time; so do all of its tensor ranks. `grad_scale` divides gradients, and `found_inf`
+    leaves all values unchanged, as in torch's fused optimizers.
+    params: `optimizer.params`.
     """
 
     _step_supports_amp_scaling = True
@@ -74,16 +84,16 @@ class Muon(torch.optim.Optimizer):
         self,
         weights: Weights,
         matrices: Sequence[Shard],
-        others: list[dict[str, Any]],
+        adamw_groups: list[dict[str, Any]],
         groups: ParallelGroups,
         params: dict[str, Any],
         weight_decay: float,
     ) -> None:
         self._weights, self._matrices, self._groups, self._params = weights, matrices, groups, params
-        own = {"name": "muon", "params": [m.local for m in matrices], "weight_decay": weight_decay}
-        super().__init__([own, *others], {"lr": params["lr"]})
+        muon_group = {"name": "muon", "params": [m.local for m in matrices], "weight_decay": weight_decay}
+        super().__init__([muon_group, *adamw_groups], {"lr": params["lr"]})
         self._adamw: torch.optim.Optimizer | None = None
-        if others:
+        if adamw_groups:
             self._adamw = torch.optim.AdamW(
                 self.param_groups[1:], lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True
             )
@@ -93,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if self._adamw is not None:
             self._adamw.state = self.state
             for name in ("grad_scale", "found_inf"):
@@ -101,12 +111,12 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
         moving = [matrix for matrix in self._matrices if matrix.local.grad is not None]
         size = self._weights.workers[1]
-        for first in range(0, len(moving), size):  # a matrix for each worker, so that no rank has more of them whole
-            self._together(moving[first : first + size])
+        for start in range(0, len(moving), size):  # a matrix for each worker, so that no rank has more full ones
+            self._update_matrices(moving[start : start + size])
 
-    def _together(self, matrices: Sequence[Shard]) -> None:
-        """Update as many matrices as there are workers, or fewer, each made orthogonal by its own."""
-        rank, keep, group = self._weights.workers[0], kept(self), self.param_groups[0]
+    def _update_matrices(self, matrices: Sequence[Shard]) -> None:
+        """Update at most as many matrices as there are workers; each worker orthogonalizes one."""
+        rank, keep, group = self._weights.workers[0], update_factor(self), self.param_groups[0]
         wholes = [self._weights.gather(m, self._momentum(m), worker) for worker, m in enumerate(matrices)]
         updates = [self._update(m, wholes[i]) if i == rank else None for i, m in enumerate(matrices)]
         for worker, (matrix, update) in enumerate(zip(matrices, updates, strict=True)):
@@ -115,7 +125,7 @@ class Muon(torch.optim.Optimizer):
             matrix.local.sub_(part * (keep * group["lr"]))
 
     def _momentum(self, matrix: Shard) -> Tensor:
-        """The elements kept here of what is to be made orthogonal."""
+        """Returns this rank's elements of the momentum to orthogonalize."""
         grad, decay = matrix.local.grad, self._params["momentum"]
         assert grad is not None
         state = self.state[matrix.local]
@@ -127,13 +137,13 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(buffer, decay) if self._params["nesterov"] else buffer
 
     def _update(self, matrix: Shard, part: Tensor | None) -> Tensor:
-        """This tensor rank's part of the update, from its part of the momentum."""
+        """Returns this tensor rank's part of the update, from its part of the momentum."""
         assert part is not None
         group, size = self._groups.group("tensor"), self._groups.size("tensor")
         parts = [part.contiguous()]
         if group is not None and matrix.spec.axis is not None:
             parts = [torch.empty_like(parts[0]) for _ in range(size)]
             dist.all_gather(parts, part.contiguous(), group=group)
-        whole = unshard(parts, matrix.spec)
-        update = orthogonal_update(whole, matrix.spec, self._params["ns_steps"], self._params["adjust_lr_fn"])
+        full = unshard(parts, matrix.spec)
+        update = orthogonal_update(full, matrix.spec, self._params["ns_steps"], self._params["adjust_lr_fn"])
         return shard(update, matrix.spec, self._groups.rank("tensor"), size)

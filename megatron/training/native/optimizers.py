@@ -1,4 +1,4 @@
-"""Optimizers that clip and skip inside of their update, by the tensors `grad_scale` and `found_inf`."""
+"""Builds the native engine's optimizers, which clip and skip by the tensors `grad_scale` and `found_inf`."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,17 @@ from megatron.training.native.apex_adam import ApexAdam
 from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.muon import Muon, is_block_matrix
 from megatron.training.native.shards import Shard, Weights
+from megatron.training.native.stochastic_rounding import Stream, stream_number
 from megatron.training.optimizers import Lion, weight_decay_groups
 
 
-def build_optimizer(
+def build_native_optimizer(
     weights: Weights, shards: Sequence[Shard], args: NeoXArgs, parallel: ParallelGroups
 ) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way; torch's, ours or NVIDIA apex's), SGD or Lion over
-    `weight_decay_groups` of these shards of the trained weights, or Muon."""
+    """Returns AdamW, SGD or Lion over `weight_decay_groups` of these shards of the trained weights, or Muon.
+
+    NeoX's `Adam` decays weights as AdamW does. AdamW is torch's, ours or NVIDIA apex's.
+    """
     options = args.optimizer["params"]
     matrices = []
     if args.optimizer_name == "muon":
@@ -42,7 +45,17 @@ def build_optimizer(
         return Lion(groups, lr=args.lr, betas=options["betas"])
     if uses_apex(args, parallel.device):
         return ApexAdam(groups, lr=args.lr, betas=options["betas"], eps=options["eps"])
-    if args.fused_update is True:
-        weight_of = {shard.local: shard.param for shard in shards}
-        return FusedAdamW(groups, weight_of, lr=args.lr, betas=options["betas"], eps=options["eps"])
+    if args.fused_update is True or args.optimizer_state_dtype == "bf16":
+        weight_of = {shard.local: shard.param for shard in shards} if args.fused_update is True else {}
+        streams = None
+        if args.optimizer_state_dtype == "bf16":
+            streams = {shard.local: _stream(shard, args.seed, parallel) for shard in shards}
+        return FusedAdamW(groups, weight_of, args.lr, options["betas"], options["eps"], streams)
     return torch.optim.AdamW(groups, lr=args.lr, betas=options["betas"], eps=options["eps"], fused=True)
+
+
+def _stream(shard: Shard, seed: int, parallel: ParallelGroups) -> Stream:
+    """Returns the random stream of a shard: the same on all tensor ranks for replicated weights, so that
+    these stay equal."""
+    part = parallel.rank("tensor") if shard.spec.axis is not None else 0
+    return Stream(stream_number(seed, shard.layer, shard.name, part), shard.start)

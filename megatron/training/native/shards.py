@@ -1,4 +1,4 @@
-"""How a stage's weights lie on this data rank, whole or cut, and how gradients are summed over data ranks."""
+"""Holds a stage's weights on this data rank, full or sharded, and sums gradients over data ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,21 @@ from megatron.neox_arguments import NeoXArgs
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What this data rank holds of one parameter.
+    """This data rank's part of one parameter.
 
-    layer, spec: its place in the weight map. param: the module's own. local: the elements kept here, fp32
-    where it is trained (the optimizer updates them), else in the dtype of the run. first: of the
-    flattened tensor-parallel part, the first of these elements. shape: of that part, over all ranks of expert
-    parallelism. replica: which of the data ranks with these elements this is, from 0.
+    layer, spec: the parameter's entry in the weight map.
+    param: the parameter of the module.
+    local: the elements on this rank: fp32 if trained (the optimizer updates them), else in the run's dtype.
+    start: index of the first of these elements in the flattened tensor-parallel part.
+    shape: of the tensor-parallel part, over all ranks of expert parallelism.
+    replica: number of this rank, from 0, among the data ranks with the same elements.
     """
 
     layer: int
     spec: ParamSpec
     param: nn.Parameter
     local: nn.Parameter
-    first: int
+    start: int
     shape: torch.Size
     replica: int
 
@@ -40,24 +42,24 @@ class Shard:
         return self.spec.name
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
-        """Whether these elements count on this rank, when every one is counted once."""
-        cut = self.spec.axis is not None or groups.rank("tensor") == 0
-        return cut and self.replica == 0 and self.spec.is_first_copy(groups)
+        """Returns whether these elements count on this rank, when each element counts once over all ranks."""
+        is_counted = self.spec.axis is not None or groups.rank("tensor") == 0
+        return is_counted and self.replica == 0 and self.spec.is_first_copy(groups)
 
-    def dtype(self, of_run: torch.dtype) -> torch.dtype:
-        """The type that checkpoints have it in."""
-        return torch.float32 if not self.spec.trained or self.spec.precise else of_run
+    def dtype(self, run_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype of this parameter in checkpoints."""
+        return torch.float32 if not self.spec.trained or self.spec.precise else run_dtype
 
-    def slice_of(self, whole: Tensor) -> Tensor:
-        """The elements of this shard in a value of the parameter's tensor-parallel part."""
-        return whole.reshape(-1).narrow(0, self.first, self.local.numel()).view(self.local.shape)
+    def slice_of(self, full: Tensor) -> Tensor:
+        """Returns the elements of this shard from a value of the parameter's tensor-parallel part."""
+        return full.reshape(-1).narrow(0, self.start, self.local.numel()).view(self.local.shape)
 
 
 class Weights(Protocol):
     """A stage's weights on this data rank, and its gradients.
 
-    trained, frozen: every parameter once, in the order of the stage. workers: (this rank's number, how many):
-    of data ranks that can share out work on whole values.
+    trained, frozen: every parameter once, in the order of the stage.
+    workers: (this rank's number, size) of the group of data ranks that can divide work on full values.
     """
 
     trained: list[Shard]
@@ -65,67 +67,77 @@ class Weights(Protocol):
     workers: tuple[int, int]
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before each forward of a step."""
+        """Prepare for a micro-batch; call it before each forward of a step."""
 
     def gradients(self) -> list[Tensor | None]:
-        """After the last backward: the step's gradient of each of `trained`, summed over data ranks, in fp32;
-        with `fused_update` as backward left it."""
+        """Returns the step's gradient of each of `trained`, summed over data ranks, after the last backward.
+
+        In fp32; with `fused_update` in the type that backward gave it.
+        """
 
     def clear_gradients(self, shards: Sequence[Shard]) -> None:
-        """After the update of these."""
+        """Release the gradients of these shards, after their update."""
 
     def gradient_memory(self) -> list[Tensor | None]:
-        """The tensors that hold gradients on this rank, for reports of memory; None for a gradient that is
-        not there."""
+        """Returns the tensors that hold gradients on this rank, for memory reports; None for a missing
+        gradient."""
 
     def close(self) -> None:
         """Release gradients, and hooks on the stage."""
 
     def publish(self, shards: Sequence[Shard]) -> None:
-        """After `local` of these has changed: the next forward sees it."""
+        """Let the next forward use the changed `local` of these shards."""
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all of them
-        call it together. writer: the worker that gets it, others get None; None: all get it."""
+        """Returns a full value from the `part` of each data rank; all of them call it together.
 
-    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
-        """What `shard.local` has of a value that the worker `source` has `whole`; all call it together."""
+        part: with the elements of `shard.local`. writer: the worker that gets the value, others get None;
+        None: all get it.
+        """
+
+    def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
+        """Returns the elements of `shard.local` from the `full` value of the worker `source`; all ranks call
+        it together."""
 
     def worker_of(self, data_rank: int) -> int | None:
-        """The worker that a data rank is; None where it is one of other workers than this rank."""
+        """Returns the worker number of a data rank; None if it does not share work with this rank."""
 
 
 class ExpertParts:
-    """Parameters whose rows the ranks of expert parallelism share out, as all data ranks hold them: each has
-    its experts, or of these a part where their replicas share them out once more."""
+    """Gathers and scatters expert weights, whose rows expert parallelism splits over data ranks.
+
+    A rank has all rows of its experts, or only some of them if the replicas of the experts split the rows
+    again.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._group, self._members = groups.group("data"), groups.members["data"]
         self._rank, self._device = groups.rank("data"), groups.device
         self.expert, self.replicas = groups.size("expert"), groups.size("expert_data")
 
-    def has(self, spec: ParamSpec) -> bool:
-        """Whether this is such a parameter."""
+    def is_expert_weight(self, spec: ParamSpec) -> bool:
+        """Returns whether expert parallelism splits this parameter."""
         return self.expert > 1 and spec.experts is not None
 
     def shard(
         self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups,
         rows: tuple[int, int] | None = None,
     ) -> Shard:  # fmt: skip
-        """rows: (first, replica) of those that `local` has of this rank's experts; None: it has all."""
+        """Returns the shard of an expert weight. rows: (first row, replica) of `local` within this rank's
+        experts; None: it has all rows."""
         shape = torch.Size(spec.local_shape(groups.size("tensor")))
-        first, replica = (0, groups.rank("expert_data")) if rows is None else rows
-        start = spec.expert_rows(groups)[0] + first
+        first_row, replica = (0, groups.rank("expert_data")) if rows is None else rows
+        start = spec.expert_rows(groups)[0] + first_row
         return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
 
-    def _rows(self, shard: Shard, cut: bool) -> int:
-        """Rows that travel for each rank: all of its experts, or those of a part."""
+    def _rows(self, shard: Shard, sharded: bool) -> int:
+        """Returns the rows that each rank sends: all rows of its experts, or of this replica if `sharded`."""
         rows = shard.shape[0] // self.expert
-        return -(-rows // self.replicas) if cut else rows
+        return -(-rows // self.replicas) if sharded else rows
 
-    def gather(self, shard: Shard, part: Tensor, writer: int | None, cut: bool = False) -> Tensor | None:
-        """As `Weights.gather`. cut: replicas have parts, else each has all of its experts."""
-        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, cut)
+    def gather(self, shard: Shard, part: Tensor, writer: int | None, sharded: bool = False) -> Tensor | None:
+        """See `Weights.gather`. sharded: replicas split the rows of their experts; else each has all rows."""
+        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, sharded)
         sent = torch.zeros(rows * width, dtype=part.dtype, device=self._device)
         sent[: part.numel()].copy_(part.reshape(-1))
         parts = None
@@ -138,31 +150,34 @@ class ExpertParts:
         if parts is None:
             return None
         size = shard.shape.numel() // self.expert
-        copies = range(self.replicas if cut else 1)
-        each = [torch.cat([parts[i * self.expert + of] for i in copies])[:size] for of in range(self.expert)]
-        return torch.cat(each).view(shard.shape)
+        copies = range(self.replicas if sharded else 1)
+        expert_values = [
+            torch.cat([parts[i * self.expert + expert_index] for i in copies])[:size]
+            for expert_index in range(self.expert)
+        ]
+        return torch.cat(expert_values).view(shard.shape)
 
-    def scatter(self, shard: Shard, whole: Tensor | None, source: int, cut: bool = False) -> Tensor:
-        """This rank's part of a value that the worker `source` has whole, as `Weights.scatter` gives it. cut:
-        as of `gather`."""
-        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, cut)
+    def scatter(self, shard: Shard, full: Tensor | None, source: int, sharded: bool = False) -> Tensor:
+        """See `Weights.scatter`. sharded: as for `gather`."""
+        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, sharded)
         part, parts = torch.empty(rows * width, device=self._device), None
-        if whole is not None:
+        if full is not None:
             parts = []
             for i in range(self.replicas):
-                for of in whole.reshape(self.expert, -1):
-                    mine = of[i * rows * width if cut else 0 :][: rows * width]
-                    parts.append(F.pad(mine, (0, rows * width - len(mine))).contiguous())
+                for expert_rows in full.reshape(self.expert, -1):
+                    replica_rows = expert_rows[i * rows * width if sharded else 0 :][: rows * width]
+                    parts.append(F.pad(replica_rows, (0, rows * width - len(replica_rows))).contiguous())
         dist.scatter(part, parts, src=self._members[source], group=self._group)
         return part[: shard.local.numel()].view(shard.local.shape)
 
 
-class WholeWeights:
-    """Every data rank holds all weights. 16-bit weights have fp32 masters and fp32 gradients beside them.
+class ReplicatedWeights:
+    """All weights on every data rank. 16-bit weights also have fp32 masters and fp32 gradients.
 
-    Gradients are added to one flat fp32 buffer a layer as they come; in the last micro-batch each buffer is
-    summed over data ranks while backward goes on with the layers below. One data rank that trains in fp32, or
-    whose update reads 16-bit gradients (`fused_update`), needs none of this.
+    Gradients are added to one flat fp32 buffer a layer as they arrive. In the last micro-batch each buffer is
+    summed over data ranks while backward continues with the layers below.
+    There are no buffers if the update reads 16-bit gradients (`fused_update`), or on a single data rank that
+    trains in fp32.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
@@ -181,10 +196,14 @@ class WholeWeights:
         if (self._has_masters or self._group is not None) and not self._fused:
             # Backward comes to the last layer first; a tied head counts as layer 0, which it leaves last.
             # Ranks that share out experts sum their gradients over other groups.
-            keys = {(shard.layer, self._experts.has(shard.spec)) for shard in self.trained}
-            for layer, of_experts in sorted(keys, reverse=True):
-                params = [s.param for s in self.trained if (s.layer, self._experts.has(s.spec)) == (layer, of_experts)]
-                group = groups.group("expert_data") if of_experts else self._group
+            keys = {(shard.layer, self._experts.is_expert_weight(shard.spec)) for shard in self.trained}
+            for layer, is_expert in sorted(keys, reverse=True):
+                params = [
+                    s.param
+                    for s in self.trained
+                    if (s.layer, self._experts.is_expert_weight(s.spec)) == (layer, is_expert)
+                ]
+                group = groups.group("expert_data") if is_expert else self._group
                 bucket = GradientBucket(params, group, groups.device, self._reduce_ready)
                 self._buckets.append(bucket)
                 self._views.update(zip(params, bucket.views, strict=True))
@@ -195,9 +214,9 @@ class WholeWeights:
         local = param
         if self._has_masters and param.requires_grad:
             local = nn.Parameter(torch.empty_like(param, dtype=torch.float32))
-            for first, rows in initial_part(spec, layer, args, groups):
-                local.data[first : first + len(rows)].copy_(rows)
-        if self._experts.has(spec):
+            for start, rows in initial_part(spec, layer, args, groups):
+                local.data[start : start + len(rows)].copy_(rows)
+        if self._experts.is_expert_weight(spec):
             return self._experts.shard(layer, spec, param, local, groups)
         return Shard(layer, spec, param, local, 0, param.shape, self._rank)
 
@@ -253,17 +272,17 @@ class WholeWeights:
             torch._foreach_copy_([shard.param for shard in with_masters], [shard.local for shard in with_masters])
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        if self._experts.has(shard.spec):
+        if self._experts.is_expert_weight(shard.spec):
             return self._experts.gather(shard, part, writer)
         return part if writer in (None, self._rank) else None
 
     def worker_of(self, data_rank: int) -> int | None:
         return data_rank
 
-    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
-        if self._experts.has(shard.spec):
-            return self._experts.scatter(shard, whole, source)
-        part = torch.empty_like(shard.local) if whole is None else whole.contiguous()
+    def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
+        if self._experts.is_expert_weight(shard.spec):
+            return self._experts.scatter(shard, full, source)
+        part = torch.empty_like(shard.local) if full is None else full.contiguous()
         if self._group is not None:
             dist.broadcast(part, self._members[source], group=self._group)
         return part
@@ -272,8 +291,7 @@ class WholeWeights:
 class GradientBucket:
     """The fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
 
-    group: of the ranks over which they are summed. on_arrival: called when a gradient of a backward has been
-    added.
+    group: of the ranks over which they are summed. on_arrival: called when a gradient has been added.
     """
 
     def __init__(
@@ -298,7 +316,7 @@ class GradientBucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient of this micro-batch has come."""
+        """Whether every parameter's gradient of this micro-batch has been added."""
         return self._missing == 0
 
     def _take(self, i: int, param: Tensor) -> None:
@@ -313,13 +331,13 @@ class GradientBucket:
         self._on_arrival()
 
     def zero_empty(self) -> None:
-        """Parameters that no micro-batch had a gradient for have zeros, as other data ranks may have some."""
+        """Set the gradients that no micro-batch gave to zero, because other data ranks may have some."""
         for i, view in enumerate(self.views):
             if self._empty[i]:
                 view.zero_()
 
     def reduced(self) -> dict[nn.Parameter, Tensor]:
-        """The gradients, summed over ranks now, by parameter."""
+        """Sum the gradients over ranks, and return them by parameter."""
         self.zero_empty()
         if self.group is not None:
             dist.all_reduce(self.flat, group=self.group)

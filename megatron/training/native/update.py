@@ -1,4 +1,4 @@
-"""From a step's gradients to new weights, without a wait for the device."""
+"""Computes new weights from a step's gradients, without a wait for the device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megatron.model import Stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.fused_update import FusedAdamW
-from megatron.training.native.optimizers import build_optimizer
+from megatron.training.native.optimizers import build_native_optimizer
 from megatron.training.native.shards import Shard, Weights
 from megatron.training.native.update_schedule import PartialUpdate, UpdateSchedule, first_uses
 from megatron.training.nonfinite_guard import GradientWatch
@@ -29,10 +29,11 @@ class _Part(NamedTuple):
 
 
 class Update:
-    """Norm, verdict, clipping and the optimizer's step over what this rank holds.
+    """Computes norm, verdict, clipping and the optimizer's step over this rank's shards.
 
-    The step is one for all weights; with `overlap_optimizer_with_forward` each module that the forward uses
-    has its own of `optimizers`, which runs under the next forward. state: of all, by `Shard.local`.
+    One optimizer updates all weights. With `overlap_optimizer_with_forward` there is one in `optimizers` for
+    each module that the forward uses; it runs during the next forward.
+    state: the state of all optimizers, by `Shard.local`.
     """
 
     def __init__(
@@ -42,30 +43,38 @@ class Update:
         self._max_norm = args.gradient_clipping
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         overlapped = args.overlap_optimizer_with_forward is True
-        uses = first_uses(stage, weights.trained) if overlapped else {stage: weights.trained}
-        self._parts = [_Part(user, own, build_optimizer(weights, own, args, groups)) for user, own in uses.items()]
+        shards_by_user = first_uses(stage, weights.trained) if overlapped else {stage: weights.trained}
+        self._parts = [
+            _Part(user, shards, build_native_optimizer(weights, shards, args, groups))
+            for user, shards in shards_by_user.items()
+        ]
         for part in self._parts:
             self.state.update(part.optimizer.state)
             part.optimizer.state = self.state
-        self._schedule = UpdateSchedule(stage, uses, groups.device) if overlapped else None
+        self._schedule = UpdateSchedule(stage, shards_by_user, groups.device) if overlapped else None
         self.optimizers = [part.optimizer for part in self._parts]
-        self._fused = any(isinstance(optimizer, FusedAdamW) for optimizer in self.optimizers)
-        self._inside = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+        self._fused = args.fused_update is True
+        self._clips_inside = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
+        )
         self._held = [shard.local for shard in weights.trained]
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
-        self._none = torch.zeros((), device=groups.device)
+        self._zero = torch.zeros((), device=groups.device)
 
     @torch.no_grad()
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """2-norm of the whole model's gradient, fp32 scalar, the same on every rank; NaN where anything of
-        the step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
-        given = [self._none if g is None else g for g in gradients]
-        norms = torch._foreach_norm(given, 2, torch.float32) if self._fused else torch._foreach_norm(given)
-        each = torch.stack(norms) if norms else self._owned
-        self._watch.mark(each, summed=self._groups.size("data") > 1)
+        """Returns the 2-norm of the full model's gradient, fp32 scalar, the same on every rank.
+
+        It is NaN where loss or gradients are not finite on any rank. It takes one pass over the gradients and
+        one all-reduce of two numbers.
+        """
+        filled = [self._zero if g is None else g for g in gradients]
+        norms = torch._foreach_norm(filled, 2, torch.float32) if self._fused else torch._foreach_norm(filled)
+        shard_norms = torch.stack(norms) if norms else self._owned
+        self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
         # A norm that is not finite but not owned is no number times 0, NaN: the verdict says the same.
-        sums = torch.stack([each.square().dot(self._owned), self._watch.seen])
+        sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])
         if self._groups.world_size > 1:
             dist.all_reduce(sums)
         self._watch.decide(sums[1])
@@ -73,20 +82,23 @@ class Update:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
-        """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
-        that cannot do so inside, the host waits for `skip`. `finish` must come before the next backward."""
-        if not self._inside:
+        """Update the weights with clipped gradients; change nothing if `skip` is set.
+
+        If an optimizer cannot read `skip` on the device, the host waits for it. Call `finish` before the next
+        backward.
+        """
+        if not self._clips_inside:
             gradients = self._judged(gradients, norm, skip)
-        by_shard = dict(zip(self._weights.trained, gradients, strict=True))
+        gradient_of = dict(zip(self._weights.trained, gradients, strict=True))
         found_inf = skip.float()
         scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0) if self._max_norm > 0.0 else None
         updates: dict[nn.Module, PartialUpdate] = {}
         for user, shards, optimizer in self._parts:
             set_learning_rate(optimizer, lr)
-            if self._inside:
+            if self._clips_inside:
                 leave_out(optimizer, (), found_inf)
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            run = partial(self._run, shards, optimizer, [by_shard[shard] for shard in shards])
+            run = partial(self._run, shards, optimizer, [gradient_of[shard] for shard in shards])
             updates[user] = PartialUpdate(run, partial(self._release, shards))
         if self._schedule is not None:
             self._schedule.start(updates)
@@ -96,7 +108,7 @@ class Update:
             update.release()
 
     def _judged(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor) -> list[Tensor | None]:
-        """The gradients clipped; none where `skip` says so."""
+        """Returns the clipped gradients; None for each where `skip` is set."""
         for held, gradient in zip(self._held, gradients, strict=True):
             held.grad = gradient
         if self._max_norm > 0.0:
@@ -106,15 +118,19 @@ class Update:
         return [held.grad for held in self._held]
 
     @torch.no_grad()
-    def _run(self, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, given: Sequence[Tensor | None]) -> None:
+    def _run(
+        self, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, shard_gradients: Sequence[Tensor | None]
+    ) -> None:
         if isinstance(optimizer, FusedAdamW):
-            optimizer.gradients = {shard.local: gradient for shard, gradient in zip(shards, given, strict=True)}
-            optimizer.step()
-            return  # it has written the weights
-        for shard, gradient in zip(shards, given, strict=True):
-            shard.local.grad = gradient
+            optimizer.gradients = {
+                shard.local: gradient for shard, gradient in zip(shards, shard_gradients, strict=True)
+            }
+        else:
+            for shard, gradient in zip(shards, shard_gradients, strict=True):
+                shard.local.grad = gradient
         optimizer.step()
-        self._weights.publish(shards)
+        if not self._fused:  # else it has written the weights
+            self._weights.publish(shards)
 
     def _release(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
@@ -122,7 +138,7 @@ class Update:
         self._weights.clear_gradients(shards)
 
     def finish(self) -> None:
-        """All weights and states are those after the last step, for what runs from now on."""
+        """Wait until weights and states are as after the last step."""
         if self._schedule is not None:
             self._schedule.finish()
 

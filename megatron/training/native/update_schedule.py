@@ -1,4 +1,4 @@
-"""When the parts of an update run: under the forward of the next step, each before its weights are used."""
+"""Schedules the parts of an update under the forward of the next step, each before its weights are used."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,22 +15,22 @@ from megatron.training.native.shards import Shard
 
 
 class PartialUpdate(NamedTuple):
-    """The update of some weights. run: changes them; release: gives their gradients up, once that is done."""
+    """The update of some weights. run: updates them; release: frees their gradients afterwards."""
 
     run: Callable[[], None]
     release: Callable[[], None]
 
 
 class UpdateSchedule:
-    """Runs partial updates before the modules that use their weights first.
+    """Runs each partial update before the module that first uses its weights.
 
-    On a GPU all are queued at once, on a stream of their own; the streams that read a module's weights wait
-    for its event before its forward, and the host waits for nothing. A CPU has no streams: an update runs
-    when its module does.
+    On a GPU all updates are queued at once on a separate stream. Streams that read a module's weights wait
+    for its event before its forward; the host does not wait. On a CPU an update runs right before its
+    module's forward.
     """
 
     def __init__(self, stage: Stage, modules: Iterable[nn.Module], device: torch.device) -> None:
-        """modules: of the updates, each with a hook from now on."""
+        """Register a forward hook on each of `modules`, the modules of the updates."""
         self._stage, self._waiting = stage, dict[nn.Module, PartialUpdate]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # `fully_shard` gathers weights in hooks of its own, which come later. Compiled code has none.
@@ -38,7 +38,8 @@ class UpdateSchedule:
         self._hooks = [module.register_forward_pre_hook(hook, prepend=True) for module in modules]
 
     def start(self, updates: Mapping[nn.Module, PartialUpdate]) -> None:
-        """Take the updates of a step, in the order of the forward. The step before must be finished."""
+        """Take the updates of a step, in the order of the forward, and on a GPU queue them. The previous step
+        must be finished."""
         assert not self._waiting
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -46,7 +47,8 @@ class UpdateSchedule:
             self._waiting[module] = update if self._stream is None else self._queued(update, self._stream)
 
     def _queued(self, update: PartialUpdate, stream: torch.cuda.Stream) -> PartialUpdate:
-        """The rest of an update that runs on a stream from now on."""
+        """Queue an update on the stream. Returns a PartialUpdate that waits for it, then frees its
+        gradients."""
         with torch.cuda.stream(stream):
             update.run()
         # Until the wait gradients are kept: their memory belongs to streams that do not know of this one.
@@ -57,13 +59,13 @@ class UpdateSchedule:
             stream.wait_event(event)
 
     def wait(self, module: nn.Module) -> None:
-        """Let whatever runs from now on see the new weights of a module."""
+        """Make later work see a module's new weights: run or wait for its update, and free its gradients."""
         if (update := self._waiting.pop(module, None)) is not None:
             update.run()
             update.release()
 
     def finish(self) -> None:
-        """`wait` for all modules."""
+        """Call `wait` for every module whose update is pending."""
         for module in list(self._waiting):
             self.wait(module)
 
@@ -77,11 +79,12 @@ class UpdateSchedule:
 
 
 def first_uses(stage: Stage, shards: Sequence[Shard]) -> dict[nn.Module, list[Shard]]:
-    """Shards by the module whose forward uses them first, in the order of a forward.
+    """Groups shards by the module whose forward uses them first, in the order of a forward.
 
-    That is their layer, and a module that blocks share by itself (it runs before them). A tied weight is the
-    embedding's. What `fully_shard` gathers before the stage runs, all but blocks and shared modules, is the
-    stage's.
+    - Weights of one layer belong to that layer, a tied weight to the embedding.
+    - Weights that blocks share belong to the shared module, which comes before the blocks.
+    - Weights that `fully_shard` gathers before the stage runs (all except those of blocks and shared modules)
+      belong to the stage.
     """
     shared, blocks = shared_modules(stage), {str(spec.index) for spec in stage.blocks}
     user: dict[nn.Parameter, nn.Module] = {param: module for module in shared for param in module.parameters()}
@@ -92,5 +95,5 @@ def first_uses(stage: Stage, shards: Sequence[Shard]) -> dict[nn.Module, list[Sh
         order.append(layer)
         for param in layer.parameters():
             user.setdefault(param, stage if isinstance(stage, FSDPModule) and index not in blocks else layer)
-    uses = {module: [shard for shard in shards if user[shard.param] is module] for module in order}
-    return {module: found for module, found in uses.items() if found}
+    shards_by_module = {module: [shard for shard in shards if user[shard.param] is module] for module in order}
+    return {module: module_shards for module, module_shards in shards_by_module.items() if module_shards}

@@ -15,23 +15,23 @@ def paragraphs() -> tuple[str, ...]:
     """Paragraphs of the docstrings and comments of the library, of pydoc's topics, and of sources."""
     from pydoc_data.topics import topics
 
-    found: list[str] = []
+    passages: list[str] = []
     for text in topics.values():
-        found += re.split(r"\n{2,}", text)
+        passages += re.split(r"\n{2,}", text)
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:70]:
         source = path.read_text(encoding="utf-8", errors="replace")
-        found += [source[i : i + 400] for i in range(0, len(source), 4000)]
+        passages += [source[i : i + 400] for i in range(0, len(source), 4000)]
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                found += re.split(r"\n{2,}", text)
-    return tuple(part for part in found if part.strip())
+                passages += re.split(r"\n{2,}", text)
+    return tuple(part for part in passages if part.strip())
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
-    """So many documents; two of three are damaged in one to three ways."""
+    """Returns `count` documents; two of three are damaged in one to three ways."""
     draw = random.Random(seed)
     parts = paragraphs()
-    made = []
+    texts = []
     for _ in range(count):
         begin = draw.randrange(len(parts))
         text = draw.choice(("\n\n", "\n", "\n\n\n")).join(parts[begin : begin + draw.choice((1, 2, 3, 5, 8, 13))])
@@ -39,8 +39,8 @@ def documents(count: int, seed: int = 0) -> list[str]:
             text = re.sub(r"(?<=\S) *\n *(?=\S)", " ", text)  # lines of a paragraph become one
         for damage in draw.sample(DAMAGES, draw.choice((0, 1, 1, 2, 3))):
             text = damage(text, draw)
-        made.append(text[: draw.choice((1500, 4000))])
-    return made
+        texts.append(text[: draw.choice((1500, 4000))])
+    return texts
 
 
 def _some_lines(change: object) -> object:
@@ -62,9 +62,9 @@ def _some_words(change: object) -> object:
     return damage
 
 
-def _insert(text: str, what: str, draw: random.Random) -> str:
-    at = draw.randrange(len(text) + 1)
-    return text[:at] + what + text[at:]
+def _insert(text: str, insertion: str, draw: random.Random) -> str:
+    offset = draw.randrange(len(text) + 1)
+    return text[:offset] + insertion + text[offset:]
 
 
 def _repeat(text: str, draw: random.Random) -> str:

@@ -25,37 +25,37 @@ from tests.data.samples import ROOT, jsonl
 from tools.datasets import clean as tool
 
 RULES = ["--recipe", "gopher-repetition,c4", "--set", "c4.min_num_sentences=1"]
-TOGETHER = ["--exact", "document,paragraph,line", "--minhash", "--validation", "0.2"]
-ALL = [*RULES, *TOGETHER]
+CORPUS_FLAGS = ["--exact", "document,paragraph,line", "--minhash", "--validation", "0.2"]
+ALL = [*RULES, *CORPUS_FLAGS]
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Documents with further fields, among them copies, near copies, and copies of lines."""
-    draw, made = random.Random(seed), list[dict[str, Any]]()
+    draw, result = random.Random(seed), list[dict[str, Any]]()
     for number, text in enumerate(documents(count, seed)):
         kind = draw.random()
-        if made and kind < 0.1:
-            text = made[draw.randrange(len(made))]["text"]
-        elif made and kind < 0.2:
-            text = f"{made[draw.randrange(len(made))]['text']} and more"
-        elif made and kind < 0.3:
-            text += "\n" + draw.choice(made[-1]["text"].splitlines() or [""])
-        made.append({"id": f"d{number}", "text": text, "meta": {"score": draw.randrange(5), "n": None}})
-    return made
+        if result and kind < 0.1:
+            text = result[draw.randrange(len(result))]["text"]
+        elif result and kind < 0.2:
+            text = f"{result[draw.randrange(len(result))]['text']} and more"
+        elif result and kind < 0.3:
+            text += "\n" + draw.choice(result[-1]["text"].splitlines() or [""])
+        result.append({"id": f"d{number}", "text": text, "meta": {"score": draw.randrange(5), "n": None}})
+    return result
 
 
 def read(folder: Path, name: str = "train") -> list[dict[str, Any]]:
     """All rows of a set, by zstandard, gzip, json and pyarrow."""
-    found: list[dict[str, Any]] = []
+    loaded: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"{name}-*")):
         if path.suffix == ".parquet":
-            found += pyarrow.parquet.read_table(path).to_pylist()
+            loaded += pyarrow.parquet.read_table(path).to_pylist()
             continue
         data = path.read_bytes()
         if path.suffix == ".zst":
             data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
-        found += map(json.loads, (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines())
-    return found
+        loaded += map(json.loads, (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines())
+    return loaded
 
 
 def left_in(folder: Path, key: str = "text") -> list[Any]:
@@ -85,7 +85,11 @@ def results(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts and several files, though there is little input."""
-    for module, name, size in ((plan, "_LEAST", 1 << 14), (shards, "CHUNK_BYTES", 1 << 13), (tool, "_MB", 1 << 14)):
+    for module, name, size in (
+        (plan, "_MIN_PART_BYTES", 1 << 14),
+        (shards, "CHUNK_BYTES", 1 << 13),
+        (tool, "_MB", 1 << 14),
+    ):
         monkeypatch.setattr(module, name, size)
 
 
@@ -115,34 +119,38 @@ def test_workers_files_and_devices_change_nothing(source: Path, tmp_path: Path, 
     (parts / "c.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[150:])))
     clean(tmp_path / "files", parts, *ALL, "--file-mb", "1", "--workers", "2")
     files = results(tmp_path / "files")
-    counted = [json.loads(found.pop("counts")) for found in (files, expected)]
-    assert files == expected and counted[0]["counts"] == counted[1]["counts"]
-    shown = [{reason: [sample[1] for sample in samples] for reason, samples in one["account"]["samples"].items()}
-             for one in counted]  # fmt: skip
-    assert shown[0] == shown[1] and max(map(len, shown[0].values())) == 8, "of more than eight the same eight"
+    reports = [json.loads(output.pop("counts")) for output in (files, expected)]
+    assert files == expected and reports[0]["counts"] == reports[1]["counts"]
+    sample_texts = [
+        {reason: [sample[1] for sample in samples] for reason, samples in report["account"]["samples"].items()}
+        for report in reports
+    ]
+    assert sample_texts[0] == sample_texts[1] and max(map(len, sample_texts[0].values())) == 8, (
+        "of more than eight the same eight"
+    )
 
 
 def test_which_pairs_are_compared_does_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of document in turn, which share most bands; only those of one kind are similar enough."""
-    given = []
+    texts = []
     for family in range(8):
         words = made_up_words(404, 1000 * family)
         for number in range(9):
             kind = words[:400] if number % 2 else words[4:]  # a similarity of 0.98
-            given.append(" ".join([*kind, "and", "abcdefghi"[number] * 3]))
-    source = texts_of(tmp_path / "raw.jsonl", given)
+            texts.append(" ".join([*kind, "and", "abcdefghi"[number] * 3]))
+    source = texts_of(tmp_path / "raw.jsonl", texts)
     left = []
-    for least in (1 << 20, 8 << 10):
-        monkeypatch.setattr(plan, "_LEAST", least)
+    for min_bytes in (1 << 20, 8 << 10):
+        monkeypatch.setattr(plan, "_MIN_PART_BYTES", min_bytes)
         monkeypatch.setattr("megatron.data.preprocessing.shards.CHUNK_BYTES", 1 << 10)
-        clean(tmp_path / str(least), source, "--minhash", "--jaccard", "0.99")
-        left.append(read(tmp_path / str(least)))
+        clean(tmp_path / str(min_bytes), source, "--minhash", "--jaccard", "0.99")
+        left.append(read(tmp_path / str(min_bytes)))
     assert left[0] == left[1] and len(left[0]) >= 16, "two kinds of eight families"
 
 
 def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some have theirs, over another result too; nothing of what was dropped is lost."""
-    flags = [*TOGETHER, "--keep-rejected"]
+    flags = [*CORPUS_FLAGS, "--keep-rejected"]
     clean(tmp_path / "whole", source, *flags)
     clean(tmp_path / "out", source, "--keep-rejected")
 
@@ -151,12 +159,12 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
 
     moved, kill_at = list[Path](), 0
 
-    def replace(one: Path, other: Path) -> None:
-        if Path(other).parent in (tmp_path / "out", tmp_path / "out" / "rejected"):
-            moved.append(other)
+    def replace(old_path: Path, new_path: Path) -> None:
+        if Path(new_path).parent in (tmp_path / "out", tmp_path / "out" / "rejected"):
+            moved.append(new_path)
             if len(moved) == kill_at:
                 raise Killed
-        os.rename(one, other)
+        os.rename(old_path, new_path)
 
     monkeypatch.setattr("megatron.data.cleaning.output_folder.os.replace", replace)
     for number in (2, 4, 3):  # the last is the metadata
@@ -167,23 +175,25 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
     monkeypatch.undo()
     clean(tmp_path / "out", source, *flags)
     assert results(tmp_path / "out") == results(tmp_path / "whole")
-    one, other = (sorted(path.name for path in (tmp_path / name / "rejected").iterdir()) for name in ("out", "whole"))
-    assert one == other and len(one) > 1
+    actual_names, expected_names = (
+        sorted(path.name for path in (tmp_path / name / "rejected").iterdir()) for name in ("out", "whole")
+    )
+    assert actual_names == expected_names and len(actual_names) > 1
 
 
 def test_nothing_of_somebody_else_s_is_lost(source: Path, tmp_path: Path) -> None:
-    data, other = tmp_path / "data", tmp_path / "other"
+    data, foreign_folder = tmp_path / "data", tmp_path / "other"
     data.mkdir()
-    other.mkdir()
-    mine = data / "train-00000-of-00001.jsonl"
-    mine.write_text(source.read_text())
-    refused(mine, data, "--overwrite", saying="train-00000-of-00001.jsonl.*read")
-    refused(data, data / "out", saying="lies in .*/data")
+    foreign_folder.mkdir()
+    user_file = data / "train-00000-of-00001.jsonl"
+    user_file.write_text(source.read_text())
+    refused(user_file, data, "--overwrite", saying="holds the input .*train-00000-of-00001.jsonl")
+    refused(data, data / "out", saying="/out: .*input .*/data;")
     refused(source, data, "--overwrite", saying="train-00000-of-00001.jsonl: .*not made")
-    assert mine.read_text() == source.read_text()
+    assert user_file.read_text() == source.read_text()
     for text in ("[1, 2]", "{}", '{"model": 1}'):
-        (other / "metadata.json").write_text(text)
-        refused(source, other, "--overwrite", saying="metadata.json: .*not made.*damaged")
+        (foreign_folder / "metadata.json").write_text(text)
+        refused(source, foreign_folder, "--overwrite", saying="metadata.json: .*not made.*damaged")
     unfinished = tmp_path / "new" / ".clean-0123" / "filtered"
     unfinished.mkdir(parents=True)
     refused(source, tmp_path / "new", "--text-key", "typo", saying="no key")
@@ -211,29 +221,29 @@ def test_torch_s_signatures_are_the_same_and_go_on_where_there_is_no_device(sour
         with pytest.raises(ZeroDivisionError):
             clean(tmp_path / "begun", source, "--minhash")
     clean(tmp_path / "begun", source, "--minhash")
-    whole, torch = results(tmp_path / "numpy"), results(tmp_path / "torch")
-    assert results(tmp_path / "begun") == whole and any(name.startswith("train-") for name in whole)
-    assert all(torch[name] == data for name, data in whole.items() if name.startswith("train-"))
+    numpy_results, torch = results(tmp_path / "numpy"), results(tmp_path / "torch")
+    assert results(tmp_path / "begun") == numpy_results and any(name.startswith("train-") for name in numpy_results)
+    assert all(torch[name] == data for name, data in numpy_results.items() if name.startswith("train-"))
 
 
 @pytest.mark.ends_processes
 def test_killed_and_started_again_it_writes_the_same_bytes(source: Path, tmp_path: Path, small_parts: None, capsys):
     """SIGKILL to all processes as soon as a file of a pass is there."""
-    flags = [*TOGETHER, "--file-mb", "1"]
+    flags = [*CORPUS_FLAGS, "--file-mb", "1"]
     clean(tmp_path / "whole", source, *flags)
     code = (
         "import sys; from megatron.data.cleaning import plan; from megatron.data.preprocessing import shards\n"
         "from tools.datasets import clean\n"
-        "plan._LEAST, shards.CHUNK_BYTES, clean._MB = 1 << 14, 1 << 13, 1 << 14\n"
+        "plan._MIN_PART_BYTES, shards.CHUNK_BYTES, clean._MB = 1 << 14, 1 << 13, 1 << 14\n"
         "clean.main(sys.argv[1:])"
     )
     words = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), *flags, "--workers", "2"]
-    for after in ("filtered/000003.json", "minhash/clusters.json", "pieces/000002.json"):
+    for progress_file in ("filtered/000003.json", "minhash/clusters.json", "pieces/000002.json"):
         killed = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                   start_new_session=True)  # fmt: skip
         deadline = time.monotonic() + 120
-        while not list((tmp_path / "out").glob(f".clean-*/{after}")):
+        while not list((tmp_path / "out").glob(f".clean-*/{progress_file}")):
             assert time.monotonic() < deadline and killed.poll() is None, killed.communicate()[0]
             time.sleep(0.002)
         os.killpg(killed.pid, signal.SIGKILL)
@@ -247,24 +257,24 @@ def test_killed_and_started_again_it_writes_the_same_bytes(source: Path, tmp_pat
 
 
 def test_every_document_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = rows(200, seed=4)
-    source, out = jsonl(tmp_path / "raw.jsonl", given), tmp_path / "out"
+    source_rows = rows(200, seed=4)
+    source, out = jsonl(tmp_path / "raw.jsonl", source_rows), tmp_path / "out"
     flags = [*RULES, "--exact", "document", "--minhash", "--validation", "0.2", "--keep-rejected"]
     metadata = clean(out, source, *flags)
     train, validation = read(out), read(out, "validation")
     rejected = [row.value() for path in sorted((out / "rejected").iterdir()) for row in input_rows(path)]
     assert metadata["documents_read"] == 200 == len(train) + len(validation) + len(rejected)
     assert metadata["document_counts"] == {"train": len(train), "validation": len(validation)}
-    all_rows = [*train, *validation, *(one["row"] for one in rejected)]
-    assert {row["id"] for row in given} == {row["id"] for row in all_rows}
+    all_rows = [*train, *validation, *(rejection["row"] for rejection in rejected)]
+    assert {row["id"] for row in source_rows} == {row["id"] for row in all_rows}
     assert sum(metadata["counts"].values()) == len(rejected)
-    by_reason = Counter(row["reason"] for row in rejected)
-    assert by_reason == metadata["counts"] and {"exact/document", "minhash/near_duplicate"} < by_reason.keys()
-    originals = {row["id"]: row for row in given}
+    reason_counts = Counter(row["reason"] for row in rejected)
+    assert reason_counts == metadata["counts"] and {"exact/document", "minhash/near_duplicate"} < reason_counts.keys()
+    originals = {row["id"]: row for row in source_rows}
     for row in train:
         assert {**row, "text": ""} == {**originals[row["id"]], "text": ""}, "further fields stay"
     assert metadata["inputs"][0]["sha256"] and metadata["args"]["validation"] == 0.2
-    assert all(reason in (out / "report.html").read_text() for reason in by_reason)
+    assert all(reason in (out / "report.html").read_text() for reason in reason_counts)
     assert f"train: {len(train):,} documents" in capsys.readouterr().out
     tool.main([str(source), str(out), *flags])
     assert "nothing to do" in capsys.readouterr().out
@@ -301,20 +311,23 @@ def test_what_is_exactly_the_same(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_which_of_a_cluster_stays(flags: list[str], stays: list[str], tmp_path: Path) -> None:
     text = " ".join(made_up_words(300))
-    given = [
+    source_rows = [
         {"id": "a", "text": text, "meta": {"score": 1}}, {"id": "b", "text": text + " end", "meta": {"score": 3.5}},
         {"id": "c", "text": text + " longer end", "meta": {"score": 3}},
         {"id": "d", "text": "Entirely different words are found in this one, and nowhere else.", "meta": {"score": 0}},
     ]  # fmt: skip
-    clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", given), "--minhash", *flags)
+    clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", source_rows), "--minhash", *flags)
     assert left_in(tmp_path / "out", "id") == stays
 
 
 def test_contamination(tmp_path: Path) -> None:
     question = "Which of these metals is a liquid at the temperature of an ordinary room?"
-    asked = [{"question": question, "choices": {"text": ["mercury", "iron"]}}, {"question": "Too short to compare."}]
+    quiz_rows = [
+        {"question": question, "choices": {"text": ["mercury", "iron"]}},
+        {"question": "Too short to compare."},
+    ]
     (tmp_path / "sets").mkdir()
-    jsonl(tmp_path / "sets" / "quiz.jsonl", asked)
+    jsonl(tmp_path / "sets" / "quiz.jsonl", quiz_rows)
     texts = [f"He asked: {question.upper()} Nobody knew.", "Which of these metals is a liquid? Nobody knew.",
              "Too short to compare.", f"Said he; “{question.replace(' ', chr(10))}”"]  # fmt: skip
     source = texts_of(tmp_path / "raw.jsonl", texts)
@@ -329,17 +342,17 @@ def test_contamination(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_formats_in_and_out(kind: str, tmp_path: Path) -> None:
-    given = [{"text": f"text {n}", "n": n, "tags": [n, None], "of": {"a": str(n)}} for n in range(30)]
-    clean(tmp_path / "a", jsonl(tmp_path / "raw.jsonl", given), "--format", kind)
-    assert read(tmp_path / "a") == given
+    source_rows = [{"text": f"text {n}", "n": n, "tags": [n, None], "of": {"a": str(n)}} for n in range(30)]
+    clean(tmp_path / "a", jsonl(tmp_path / "raw.jsonl", source_rows), "--format", kind)
+    assert read(tmp_path / "a") == source_rows
     clean(tmp_path / "b", tmp_path / "a", "--format", "jsonl")
-    assert read(tmp_path / "b") == given
+    assert read(tmp_path / "b") == source_rows
 
 
 def test_fields_that_only_some_rows_have(tmp_path: Path) -> None:
     last = {"text": "b", "n": float("nan"), "reason": "too"}
-    given = [{"text": "a"}, {"text": "b", "extra": 5, "reason": "mine"}, last]
-    source = jsonl(tmp_path / "raw.jsonl", given)
+    source_rows = [{"text": "a"}, {"text": "b", "extra": 5, "reason": "mine"}, last]
+    source = jsonl(tmp_path / "raw.jsonl", source_rows)
     clean(tmp_path / "a", source, "--format", "parquet", "--exact", "document", "--keep-rejected")
     assert read(tmp_path / "a") == [{"text": "a", "extra": None, "reason": None, "n": None},
                                     {"text": "b", "extra": 5, "reason": "mine", "n": None}]  # fmt: skip
@@ -374,11 +387,11 @@ def test_repairs_languages_and_personal_data(tmp_path: Path) -> None:
     ("--minhash --keep best --score meta.n", "raw.jsonl:1: --score meta.n .*None"),
     ("--minhash --device cuda:99", "--device cuda:99: "),
     ("--language xx", "--language xx: py3langid"),
-    ("--language ", "--language: .*none"),
+    ("--language ", "--language: .*such as en"),
     ("--set c4.min_num_sentences=1", "--set .*--recipe"),
     ("--minhash --minhash-seed 5000000000", "--minhash-seed "),
     ("--recipe c4 --word-language xx-none", "spaCy"),
-    ("--recipe gopher --set gopher-quality.min_doc_words=9999", "no document .*3"),
+    ("--recipe gopher --set gopher-quality.min_doc_words=9999", "all 3 documents are dropped"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_in_a_line(flags: str, message: str, tmp_path: Path) -> None:
     refused(jsonl(tmp_path / "raw.jsonl", rows(3)), tmp_path / "out", *flags.split(" "), saying=message)

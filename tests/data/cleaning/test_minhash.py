@@ -6,7 +6,7 @@ import networkx
 import numpy as np
 import pytest
 import torch
-from datasketch import MinHash as TheirMinHash
+from datasketch import MinHash as DatasketchMinHash
 from datasketch import MinHashLSH
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ METHOD = MinHash()
 
 
 def sentence(draw: random.Random, words: int) -> list[str]:
-    """Of letters alone, for numbers count as one word."""
+    """Draws words of letters alone, since numbers count as one word."""
     return ["".join(draw.choices("abcdefgh", k=6)) for _ in range(words)]
 
 
@@ -43,17 +43,17 @@ def planted(count: int, seed: int) -> tuple[list[str], set[tuple[int, int]]]:
     return texts, pairs
 
 
-def jaccard(one: str, other: str) -> float:
-    sets = [{tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one.split(), other.split())]
+def jaccard(text_a: str, text_b: str) -> float:
+    sets = [{tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (text_a.split(), text_b.split())]
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def groups(signature: np.ndarray, some: np.ndarray) -> set[frozenset[int]]:
+def groups(signature: np.ndarray, has_shingles: np.ndarray) -> set[frozenset[int]]:
     """Clusters of the pairs of all bands."""
     edges = [np.empty((0, 2), np.int64)]
-    for keys in minhash.band_keys(signature, METHOD)[some].T:
+    for keys in minhash.band_keys(signature, METHOD)[has_shingles].T:
         order = np.argsort(keys, kind="stable")
-        edges.append(pairs_of(keys[order], np.flatnonzero(some)[order], False))
+        edges.append(pairs_of(keys[order], np.flatnonzero(has_shingles)[order], False))
     nodes, roots = clusters(np.concatenate(edges))
     return {frozenset(nodes[roots == root].tolist()) for root in np.unique(roots)}
 
@@ -78,15 +78,17 @@ def test_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU; tests/gpu does the same on a GPU."""
     monkeypatch.setattr(minhash, "_GPU_BLOCK", 1000)
     values, counts = hashed_shingles([*documents(60, seed=6), "", "too short"], WordHashes(), 5)
-    found = torch_signatures(values, counts, METHOD, torch.device("cpu"))
-    assert np.array_equal(found, signatures(values, counts, METHOD))
+    actual = torch_signatures(values, counts, METHOD, torch.device("cpu"))
+    assert np.array_equal(actual, signatures(values, counts, METHOD))
 
 
 def test_shingles_stay_within_their_text() -> None:
     hashes, texts = WordHashes(), [*documents(20, seed=7), "a b", "", "one two three four five", "x"]
-    together, counts = shingles(*hashes.of(texts), 5)
-    apart = [shingles(*hashes.of([text]), 5)[0] for text in texts]
-    assert counts.tolist() == list(map(len, apart)) and np.array_equal(together, np.concatenate(apart))
+    joint_shingles, counts = shingles(*hashes.hash_words(texts), 5)
+    separate_shingles = [shingles(*hashes.hash_words([text]), 5)[0] for text in texts]
+    assert counts.tolist() == list(map(len, separate_shingles)) and np.array_equal(
+        joint_shingles, np.concatenate(separate_shingles)
+    )
     assert counts[-2] == 1 and not counts[-1]
 
 
@@ -94,49 +96,51 @@ def test_words_of_ascii_are_hashed_as_all_others() -> None:
     """By tables of bytes, where other texts are normalised as texts; and a text longer than a block."""
     hashes = WordHashes()
     for text in [*documents(40, seed=12), "A-b_c  1,000.25 x9y\t\x1cEND.", "word " * 40_000, "x" * 200_000]:
-        plain = text.encode("ascii", "replace").decode()
-        fast, slow = hashes.of([plain])[0], hashes.of([f"{plain} é"])[0][:-1]
-        assert np.array_equal(fast, slow) and len(fast) == len(hashes.words(plain))
+        ascii_text = text.encode("ascii", "replace").decode()
+        fast, slow = hashes.hash_words([ascii_text])[0], hashes.hash_words([f"{ascii_text} é"])[0][:-1]
+        assert np.array_equal(fast, slow) and len(fast) == len(hashes.words(ascii_text))
     distinct = sorted({word for text in documents(300, seed=13) for word in hashes.words(text)})
-    assert len(np.unique(hashes.of([" ".join(distinct)])[0])) == len(distinct) > 2000
+    assert len(np.unique(hashes.hash_words([" ".join(distinct)])[0])) == len(distinct) > 2000
 
 
 @pytest.mark.parametrize("corpus", ["planted", "damaged"])
 def test_clusters_are_datasketch_s(corpus: str) -> None:
-    """Its LSH on our signatures, and on its own; of documents clearly alike or not the planted pairs."""
+    """Clusters equal those of its LSH, on our signatures and on its own; planted pairs come back."""
     if corpus == "planted":
         texts, pairs = planted(150, 9)
-        assert all(jaccard(texts[one], texts[other]) >= 0.95 for one, other in pairs)
-        near = [jaccard(texts[i], texts[i + 1]) for i in range(len(texts) - 1) if (i, i + 1) not in pairs]
-        assert 0.03 < max(near) <= 0.05
+        assert all(jaccard(texts[left], texts[right]) >= 0.95 for left, right in pairs)
+        neighbour_similarities = [
+            jaccard(texts[i], texts[i + 1]) for i in range(len(texts) - 1) if (i, i + 1) not in pairs
+        ]
+        assert 0.03 < max(neighbour_similarities) <= 0.05
     else:
         draw, texts = random.Random(1), documents(150, seed=8)
         texts += [text[draw.randrange(40) :] for text in texts if draw.random() < 0.5]
     values, counts = hashed_shingles(texts, WordHashes(), 5)
     signature = signatures(values, counts, METHOD)
-    ours = groups(signature, counts > 0)
-    assert len(ours) > 20
+    actual_groups = groups(signature, counts > 0)
+    assert len(actual_groups) > 20
 
-    def theirs(made: list[TheirMinHash | None]) -> set[frozenset[int]]:
+    def datasketch_groups(min_hashes: list[DatasketchMinHash | None]) -> set[frozenset[int]]:
         index, graph = MinHashLSH(num_perm=112, params=(14, 8)), networkx.Graph()
-        for number, one in enumerate(made):
-            if one is not None:
-                graph.add_edges_from((number, other) for other in index.query(one))
-                index.insert(number, one)
+        for number, min_hash in enumerate(min_hashes):
+            if min_hash is not None:
+                graph.add_edges_from((number, neighbour) for neighbour in index.query(min_hash))
+                index.insert(number, min_hash)
         return {frozenset(group) for group in networkx.connected_components(graph)}
 
-    given_ours = [
-        TheirMinHash(112, hashvalues=row.view(np.uint32).astype(np.uint64), scheme="affine32") if count else None
+    megatron_hashes = [
+        DatasketchMinHash(112, hashvalues=row.view(np.uint32).astype(np.uint64), scheme="affine32") if count else None
         for row, count in zip(signature, counts, strict=True)
     ]
-    assert theirs(given_ours) == ours
+    assert datasketch_groups(megatron_hashes) == actual_groups
     if corpus == "planted":
-        hashes, own = WordHashes(), list[TheirMinHash | None]()
+        hashes, datasketch_hashes = WordHashes(), list[DatasketchMinHash | None]()
         for text in texts:
             words = hashes.words(text)
-            own.append(TheirMinHash(112))
-            own[-1].update_batch([" ".join(words[i : i + 5]).encode() for i in range(len(words) - 4)])  # type: ignore[union-attr]
-        assert theirs(own) == ours == {frozenset(pair) for pair in pairs}
+            datasketch_hashes.append(DatasketchMinHash(112))
+            datasketch_hashes[-1].update_batch([" ".join(words[i : i + 5]).encode() for i in range(len(words) - 4)])  # type: ignore[union-attr]
+        assert datasketch_groups(datasketch_hashes) == actual_groups == {frozenset(pair) for pair in pairs}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=60))

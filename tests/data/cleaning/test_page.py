@@ -13,15 +13,17 @@ from tests.operations.report.chromium import open_page
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1200, 500])
 def test_it_shows_what_went(tmp_path: Path, width: int) -> None:
-    given = [*rows(150, seed=3), {"id": "x", "text": "<script>document.title = 'broken'</script>"}]
+    source_rows = [*rows(150, seed=3), {"id": "x", "text": "<script>document.title = 'broken'</script>"}]
     flags = [*ALL[:4], "--exact", "document", "--minhash"]
-    metadata = clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", given), *flags)
-    found = open_page(tmp_path / "out" / "report.html", width)
-    assert found["problems"] == [] and found["console"] == [] and found["loaded"] == []
-    assert found["width"] <= width, "nothing reaches over the edge"
-    kept = sum(metadata["document_counts"].values())
-    assert found["title"] == "Cleaning: 151 documents" and f"{kept} of 151 documents stay" in found["text"]
-    lines = found["text"].splitlines()
+    metadata = clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", source_rows), *flags)
+    page_state = open_page(tmp_path / "out" / "report.html", width)
+    assert page_state["problems"] == [] and page_state["console"] == [] and page_state["loaded"] == []
+    assert page_state["width"] <= width, "nothing reaches over the edge"
+    retained = sum(metadata["document_counts"].values())
+    assert (
+        page_state["title"] == "Cleaning: 151 documents" and f"{retained} of 151 documents stay" in page_state["text"]
+    )
+    lines = page_state["text"].splitlines()
     for reason, count in metadata["counts"].items():
         assert any(line.split()[:2] == [reason, str(count)] for line in lines), (reason, count)
     page = (tmp_path / "out" / "report.html").read_text()

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from datatrove.data import Document as TheirDocument
+from datatrove.data import Document as DatatroveDocument
 from datatrove.pipeline import filters
 from datatrove.utils.text import PUNCTUATION_SET, simplify_text, split_into_sentences
 from datatrove.utils.word_tokenizers import load_word_tokenizer
@@ -15,37 +15,37 @@ from megatron.data.cleaning.words import PUNCTUATION, TERMINAL_PUNCTUATION, Docu
 from megatron.data.errors import DataError
 from tests.data.cleaning.corpus import documents
 
-THEIRS = {"gopher-repetition": filters.GopherRepetitionFilter, "gopher-quality": filters.GopherQualityFilter,
-          "c4": filters.C4QualityFilter, "fineweb": filters.FineWebQualityFilter}  # fmt: skip
+FILTERS = {"gopher-repetition": filters.GopherRepetitionFilter, "gopher-quality": filters.GopherQualityFilter,
+           "c4": filters.C4QualityFilter, "fineweb": filters.FineWebQualityFilter}  # fmt: skip
 
 
-def theirs(name: str, texts: list[str], **settings: object) -> list[tuple[str | None, str]]:
-    rule, found = THEIRS[name](**settings), []
+def datatrove_verdicts(name: str, texts: list[str], **settings: object) -> list[tuple[str | None, str]]:
+    rule, verdicts = FILTERS[name](**settings), []
     for text in texts:
-        document = TheirDocument(text=text, id="")
+        document = DatatroveDocument(text=text, id="")
         verdict = rule.filter(document)
-        found.append((None if verdict is True else verdict[1], document.text))
-    return found
+        verdicts.append((None if verdict is True else verdict[1], document.text))
+    return verdicts
 
 
-def ours(name: str, texts: list[str], *settings: str) -> list[tuple[str | None, str]]:
+def megatron_verdicts(name: str, texts: list[str], *settings: str) -> list[tuple[str | None, str]]:
     cleaner, edits = Cleaner(Recipe(normalize=(), rules=rules_of([name], settings))), Edits()
-    found = []
+    verdicts = []
     for text in texts:
         left, reason = cleaner.clean(text, edits)
-        found.append((None if reason in (None, "empty/empty") else reason.removeprefix(f"{name}/"), left))
-    return found
+        verdicts.append((None if reason in (None, "empty/empty") else reason.removeprefix(f"{name}/"), left))
+    return verdicts
 
 
-def compare(texts: list[str], least: tuple[int, ...]) -> None:
-    """least: different verdicts that the comparison has to have met, of each rule."""
-    for name, verdicts in zip(THEIRS, least, strict=True):
-        expected, found = theirs(name, texts), ours(name, texts)
-        for text, one, other in zip(texts, expected, found, strict=True):
-            assert other[0] == one[0], (name, text)
-            assert one[0] is not None or other[1] == one[1], (name, text)
+def compare(texts: list[str], min_reasons: tuple[int, ...]) -> None:
+    """min_reasons: number of different verdicts that each rule has to give."""
+    for name, num_reasons in zip(FILTERS, min_reasons, strict=True):
+        expected, actual = datatrove_verdicts(name, texts), megatron_verdicts(name, texts)
+        for text, expected_verdict, actual_verdict in zip(texts, expected, actual, strict=True):
+            assert actual_verdict[0] == expected_verdict[0], (name, text)
+            assert expected_verdict[0] is not None or actual_verdict[1] == expected_verdict[1], (name, text)
         reasons = Counter(reason for reason, _ in expected)
-        assert len(reasons) >= verdicts and min(reasons[None], len(texts) - reasons[None]) > len(texts) / 20, reasons
+        assert len(reasons) >= num_reasons and min(reasons[None], len(texts) - reasons[None]) > len(texts) / 20, reasons
 
 
 def test_every_verdict_is_datatrove_s() -> None:
@@ -66,9 +66,9 @@ def test_on_twenty_thousand_documents(seed: int) -> None:
 ])  # fmt: skip
 def test_other_thresholds(name: str, settings: dict[str, object]) -> None:
     texts = documents(90, seed=2)
-    our_verdicts = ours(name, texts, *(f"{name}.{key}={json.dumps(value)}" for key, value in settings.items()))
-    assert [reason for reason, _ in our_verdicts] == [reason for reason, _ in theirs(name, texts, **settings)]
-    assert our_verdicts != ours(name, texts), "other thresholds, other verdicts"
+    verdicts = megatron_verdicts(name, texts, *(f"{name}.{key}={json.dumps(value)}" for key, value in settings.items()))
+    assert [reason for reason, _ in verdicts] == [reason for reason, _ in datatrove_verdicts(name, texts, **settings)]
+    assert verdicts != megatron_verdicts(name, texts), "other thresholds, other verdicts"
 
 
 def test_words_and_signs_are_datatrove_s() -> None:

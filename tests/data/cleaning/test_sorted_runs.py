@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.cleaning.exact import hash_records, later_ones, pieces, without
+from megatron.data.cleaning.exact import hash_records, pieces, remove_pieces, repeats_across_parts
 from megatron.data.cleaning.sorted_runs import document_numbers, merged, rows_of_part, write_run
 
 RECORD = np.dtype([("key", "<u8"), ("document", "<u8")])
@@ -22,14 +22,14 @@ def test_pieces_are_one_sort(tmp_path: Path, at_once: int) -> None:
         records["document"] = document_numbers(part, np.arange(len(records)))
         write_run(tmp_path / f"{part}.npy", records)
         runs.append(records)
-    together = np.concatenate(runs)
-    expected = together[np.argsort(together["key"], kind="stable")]
-    found = list(merged([tmp_path / f"{part}.npy" for part in range(5)], at_once))
-    assert np.array_equal(np.concatenate(found), expected)
-    keys = [set(one["key"].tolist()) for one in found]
+    all_records = np.concatenate(runs)
+    expected = all_records[np.argsort(all_records["key"], kind="stable")]
+    pieces = list(merged([tmp_path / f"{part}.npy" for part in range(5)], at_once))
+    assert np.array_equal(np.concatenate(pieces), expected)
+    keys = [set(piece["key"].tolist()) for piece in pieces]
     assert sum(map(len, keys)) == len(set().union(*keys)), "no key in two of them"
-    assert len(found) == 1 if at_once > 1000 else len(found) > 1
-    assert [len(one) for one in merged([tmp_path / "0.npy"], 10**6)] == [len(runs[0])] * bool(len(runs[0]))
+    assert len(pieces) == 1 if at_once > 1000 else len(pieces) > 1
+    assert [len(piece) for piece in merged([tmp_path / "0.npy"], 10**6)] == [len(runs[0])] * bool(len(runs[0]))
 
 
 def test_numbers_of_documents() -> None:
@@ -40,21 +40,23 @@ def test_numbers_of_documents() -> None:
 
 
 def test_what_has_stood_before_in_an_earlier_part(tmp_path: Path) -> None:
-    texts, again = [["a b", "c", "a  b", "d"], ["d", "e"], ["c\n", "c"]], []
-    for part, some in enumerate(texts):
-        records, own = hash_records(enumerate(some), part, "document", 0)
+    texts, repeats = [["a b", "c", "a  b", "d"], ["d", "e"], ["c\n", "c"]], []
+    for part, part_texts in enumerate(texts):
+        records, part_repeats = hash_records(enumerate(part_texts), part, "document", 0)
         write_run(tmp_path / f"{part}.npy", records)
-        again.append(own)
-    assert [len(own) for own in again] == [1, 0, 1], "what a part repeats of itself is no record"
-    again += later_ones([tmp_path / f"{part}.npy" for part in range(3)])
-    found = {(int(one["document"]) >> 32, int(one["document"]) & 0xFFFFFFFF) for one in np.concatenate(again)}
-    assert found == {(0, 2), (1, 0), (2, 0), (2, 1)}
+        repeats.append(part_repeats)
+    assert [len(part_repeats) for part_repeats in repeats] == [1, 0, 1], "what a part repeats of itself is not a record"
+    repeats += repeats_across_parts([tmp_path / f"{part}.npy" for part in range(3)])
+    places = {
+        (int(record["document"]) >> 32, int(record["document"]) & 0xFFFFFFFF) for record in np.concatenate(repeats)
+    }
+    assert places == {(0, 2), (1, 0), (2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize("scope", ["line", "paragraph"])
 def test_a_text_without_none_of_its_pieces_is_itself(scope: str) -> None:
     text = "one\ntwo\n\n  \nthree\n\nfour\nfive"
-    assert without(text, scope, []) == text and "".join(pieces(text, scope)) == text
+    assert remove_pieces(text, scope, []) == text and "".join(pieces(text, scope)) == text
     count = len(pieces(text, scope)[::2])
-    assert without(text, scope, range(count)) == ""
-    assert without("a\nb\nc", "line", [2]) == "a\nb" and without("a\nb\nc", "line", [0]) == "b\nc"
+    assert remove_pieces(text, scope, range(count)) == ""
+    assert remove_pieces("a\nb\nc", "line", [2]) == "a\nb" and remove_pieces("a\nb\nc", "line", [0]) == "b\nc"

@@ -1,4 +1,4 @@
-"""What templates leave out, beyond the table of readers in tests/generation/prompts/test_readers.py."""
+"""Checks of what templates omit, beyond the table of readers in tests/generation/prompts/test_readers.py."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from megatron.data.conversations.rendered import REASONING_LEFT_OUT
 
 ASK, ANSWER = {"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "High."}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "tide", "arguments": {"days": 2, "port": "Brest"}}}]}  # fmt: skip # noqa: E501
-EACH = "{% for m in messages %}"
+LOOP = "{% for m in messages %}"
 
 
 def check(template: str, messages: Sequence[Message]) -> dict[str, int]:
-    def render(others: Sequence[Message]) -> str:
-        return Environment().from_string(template).render(messages=others)
+    def render(rendered_messages: Sequence[Message]) -> str:
+        return Environment().from_string(template).render(messages=rendered_messages)
 
     return dict(RenderedCheck()(messages, render(messages), render))
 
@@ -24,13 +24,13 @@ def check(template: str, messages: Sequence[Message]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("template", "messages"),
     [
-        (EACH + "{{ m.content | trim }}{% endfor %}", [{**ASK, "content": " Tide?\n"}, ANSWER]),
-        (EACH + "{{ m.content | tojson }}{% endfor %}", [{**ASK, "content": 'The "tide"\n at Brest?'}]),
+        (LOOP + "{{ m.content | trim }}{% endfor %}", [{**ASK, "content": " Tide?\n"}, ANSWER]),
+        (LOOP + "{{ m.content | tojson }}{% endfor %}", [{**ASK, "content": 'The "tide"\n at Brest?'}]),
         # The system message moves to the last question, as Mistral's
         ("{{ messages[1].content }}{{ messages[0].content }}", [{"role": "system", "content": "Be brief."}, ASK]),
-        (EACH + "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ m.content }}{% endfor %}", [CALL]),
+        (LOOP + "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ m.content }}{% endfor %}", [CALL]),
         (
-            EACH + "{% for c in m.tool_calls %}<{{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
+            LOOP + "{% for c in m.tool_calls %}<{{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
             "<{{ k }}>{{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}",
             [CALL],
         ),
@@ -46,10 +46,10 @@ def test_other_spellings_are_found(template: str, messages: list[Message]) -> No
         # A short text that the template itself holds
         ("user: {{ messages[-1].content }}", [{**ASK, "content": "user"}, ANSWER], 0),
         ("{{ messages[1].content }}{{ messages[0].content }}", [ASK, ANSWER], 1),  # another order
-        (EACH + "{{ m.content[:3] }}{% endfor %}", [ANSWER], 0),
-        (EACH + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}", [CALL], 0),
+        (LOOP + "{{ m.content[:3] }}{% endfor %}", [ANSWER], 0),
+        (LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}", [CALL], 0),
         # Arguments as text within JSON
-        (EACH + "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson | string | tojson }}"
+        (LOOP + "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson | string | tojson }}"
          "{% endfor %}{% endfor %}", [CALL], 0),
     ],
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_what_is_left_out_is_refused(template: str, messages: list[Message], num
 
 
 def test_reasoning_that_a_template_drops_is_counted() -> None:
-    template = EACH + "{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    template = LOOP + "{{ m.content.split('</think>')[-1] }}{% endfor %}"
     talk = [ASK, {**ANSWER, "content": "<think>hm</think>High."}, ASK, {**ANSWER, "reasoning_content": "Again."}]
     assert check(template, talk) == {REASONING_LEFT_OUT: 2}
-    assert check(EACH + "{{ m.content }}{{ m.reasoning_content }}{% endfor %}", talk) == {}
+    assert check(LOOP + "{{ m.content }}{{ m.reasoning_content }}{% endfor %}", talk) == {}

@@ -21,13 +21,13 @@ def analyze(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the tool sets: put back afterwards
 
     def run(*words: object) -> SimpleNamespace:
-        said: object = ""
+        error: object = ""
         try:
             tool.main(list(map(str, words)))
         except SystemExit as end:
-            said = end.code
+            error = end.code
         out, err = capsys.readouterr()
-        return SimpleNamespace(code=int(said != ""), stdout=out, stderr=f"{err}{said}")
+        return SimpleNamespace(code=int(error != ""), stdout=out, stderr=f"{err}{error}")
 
     return run
 
@@ -56,25 +56,25 @@ def chat_length(hf, messages: list[dict], **options) -> int:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_pairs(tmp_path: Path, hf, analyze, explicit: bool):
     """prompt + chosen + rejected, and chosen + rejected that share their first messages; an EOS ends each."""
-    given, prompts, wholes = [], [], []
+    source_rows, prompts, side_lengths = [], [], []
     for row in json_rows(DATASET / "pairs.jsonl"):
         shared = next(i for i, (a, b) in enumerate(zip(row["chosen"], row["rejected"], strict=True)) if a != b)
         prompt = row["chosen"][:shared]
         if explicit:
             row = {"prompt": prompt} | {side: row[side][shared:] for side in ("chosen", "rejected")}
-        given.append(row)
+        source_rows.append(row)
         prompts.append(chat_length(hf, prompt, add_generation_prompt=True))
         sides = [prompt + row[side][shared if not explicit else 0 :] for side in ("chosen", "rejected")]
-        wholes.append([chat_length(hf, side) + 1 for side in sides])
-    source = jsonl(tmp_path / "p.jsonl", given)
+        side_lengths.append([chat_length(hf, side) + 1 for side in sides])
+    source = jsonl(tmp_path / "p.jsonl", source_rows)
     done = analyze(source, "--tokenizer", TOKENIZER, "--max-length", 100, "--max-prompt-length", 30)
-    statistics, whole = table(done), [max(pair) for pair in wholes]
-    assert statistics["prompt"] == numbers(prompts) and statistics["whole"] == numbers(whole)
+    statistics, full_lengths = table(done), [max(pair) for pair in side_lengths]
+    assert statistics["prompt"] == numbers(prompts) and statistics["whole"] == numbers(full_lengths)
     for side, name in enumerate(("chosen", "rejected")):
-        assert statistics[name] == numbers([pair[side] - p for pair, p in zip(wholes, prompts, strict=True)])
-    for flag, lengths, limit in (("--max-length", whole, 100), ("--max-prompt-length", prompts, 30)):
-        over = sum(length > limit for length in lengths)
-        assert 0 < over < 24 and statistics[flag][1] == str(over)
+        assert statistics[name] == numbers([pair[side] - p for pair, p in zip(side_lengths, prompts, strict=True)])
+    for flag, lengths, limit in (("--max-length", full_lengths, 100), ("--max-prompt-length", prompts, 30)):
+        num_over = sum(length > limit for length in lengths)
+        assert 0 < num_over < 24 and statistics[flag][1] == str(num_over)
     assert "suggested: --max-length 128 --max-prompt-length 128 " in done.stdout
 
 
@@ -107,17 +107,17 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
 
 def test_no_gpu_is_touched(analyze, monkeypatch):
     """The variable is emptied before the tokenizer's library, which may load torch, can look."""
-    seen, cuda, load = [], [], tool.load
+    visible_devices, cuda, load = [], [], tool.load
 
     def looks(*words):
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        visible_devices.append(os.environ["CUDA_VISIBLE_DEVICES"])
         return load(*words)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(tool, "load", looks)
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: cuda.append("begun"))
     assert "whole" in table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", TOKENIZER))
-    assert (seen, cuda) == ([""], [])
+    assert (visible_devices, cuda) == ([""], [])
 
 
 def test_suggestions():

@@ -1,4 +1,4 @@
-"""What people are shown is what is stored, and what is trained."""
+"""Viewers show the stored tokens, and which of them are trained."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron.data.inspection import samples
 from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import terminal, visible
 from megatron.data.inspection.samples import PADDING, TRAINED, DisplayedPart, PackedRows, StoredDocuments, text_spans
-from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
+from megatron.data.inspection.statistics import CANDIDATE_LENGTHS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset, write_rows
@@ -41,7 +41,7 @@ def test_columns_are_found():
     assert [len(group) for group in samples.group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
 
 
-def test_documents_are_shown_whole():
+def test_documents_are_shown_in_full():
     source = StoredDocuments(find_file_groups(CHAT))
     labels, rewards, text = stored("_label"), stored("_reward"), IndexedDataset(CHAT)
     for index in range(len(source)):
@@ -49,14 +49,16 @@ def test_documents_are_shown_whole():
         (part,) = view.parts
         spans, start = list(text_spans(part, HF)), int(text.pointers[index]) // 4
         assert text_of(part, HF) == HF.detokenize(text[index]) + "<|endoftext|>" and view.reward == rewards[index]
-        of = labels[start : start + len(text[index])]
-        assert view.count(TRAINED) == (of != -100).sum()
+        document_labels = labels[start : start + len(text[index])]
+        assert view.count(TRAINED) == (document_labels != -100).sum()
         trained = "".join(span.text for span in spans if span.kind == "trained")
-        assert trained == HF.detokenize(of[of != -100]) + ("<|endoftext|>" if of[-1] != -100 else "")
-        assert spans[0].first == 0 and sum(span.tokens for span in spans) == len(text[index])
+        assert trained == HF.detokenize(document_labels[document_labels != -100]) + (
+            "<|endoftext|>" if document_labels[-1] != -100 else ""
+        )
+        assert spans[0].start == 0 and sum(span.tokens for span in spans) == len(text[index])
 
 
-def test_text_survives_being_cut_into_spans(tmp_path: Path):
+def test_text_survives_splitting_into_spans(tmp_path: Path):
     """Blanks that a decoder drops at the beginning, and characters of several tokens, are in a span."""
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "t").write_text("the quick brown fox jumps over it\n" * 50)
@@ -65,10 +67,10 @@ def test_text_survives_being_cut_into_spans(tmp_path: Path):
                                              hard_vocab_limit=False)  # fmt: skip
     for tokenizer, text in ((SPMTokenizer(tmp_path / "m.model"), "the fox jumps over it"), (HF, "the fox, é and 漢")):
         ids = np.array(tokenizer.tokenize(text))
-        for cut in range(1, len(ids)):
-            kinds = np.where(np.arange(len(ids)) < cut, 0, 1)
-            shown = text_of(DisplayedPart("document 0", ids, kinds), tokenizer)
-            assert "\ufffd" in shown or shown == text, cut
+        for boundary in range(1, len(ids)):
+            kinds = np.where(np.arange(len(ids)) < boundary, 0, 1)
+            rendered = text_of(DisplayedPart("document 0", ids, kinds), tokenizer)
+            assert "\ufffd" in rendered or rendered == text, boundary
     foreign = DisplayedPart("document 0", np.array([HF.eod, 380, -1]), np.zeros(3, int))
     unknown = [f"<{number}: not in the vocabulary>" for number in (380, -1)]
     assert [span.text for span in text_spans(foreign, HF)] == ["<|endoftext|>", *unknown]
@@ -98,9 +100,9 @@ def test_rows_begin_where_documents_do(tmp_path: Path):
 
 def test_terminal():
     (view,) = StoredDocuments(find_file_groups(CHAT))[0]
-    plain = terminal(view, HF, colour=False)
-    assert plain.startswith("━━ document 0 · 174 tokens · 75 trained, 99 masked · reward 1\n")
-    assert "── document 0, positions 0–173\n[system] The quiet copper" in plain and "«<|endoftext|>»" in plain
+    uncoloured = terminal(view, HF, colour=False)
+    assert uncoloured.startswith("━━ document 0 · 174 tokens · 75 trained, 99 masked · reward 1\n")
+    assert "── document 0, positions 0–173\n[system] The quiet copper" in uncoloured and "«<|endoftext|>»" in uncoloured
     coloured = terminal(view, HF, colour=True)
     assert "\x1b[2m[user] The patient bridge warms the saddle.\x1b[0m\n" in coloured
     assert "\x1b[32m" in coloured and "«" not in coloured
@@ -123,13 +125,13 @@ def test_stats(tmp_path: Path):
     stats = dataset_stats(find_file_groups(tmp_path / "x_document")[0], {})
     assert (stats.documents, stats.empty, stats.duplicates, stats.untrained_documents) == (8, 1, 1, 4)
     assert Counter(stats.lengths.tolist()) == Counter(map(len, documents))
-    row = stats.packing[FITS.index(1024)]
-    cut = [3, 1024, 3, 600, 4, 1024, 400]
-    assert row.fit == 5 / 7 and row.unpacked == pytest.approx(sum(cut) / (7 * 1024))
-    assert row.best_fit == pytest.approx(sum(cut) / (3 * 1024)), "1024 | 1024 | 600 + 400 + 4 + 3 + 3"
-    assert row.until_overflow == pytest.approx(sum(cut) / (5 * 1024)), "3 | 1024 | 3 + 600 + 4 | 1024 | 400"
+    row = stats.packing[CANDIDATE_LENGTHS.index(1024)]
+    truncated_lengths = [3, 1024, 3, 600, 4, 1024, 400]
+    assert row.fit == 5 / 7 and row.unpacked == pytest.approx(sum(truncated_lengths) / (7 * 1024))
+    assert row.best_fit == pytest.approx(sum(truncated_lengths) / (3 * 1024)), "1024 | 1024 | 600 + 400 + 4 + 3 + 3"
+    assert row.next_fit == pytest.approx(sum(truncated_lengths) / (5 * 1024)), "3 | 1024 | 3 + 600 + 4 | 1024 | 400"
     ends = np.cumsum([3, 1500, 3, 600, 4, 3000, 400])
     cuts = [any(b % 1024 == 0 for b in range(s + 1, e)) for s, e in zip([0, *ends], ends, strict=False)]
     assert row.packed_cuts == sum(cuts) / 7
-    assert len(table(stats)) == 5 + len(FITS)
+    assert len(table(stats)) == 5 + len(CANDIDATE_LENGTHS)
     assert samples.KINDS[TRAINED] == "trained"

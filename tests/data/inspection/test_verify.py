@@ -35,14 +35,14 @@ def checked(prefix: Path, vocab_size: int | None = 380) -> list[VerifiedDataset]
     return [verified for column in find_file_groups(prefix) for verified in verify(column, vocab_size)]
 
 
-def test_golden_files_are_whole(chat: Path):
+def test_golden_files_are_complete(chat: Path):
     text, label, reward = checked(chat)
     assert (text.documents, text.tokens, text.dtype, text.ids) == (COUNT, 4099, "int32", (0, 379))
     labels = np.fromfile(DATASET / f"{LABEL}.bin", "<i4")
     assert (label.trained, label.tokens) == (int((labels != -100).sum()), 4099) and reward.tokens == COUNT
     assert [verified.documents for verified in checked(DATASET / "corpusA_lazy_text_document")] == [80]
-    found = [Path(verified.prefix).name for verified in checked(DATASET / "instruct")]
-    assert found == ["instruct_text_document", "instruct_label_document"]
+    names = [Path(verified.prefix).name for verified in checked(DATASET / "instruct")]
+    assert names == ["instruct_text_document", "instruct_label_document"]
 
 
 def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
@@ -55,18 +55,18 @@ WRAPPED = struct.pack("<2q", 2**63 - 1, -2)
 # What is done in the folder to the text's index or data, or to others, and what is said
 DAMAGE: dict[str, tuple[Callable[[Path, Path, Path], object], str]] = {
     "size": (lambda d, i, b: poke(i, HEADER + 28, "<i", -3), r"document 7 \(sequence 7\) has -3 tokens"),
-    "pointer": (lambda d, i, b: poke(i, POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* at {START}"),
-    "boundary": (lambda d, i, b: poke(i, BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3 of 24"),
+    "pointer": (lambda d, i, b: poke(i, POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* {START}"),
+    "boundary": (lambda d, i, b: poke(i, BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3.* 24"),
     "boundary off by one": (lambda d, i, b: poke(i, BOUNDARIES + 56, "<q", 6), "document 7 is .* is wrong"),
     "boundaries that wrap around": (lambda d, i, b: poke(i, BOUNDARIES + 56, "16s", WRAPPED),
-                                    "document 7 is sequences 9223372036854775807 to -2 of 24"),
+                                    "document 7 is sequences 9223372036854775807 to -2.* 24"),
     "other file": (lambda d, i, b: shutil.copy(b, i), "not an index"),
     "cut index": (lambda d, i, b: rewrite(i, lambda content: content[:-1]), "needs"),
     "cut off": (lambda d, i, b: rewrite(b, lambda content: content[: START + 9]),
                 f"after {START + 9} bytes, before the end of document 7 "),
     "longer": (lambda d, i, b: rewrite(b, lambda content: content + b"1234567"), "7 bytes after the last document"),
-    "id": (lambda d, i, b: poke(b, START + 20, "<i", 380), "document 7, token 5: 380 is no token id in a"),
-    "negative id": (lambda d, i, b: poke(b, START, "<i", -1), "document 7, token 0: -1 is no token id"),
+    "id": (lambda d, i, b: poke(b, START + 20, "<i", 380), "document 7, token 5: 380 is not a token id in a"),
+    "negative id": (lambda d, i, b: poke(b, START, "<i", -1), "document 7, token 0: -1 is not a token id"),
     "label": (lambda d, i, b: poke(d / f"{LABEL}.bin", START + 20, "<i", 9), "document 7, token 5: 9 is neither -100"),
     "no labels": (lambda d, i, b: (d / f"{LABEL}.bin").unlink(), r"label_document.bin: no such file"),
     "fewer labels": (lambda d, i, b: write_rows(d / LABEL, SHORTER), "document 7 has 1 labels, but .* tokens"),
@@ -90,23 +90,23 @@ def test_documents_of_several_sequences(tmp_path: Path):
     (tmp_path / "m.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 4) + tables)
     assert checked(tmp_path / "m", 15)[0].documents == 3
     for limit, document, token in ((5, 0, 5), (11, 2, 4)):
-        refused(f"document {document}, token {token}: {limit} is no token id", checked, tmp_path / "m", limit)
+        refused(f"document {document}, token {token}: {limit} is not a token id", checked, tmp_path / "m", limit)
 
 
 def test_wrong_boundaries_of_the_old_format(tmp_path: Path):
     copy_dataset(DATASET / "corpusA_lazy_text_document", tmp_path / "old")
     poke(tmp_path / "old.idx", -16, "<q", 3)
-    refused(r"old.idx: document 78 is sequences 78 to 3 of 80", checked, tmp_path / "old")
+    refused(r"old.idx: document 78 is sequences 78 to 3.* 80", checked, tmp_path / "old")
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 100])
 def test_a_boundary_off_by_one_beside_the_edge_of_a_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron.data.indexed_dataset.CHUNK", chunk)
     for wrong in range(1, 9):
-        for by in (-1, 1):
+        for offset in (-1, 1):
             boundaries = np.arange(10)
-            boundaries[wrong] += by
-            with pytest.raises(DataError, match=f"document {wrong - 1 if by > 0 else wrong} is .* is wrong"):
+            boundaries[wrong] += offset
+            with pytest.raises(DataError, match=f"document {wrong - 1 if offset > 0 else wrong} is .* is wrong"):
                 check_boundaries(tmp := Path("x.idx"), boundaries, 9)
     check_boundaries(tmp, np.array([0, 2, 2, 5, 6, 8]), 8)
     check_boundaries(tmp, np.array([0, 0, 1, 2, 2, 2, 3]), 3)
@@ -115,8 +115,8 @@ def test_a_boundary_off_by_one_beside_the_edge_of_a_chunk(chunk: int, monkeypatc
 def test_blocks_cover_all_sequences():
     sizes = np.array([0, 1, 1 << 22, 5, 0, (1 << 22) + 7, 3, 0], np.int32)
     ranges = list(blocks(sizes))
-    assert [first for first, _ in ranges] == [0, *[last for _, last in ranges[:-1]]] and ranges[-1][1] == len(sizes)
-    assert all(last == first + 1 or sizes[first:last].sum() <= 1 << 22 for first, last in ranges)
+    assert [start for start, _ in ranges] == [0, *[stop for _, stop in ranges[:-1]]] and ranges[-1][1] == len(sizes)
+    assert all(stop == start + 1 or sizes[start:stop].sum() <= 1 << 22 for start, stop in ranges)
 
 
 def test_tool(chat: Path, capsys: pytest.CaptureFixture[str]):

@@ -41,9 +41,9 @@ def build(samples: int = 40, **changes):
 def test_order_and_samples_equal_neox_with_its_error():
     dataset, maps = build(compat_pack_impl=True), golden_maps("pairwise_unpacked")
     assert len(dataset) == 40
-    ours = dataset.maps
+    actual_maps = dataset.maps
     # Its order names documents straight, ours their place in doc_idx: the same documents
-    np.testing.assert_array_equal(ours.doc_idx[ours.shuffle_idx], maps.doc_idx[maps.shuffle_idx])
+    np.testing.assert_array_equal(actual_maps.doc_idx[actual_maps.shuffle_idx], maps.doc_idx[maps.shuffle_idx])
     for i in range(20):
         for side, sample in zip(("pos", "neg"), dataset[i].rows, strict=True):
             np.testing.assert_array_equal(sample.tokens, GOLDEN[side][i])
@@ -75,11 +75,11 @@ def test_without_labels_the_prompt_is_what_trl_takes():
             assert (sample.labels[: len(trl_parts["prompt"])] == -100).all()
 
 
-def test_too_long_pairs_are_cut_or_left_out():
+def test_too_long_pairs_are_truncated_or_skipped():
     assert len(build(24, seq_length=100).maps.sample_idx) - 1 == 24
-    kept = build(24, seq_length=100, allow_chopped=False)
+    retained = build(24, seq_length=100, allow_chopped=False)
     longest = np.maximum(*(IndexedDataset(PAIRS[name]).sizes for name in ("chosen", "rejected")))
-    assert set(kept.maps.doc_idx.tolist()) == set(np.flatnonzero(longest <= 101).tolist()) != set(range(24))
+    assert set(retained.maps.doc_idx.tolist()) == set(np.flatnonzero(longest <= 101).tolist()) != set(range(24))
 
 
 def sides(tmp_path: Path, pos: list[list[int]], neg: list[list[int]]) -> dict:
@@ -91,13 +91,15 @@ def sides(tmp_path: Path, pos: list[list[int]], neg: list[list[int]]) -> dict:
 def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
     pos = [[1, 2, 3], [1, 2], [5, 6, 7, 8, 9, 1], [4, 4, 4]]
     neg = [[1, 2, 4], [1, 2, 3], [5, 6, 7, 8, 9, 2], [3, 4]]
-    two = sides(tmp_path, pos, neg)
+    side_paths = sides(tmp_path, pos, neg)
     # 1: nothing comes after the prompt of one side; 2: what differs is cut off
-    assert set(build(10, **two, seq_length=4).maps.doc_idx) == {0, 3}
-    first, untrained, unreached = built(4, **two, seq_length=4).log_lines
-    assert all(fact in first for fact in (f"{tmp_path}/p.bin", "2 pairs", "4 rows of 4 tokens", "45.0 % padding"))
+    assert set(build(10, **side_paths, seq_length=4).maps.doc_idx) == {0, 3}
+    padding_line, untrained, unreached = built(4, **side_paths, seq_length=4).log_lines
+    assert all(
+        fact in padding_line for fact in (f"{tmp_path}/p.bin", "2 pairs", "4 rows of 4 tokens", "45.0 % padding")
+    )
     assert "1 pairs" in untrained and "number 1" in untrained and "1 pairs" in unreached and "number 2" in unreached
-    refused(r"p\.bin: none of 4 documents makes a train sample", build, 4, **two, seq_length=0)
+    refused(r"p\.bin: none of 4 documents makes a train sample", build, 4, **side_paths, seq_length=0)
 
 
 def test_references_of_answers_that_share_a_prompt(tmp_path: Path):
@@ -124,9 +126,9 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
                 assert dataset[i].reference_logprobs.dtype == np.float32
                 assert dataset[i].reference_logprobs.tolist() == [sums[answer] for answer in dataset.documents(i)]
     args["seq_length"] = 2
-    cut = build(2, precompute_model_name="base", **args)
-    assert sorted(cut[i].reference_logprobs.tolist() for i in (0, 1)) == [[-4, -4.5], [-3.5, -12]]
-    with pytest.raises(DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"):
+    truncated = build(2, precompute_model_name="base", **args)
+    assert sorted(truncated[i].reference_logprobs.tolist() for i in (0, 1)) == [[-4, -4.5], [-3.5, -12]]
+    with pytest.raises(DataError, match=r"n_sums\.bin: .*sums over full documents, but document 1 .* cut to 3 tokens"):
         build(2, precompute_model_name="sums", **args)
     build(2, precompute_model_name="sums", allow_chopped=False, **args)
 
@@ -138,10 +140,10 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
     ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
 ])  # fmt: skip
 def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
-    two = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
+    side_paths = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
     write_rows(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)
     write_rows(tmp_path / "p_base", reference, dtype)
-    refused(message, build, 2, precompute_model_name="base", **two)
+    refused(message, build, 2, precompute_model_name="base", **side_paths)
 
 
 def test_sides_that_are_no_pairs(tmp_path: Path):

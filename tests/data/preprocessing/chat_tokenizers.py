@@ -35,7 +35,7 @@ GENERATION = (
     "{% else %}{{ m['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-PLAIN = (  # no token of its own, and a blank before the answer that merges with its first word
+BRACKETED = (  # no token of its own, and a blank before the answer that merges with its first word
     "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
@@ -80,7 +80,7 @@ def encoded(rows: list, chat: ChatTokenizer, **options: Any) -> tuple:
     return encode_rows([prepare(row, chat, chosen) for row in rows], chat, chosen)
 
 
-def texts_of(made: Any, chat: ChatTokenizer) -> list[tuple[str, str]]:
+def texts_of(row: Any, chat: ChatTokenizer) -> list[tuple[str, str]]:
     """(whole text, trained text) of each document of a row."""
-    trained = [d.ids if d.labels is None else d.labels[d.labels >= 0] for (d,) in made.documents]
-    return [(chat.hf.decode(d.ids), chat.hf.decode(ids)) for (d,), ids in zip(made.documents, trained, strict=True)]
+    trained = [d.ids if d.labels is None else d.labels[d.labels >= 0] for (d,) in row.documents]
+    return [(chat.hf.decode(d.ids), chat.hf.decode(ids)) for (d,), ids in zip(row.documents, trained, strict=True)]

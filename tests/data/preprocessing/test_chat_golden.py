@@ -40,20 +40,24 @@ def arrays(prefix):
 def _as_neox_cuts(ids, labels):
     """Row one of the table: the token over the prompt's blank and the answer is the blank, and masked."""
     ids, labels = ids.copy(), labels.copy()
-    first = np.flatnonzero((labels >= 0) & (np.roll(labels, 1) < 0))
-    first = first[ids[first] != EOS]
-    ids[first], labels[first] = BLANK, -100
+    answer_starts = np.flatnonzero((labels >= 0) & (np.roll(labels, 1) < 0))
+    answer_starts = answer_starts[ids[answer_starts] != EOS]
+    ids[answer_starts], labels[answer_starts] = BLANK, -100
     return ids, labels
 
 
 def equal_but_for_the_blanks(out, golden, key):
     """Whether all documents under a key are, which also says that some differ in these."""
     names = (f"{key}_document", f"{key}_label_document")
-    (ids, labels), (their_ids, their_labels) = ([arrays(f"{at}_{name}") for name in names] for at in (out, golden))
-    cut = [_as_neox_cuts(*row) for row in zip(ids, labels, strict=True)]
-    theirs = zip(their_ids, their_labels, strict=True)
-    same = all(np.array_equal(a, c) and np.array_equal(b, d) for (a, b), (c, d) in zip(cut, theirs, strict=True))
-    return same and not any(map(np.array_equal, ids, their_ids))
+    (ids, labels), (neox_ids, neox_labels) = (
+        [arrays(f"{prefix}_{name}") for name in names] for prefix in (out, golden)
+    )
+    merged_rows = [_as_neox_cuts(*row) for row in zip(ids, labels, strict=True)]
+    neox_rows = zip(neox_ids, neox_labels, strict=True)
+    are_equal = all(
+        np.array_equal(a, c) and np.array_equal(b, d) for (a, b), (c, d) in zip(merged_rows, neox_rows, strict=True)
+    )
+    return are_equal and not any(map(np.array_equal, ids, neox_ids))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -67,9 +71,9 @@ def test_only_the_last_message(chat, capsys):
     with pytest.raises(SystemExit, match=r"chat\.jsonl:11: .*--untrained"):
         chat("chat.jsonl", "--only-last", "--on-bad-row", "stop")
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
-    ours = (arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_"))
+    written = (arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_"))
     golden = arrays(DATASET / "chat_onlylast_conversation_label_document")
-    assert all(np.array_equal(_as_neox_cuts(*row)[1], labels) for *row, labels in zip(*ours, golden, strict=True))
+    assert all(np.array_equal(_as_neox_cuts(*row)[1], labels) for *row, labels in zip(*written, golden, strict=True))
     assert "rows without a trained token: 1" in capsys.readouterr().out  # row 11 ends in a user's message
 
 
@@ -81,19 +85,21 @@ def test_pairs(chat):
 def test_reward_model_pairs(chat):
     out = chat("pairs.jsonl", "--jsonl-keys", "chosen", "rejected", "--for-rm")
     for name in ("chosen_document", "chosen_label_document", "rejected_document", "rejected_label_document"):
-        for ids, theirs in zip(arrays(f"{out}_{name}"), arrays(DATASET / f"pairs_rm_{name}"), strict=True):
-            assert np.array_equal(ids, np.delete(theirs, -2)) and theirs[-1] == EOS
+        for ids, neox_ids in zip(arrays(f"{out}_{name}"), arrays(DATASET / f"pairs_rm_{name}"), strict=True):
+            assert np.array_equal(ids, np.delete(neox_ids, -2)) and neox_ids[-1] == EOS
 
 
 def test_rewards(chat):
     source = json_rows(DATASET / "chat.jsonl")
     out = chat("chat.jsonl", "--reward-key", "score", "--binary-reward")
-    ours, golden = IndexedDataset(f"{out}_conversation_reward_document"), "chat_kto_conversation_reward_document"
-    assert ours.dtype == np.float32 and np.array_equal(ours.tokens, IndexedDataset(DATASET / golden).tokens)
-    ours = IndexedDataset(f"{chat('chat.jsonl', '--reward-key', 'scoref')}_conversation_reward_document")
+    rewards, golden = IndexedDataset(f"{out}_conversation_reward_document"), "chat_kto_conversation_reward_document"
+    assert rewards.dtype == np.float32 and np.array_equal(rewards.tokens, IndexedDataset(DATASET / golden).tokens)
+    rewards = IndexedDataset(f"{chat('chat.jsonl', '--reward-key', 'scoref')}_conversation_reward_document")
     golden = IndexedDataset(DATASET / "chat_rewardfloat_conversation_reward_document")
-    assert np.array_equal(ours.tokens, np.array([row["scoref"] for row in source], np.float32))
-    assert np.array_equal(ours.tokens.astype(np.int32), golden.tokens) and np.array_equal(ours.sizes, golden.sizes)
+    assert np.array_equal(rewards.tokens, np.array([row["scoref"] for row in source], np.float32))
+    assert np.array_equal(rewards.tokens.astype(np.int32), golden.tokens) and np.array_equal(
+        rewards.sizes, golden.sizes
+    )
 
 
 def test_without_a_mask(chat):
@@ -123,7 +129,7 @@ def test_mask_before_token(mask, capsys):
 @pytest.mark.parametrize("flags, message", [
     ([], "needs --mask-before-token"),
     (["--mask-before-token", "1,x"], "write token ids"),
-    (["--mask-before-token", "380"], "the vocabulary ends at 379"),
+    (["--mask-before-token", "380"], "token ids must be from 0 to 379"),
     (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),
 ])  # fmt: skip
 def test_mask_flags_that_cannot_be(mask, flags, message):

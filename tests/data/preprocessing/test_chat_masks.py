@@ -1,33 +1,33 @@
-"""What is trained of a conversation: the three checks, and templates that fail them."""
+"""Trained tokens of conversations: the three checks, and templates that fail them."""
 
 import numpy as np
 import pytest
 
 from megatron.data import DataError
 from megatron.data.preprocessing.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
-from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, BRACKETED, CHATML, GENERATION, LLAMA3, chat_tokenizer
 
 TALK = [{"role": "system", "content": "The harbour trades copper."}, ASK, ANSWER,
         {"role": "user", "content": "In winter?"}, {"role": "assistant", "content": " Ten. "}]  # fmt: skip
 
 
 def trained(template, messages=TALK, **settings):
-    found = trained_spans(chat_tokenizer(template), messages, **settings)
-    return [found.text[start:end] for start, end in found.spans]
+    result = trained_spans(chat_tokenizer(template), messages, **settings)
+    return [result.text[start:end] for start, end in result.spans]
 
 
 SWAPPED = [{**m, "role": "model" if m["role"] == "assistant" else m["role"]} for m in TALK]
 OPENING = [{"role": "assistant", "content": "Ahoy."}, ASK, ANSWER]
 # Phi-3's, which renders the eos_token behind the last message only
-ENDED = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+END_MARKED = BRACKETED.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
 @pytest.mark.parametrize("template, messages, settings, expected", [
     (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
     (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
     (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
-    (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
-    (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
+    (BRACKETED, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
+    (END_MARKED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
     (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
     (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
     (CHATML, TALK[:4], {"only_last": True}, []),
@@ -59,11 +59,11 @@ REFUSED = {
     "check 1, no generation prompt":
         (CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'"),
     "check 2": (GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
-                "<|im_end|> behind the answer"),
+                "<|im_end|> after the answer"),
     "check 3, history": (CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
-                         "reads 'ine coins", "reads ' coins"),
+                         "'ine coins", "' coins"),
     "check 3, prompt": (GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
-                        "reads '<think></think>'", "reads 'Nine"),
+                        "'<think></think>'", "'Nine"),
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_templates_that_cannot_be_verified(name):
 
 def test_marks_that_are_no_answers():
     template = GENERATION.replace("{% for", "{% generation %}{{ 'x' }}{% endgeneration %}{{ ' ' }}{% for", 1)
-    with pytest.raises(DataError, match="the template marks 3 texts with .*, but 2 messages are to be trained"):
+    with pytest.raises(DataError, match="the template marks 3 texts with .*, but the conversation has 2 answers"):
         trained(template)
 
 

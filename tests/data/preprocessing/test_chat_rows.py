@@ -9,7 +9,16 @@ from megatron.data import DataError, IndexedDataset
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
 from tests.data.preprocessing import chat_tokenizers
-from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, CHATML, GENERATION, LLAMA3, PLAIN, encoded, texts_of
+from tests.data.preprocessing.chat_tokenizers import (
+    ANSWER,
+    ASK,
+    BRACKETED,
+    CHATML,
+    GENERATION,
+    LLAMA3,
+    encoded,
+    texts_of,
+)
 from tests.data.samples import jsonl, refused
 from tools.datasets import preprocess_data_with_chat_template as tool
 
@@ -20,13 +29,13 @@ SCORE = {"reward_key": "score"}
 
 def encode(row, template=CHATML, keys=("messages",), special=None, **options):
     chat = chat_tokenizers.chat_tokenizer(template, **(special or {}))
-    (made,), counts = encoded([row], chat, keys=keys, **options)
-    return made, counts, chat
+    (encoded_row,), counts = encoded([row], chat, keys=keys, **options)
+    return encoded_row, counts, chat
 
 
 def texts(row, *args, **options):
-    made, _, chat = encode(row, *args, **options)
-    return texts_of(made, chat)
+    encoded_row, _, chat = encode(row, *args, **options)
+    return texts_of(encoded_row, chat)
 
 
 EOT = {"special": {"eos_token": "<|endoftext|>"}}
@@ -36,43 +45,45 @@ LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Te
 
 @pytest.mark.parametrize("row, options, expected", [
     ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
-    (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
+    (ROW, {"template": BRACKETED, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
     (ROW, EOT, "Nine coins.<|im_end|>\n"),
-    ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
+    ({"messages": [ASK, ANSWER, ASK]}, {"template": BRACKETED, **EOT}, "Nine coins.\n"),
     (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
-    (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
+    (ROW, {"template": BRACKETED, "for_rm": True}, "<|im_end|>"),
     (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
     ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
-    *(({"messages": [ASK, {**ANSWER, "content": "Ten.", **no}, ASK, ANSWER]}, {}, "Nine coins.<|im_end|>\n")
-      for no in ({"weight": 0}, {"train": False}, {"loss": False})),
+    *(({"messages": [ASK, {**ANSWER, "content": "Ten.", **mask}, ASK, ANSWER]}, {}, "Nine coins.<|im_end|>\n")
+      for mask in ({"weight": 0}, {"train": False}, {"loss": False})),
 ])  # fmt: skip
 def test_what_is_trained_of_a_row(row, options, expected):
-    ((whole, trained),) = texts(row, **options)
-    assert trained == expected and whole.startswith(texts(ROW, template=options.get("template", CHATML))[0][0][:30])
-    assert whole.endswith("<|endoftext|>") == (options.get("template") == PLAIN and "special" in options)
+    ((full_text, trained),) = texts(row, **options)
+    assert trained == expected and full_text.startswith(texts(ROW, template=options.get("template", CHATML))[0][0][:30])
+    assert full_text.endswith("<|endoftext|>") == (options.get("template") == BRACKETED and "special" in options)
 
 
 def test_tools_and_template_variables():
     template = "{{ tools | tojson if tools else '' }}{{ city }}" + CHATML
     tools = [{"type": "function", "function": {"name": "price", "parameters": {}}}]
     row = {**ROW, "chat_template_kwargs": {"city": "Oslo"}}
-    ((whole, trained),) = texts({**row, "tools": tools}, template)
-    assert texts({**row, "tools": json.dumps(tools)}, template) == [(whole, trained)]
-    assert '"name": "price"' in whole and "Oslo<|im_start|>" in whole and trained == "Nine coins.<|im_end|>\n"
+    ((full_text, trained),) = texts({**row, "tools": tools}, template)
+    assert texts({**row, "tools": json.dumps(tools)}, template) == [(full_text, trained)]
+    assert '"name": "price"' in full_text and "Oslo<|im_start|>" in full_text and trained == "Nine coins.<|im_end|>\n"
 
 
 def test_columns_made_into_messages():
     maps = (("user", "For {topic}, {{n}}: {question}"), ("assistant", "{answer}"))
-    ((whole, trained),) = texts({"topic": "silk", "question": "what?", "answer": 9}, maps=maps, system="Be {brief}.")
+    ((full_text, trained),) = texts(
+        {"topic": "silk", "question": "what?", "answer": 9}, maps=maps, system="Be {brief}."
+    )
     system, user = "<|im_start|>system\nBe {brief}.<|im_end|>\n", "<|im_start|>user\nFor silk, {n}: what?<|im_end|>"
-    assert whole.startswith(system + user) and trained == "9<|im_end|>\n"
+    assert full_text.startswith(system + user) and trained == "9<|im_end|>\n"
 
 
 def test_a_system_message_of_the_row_stays():
     row = {"messages": [{"role": "system", "content": "Mine."}, ASK, ANSWER]}
-    made, counts, chat = encode(row, system="File's.")
-    ((whole, _),) = texts_of(made, chat)
-    assert "Mine." in whole and "File's" not in whole
+    encoded_row, counts, chat = encode(row, system="File's.")
+    ((full_text, _),) = texts_of(encoded_row, chat)
+    assert "Mine." in full_text and "File's" not in full_text
     assert counts["conversations that keep a system message of their own"] == 1
 
 
@@ -95,51 +106,53 @@ def test_blanks_that_a_tokenizer_leaves_out_of_its_ranges():
     """ByteLevel's trim_offsets: a blank that ends the answer is a token of no characters; it is trained."""
     from tokenizers import processors
 
-    plain = GENERATION.replace(" + '<|im_end|>' }}{% end", " }}{% end").replace("<|im_end|>", "")
-    hf = chat_tokenizers.fast_tokenizer(plain.replace("<|im_start|>", "* "))
+    template = GENERATION.replace(" + '<|im_end|>' }}{% end", " }}{% end").replace("<|im_end|>", "")
+    hf = chat_tokenizers.fast_tokenizer(template.replace("<|im_start|>", "* "))
     hf.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     chat, row = chat_tokenizers.chat_of(hf), {"messages": [ASK, {**ANSWER, "content": "  Nine  coins. "}, ASK]}
-    (made,), _ = encoded([row], chat, keys=("messages",))
-    assert texts_of(made, chat)[0][1] == "  Nine  coins. "
+    (encoded_row,), _ = encoded([row], chat, keys=("messages",))
+    assert texts_of(encoded_row, chat)[0][1] == "  Nine  coins. "
 
 
 def test_binary_rewards():
-    made = [encode({**ROW, "good": good}, reward_key="good", binary_reward=True)[0] for good in (True, False, 1, 0, -1)]
-    assert [row.reward for row in made] == [1, -1, 1, -1, -1]
+    encoded_rows = [
+        encode({**ROW, "good": good}, reward_key="good", binary_reward=True)[0] for good in (True, False, 1, 0, -1)
+    ]
+    assert [row.reward for row in encoded_rows] == [1, -1, 1, -1, -1]
 
 
 def test_over_long_rows():
-    whole = encode(ROW)[0].documents[0][0]
-    n = len(whole.ids)
-    assert np.array_equal(encode(ROW, max_length=n)[0].documents[0][0].ids, whole.ids)
+    full_document = encode(ROW)[0].documents[0][0]
+    n = len(full_document.ids)
+    assert np.array_equal(encode(ROW, max_length=n)[0].documents[0][0].ids, full_document.ids)
     refused(rf"^row: {n} tokens, more than --max-length {n - 1}; see --overlong$", encode, ROW, max_length=n - 1)
     for overlong, ids, name in (
         ("drop", None, "over-long rows dropped"),
-        ("truncate_left", whole.ids[3:], "over-long rows truncated"),
-        ("truncate_right", whole.ids[:-3], "over-long rows truncated"),
+        ("truncate_left", full_document.ids[3:], "over-long rows truncated"),
+        ("truncate_right", full_document.ids[:-3], "over-long rows truncated"),
     ):
-        made, counts, _ = encode(ROW, max_length=n - 3, overlong=overlong)
-        assert (made is None) if ids is None else np.array_equal(made.documents[0][0].ids, ids), overlong
+        encoded_row, counts, _ = encode(ROW, max_length=n - 3, overlong=overlong)
+        assert (encoded_row is None) if ids is None else np.array_equal(encoded_row.documents[0][0].ids, ids), overlong
         assert counts[name] == 1
-    made, counts, _ = encode(ROW, max_length=5, overlong="truncate_right")
-    assert made is None and counts["over-long rows left out, as nothing in the rest is trained"] == 1
+    encoded_row, counts, _ = encode(ROW, max_length=5, overlong="truncate_right")
+    assert encoded_row is None and counts["over-long rows left out, as nothing in the rest is trained"] == 1
 
 
 def test_over_long_rows_in_pieces():
-    whole = encode(ROW)[0].documents[0][0]
-    made, counts, _ = encode(ROW, max_length=6, overlong="split")
-    (pieces,) = made.documents
+    full_document = encode(ROW)[0].documents[0][0]
+    encoded_row, counts, _ = encode(ROW, max_length=6, overlong="split")
+    (pieces,) = encoded_row.documents
     assert all(len(piece.ids) <= 6 and (piece.labels >= 0).any() for piece in pieces)
     trained = np.concatenate([piece.labels[piece.labels >= 0] for piece in pieces])
-    assert np.array_equal(trained, whole.labels[whole.labels >= 0])
+    assert np.array_equal(trained, full_document.labels[full_document.labels >= 0])
     left_out = counts["pieces left out, as nothing in them is trained"]
-    assert left_out and len(pieces) + left_out == -(-len(whole.ids) // 6)
+    assert left_out and len(pieces) + left_out == -(-len(full_document.ids) // 6)
 
 
 def test_both_sides_of_a_pair_go():
     pair = {"chosen": [ASK, ANSWER], "rejected": [ASK, {**ANSWER, "content": "It costs nine coins, or ten in a storm"}]}
-    made, _, _ = encode(pair, keys=("chosen", "rejected"))
-    limit = len(made.documents[0][0].ids)
+    encoded_row, _, _ = encode(pair, keys=("chosen", "rejected"))
+    limit = len(encoded_row.documents[0][0].ids)
     assert encode(pair, keys=("chosen", "rejected"), max_length=limit, overlong="drop")[0] is None
 
 
@@ -161,14 +174,14 @@ def test_both_sides_of_a_pair_go():
     (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
     (ROW, {"template": None}, "no chat template.*--chat-template"),
     (ROW, {"template": "{% if true %} {% endif %}"}, "message 0 .*silk"),
-    (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
+    (ROW, {"template": BRACKETED, "special": {"eos_token": None}}, "no eos_token"),
     (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
-    ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
+    ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "begin differently"),
     ({"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}, {"keys": ("completion",)}, '"completion" .*role'),
     ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
     ({"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}]}, {"keys": ("completion",)}, "message 0 .*weight"),
     ({"messages": [ASK, {**ANSWER, "weight": 0}]}, {"mask": False}, "message 1 .*weight"),
-    ({"messages": [ASK, {**ANSWER, "loss_scale": 0.5}]}, {}, "message 1 .*loss_scale"),
+    ({"messages": [ASK, {**ANSWER, "loss_scale": 0.5}]}, {}, "message 1: loss_scale"),
     ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
     ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
     ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
@@ -211,10 +224,10 @@ def test_row_19_as_typed_and_its_frozen_date(saved, tmp_path):
     tool.main(f"{flags} --output-prefix {tmp_path}/out --dataset-impl mmap --num-docs 40 --workers 50".split())
     text, labels = (IndexedDataset(f"{tmp_path}/out_messages_{kind}") for kind in ("document", "label_document"))
     assert len(text) == 40 and np.array_equal(text.sizes, labels.sizes) and text.dtype == np.int32
-    about = json.loads((tmp_path / "out_metadata.json").read_text())
+    metadata = json.loads((tmp_path / "out_metadata.json").read_text())
     decode = load_chat_tokenizer(str(saved)).hf.decode
-    assert decode(text[39]).split("<")[0].endswith(about["template_date"][:4])
-    assert about["counts"]["trained tokens"] == int((labels.tokens >= 0).sum())
+    assert decode(text[39]).split("<")[0].endswith(metadata["template_date"][:4])
+    assert metadata["counts"]["trained tokens"] == int((labels.tokens >= 0).sum())
     tool.main(f"{flags} --output-prefix {tmp_path}/old --date 2024-07-26".split())
     assert decode(IndexedDataset(f"{tmp_path}/old_messages_document")[0]).startswith("26 Jul 2024<|im_start|>")
     assert json.loads((tmp_path / "old_metadata.json").read_text())["template_date"] == "2024-07-26"
@@ -224,16 +237,19 @@ def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
     source = jsonl(tmp_path / "chats.jsonl", [ROW, {"messages": []}, ROW])
     source.write_text(source.read_text() + "{\n")
     flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages".split()
-    first = f'{source}:2: "messages" '
-    for asked, said in (("stop", first), ("1", rf"2 bad rows, the first: {first}|{source}:4: ")):
-        with pytest.raises(SystemExit, match=rf"^preprocess_data_with_chat_template.py: error: ({said})"):
-            tool.main([*flags, "--on-bad-row", asked])
+    first_problem = f'{source}:2: "messages" '
+    for policy, message in (
+        ("stop", first_problem),
+        ("1", rf"2 bad rows, .* allows 1; the first: {first_problem}|{source}:4: "),
+    ):
+        with pytest.raises(SystemExit, match=rf"^preprocess_data_with_chat_template.py: error: ({message})"):
+            tool.main([*flags, "--on-bad-row", policy])
         assert not list(tmp_path.glob("out*"))
     for words in (["--on-bad-row", "drop"], ["--on-error", "skip"], []):
         tool.main([*flags, *words])
         assert len(IndexedDataset(f"{tmp_path}/out_messages_document")) == 2
-        said = capsys.readouterr().err
-        assert "2 bad rows" in said and first in said
+        message = capsys.readouterr().err
+        assert "2 bad rows" in message and first_problem in message
 
 
 def test_what_is_not_read_or_not_written_is_named(saved, tmp_path, capsys):
@@ -241,8 +257,8 @@ def test_what_is_not_read_or_not_written_is_named(saved, tmp_path, capsys):
     source = jsonl(tmp_path / "chats.jsonl", [reasoned, {"messages": [ASK]}])
     flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages"
     tool.main([*flags.split(), "--untrained", "keep"])
-    first, *others = capsys.readouterr().out.splitlines()
-    assert "weight, loss_weight" in first and any("reasoning" in line and line.endswith(": 1") for line in others)
+    unread_line, *notes = capsys.readouterr().out.splitlines()
+    assert "weight, loss_weight" in unread_line and any("reasoning" in line and line.endswith(": 1") for line in notes)
 
 
 def test_a_job_of_bad_rows_names_the_first(saved, tmp_path):
@@ -276,12 +292,12 @@ def test_a_date_of_no_plain_format_cannot_be_frozen():
 
 
 def test_template_file_and_system_file(saved, tmp_path):
-    (tmp_path / "plain.jinja").write_text(PLAIN)
+    (tmp_path / "plain.jinja").write_text(BRACKETED)
     (tmp_path / "system.txt").write_text("Be brief.\n")
     source = jsonl(tmp_path / "chats.jsonl", [{"q": "silk", "a": "nine"}])
     flags = f"--chat-template {tmp_path}/plain.jinja --system-file {tmp_path}/system.txt --map user={{q}}"
-    where = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved}"
-    tool.main(f"{where} {flags} --map assistant={{a}}".split())
+    path_flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved}"
+    tool.main(f"{path_flags} {flags} --map assistant={{a}}".split())
     ids = IndexedDataset(f"{tmp_path}/out_conversation_document")[0]
     text = "[system] Be brief.\n[user] silk\n[assistant] nine\n<|im_end|>"
     assert load_chat_tokenizer(str(saved)).hf.decode(ids) == text
@@ -295,9 +311,9 @@ def test_a_conversation_without_an_answer_is_kept_when_asked(template, scope):
         ({"messages": [ASK]}, {"template": template, "scope": scope}, ASK["content"]),
         (completed, {"keys": ("completion",)}, "and?"),
     ):
-        made, counts, chat = encode(row, **options, untrained="keep")
-        ((whole, trained),) = texts_of(made, chat)
-        assert words in whole and not trained and counts["rows without a trained token"] == 1
+        encoded_row, counts, chat = encode(row, **options, untrained="keep")
+        ((full_text, trained),) = texts_of(encoded_row, chat)
+        assert words in full_text and not trained and counts["rows without a trained token"] == 1
 
 
 @pytest.mark.parametrize(("rejected", "count"), [("Nine coins.", 1), ("Nine coins. Or ten.", 0)])
@@ -314,7 +330,7 @@ def test_pairs_of_the_same_answer_are_counted(rejected, count):
 @pytest.mark.parametrize(("scope", "count"), [(None, 1), ("completion", 1), ("all_assistant", 0), ("last_turn", 0)])
 def test_turns_of_others_that_a_completion_trains_are_counted(scope, count):
     row = {"prompt": [ASK], "completion": [ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]}
-    made, counts, chat = encode(row, keys=("completion",), scope=scope)
-    ((_, trained),) = texts_of(made, chat)
+    encoded_row, counts, chat = encode(row, keys=("completion",), scope=scope)
+    ((_, trained),) = texts_of(encoded_row, chat)
     assert ("In winter?" in trained) == bool(count)
     assert counts["turns of others trained, as they follow the prompt (see --loss-scope)"] == count

@@ -57,7 +57,7 @@ def test_bytes_equal_neox(name: str, source: str, tokenizer, options: dict, tmp_
 def test_no_lazy_files_are_written(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         command("--input", "x", "--output-prefix", "x", "--tokenizer-type", "x", "--dataset-impl", "lazy")
-    assert "'lazy'" in (said := capsys.readouterr().err) and "'mmap'" in said
+    assert "'lazy'" in (error := capsys.readouterr().err) and "'mmap'" in error
 
 
 def test_many_chunks_keep_their_order_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,9 +65,9 @@ def test_many_chunks_keep_their_order_for_any_number_of_workers(tmp_path: Path, 
     inputs = [DATASET / "corpusA.jsonl", DATASET / "corpusB.jsonl"]
     for workers in (1, 2, 3):
         run(inputs, tmp_path / str(workers), workers=workers, tokenizer=BPE, append_eod=True)
-    first, *others = (pair(tmp_path / f"{workers}_text_document") for workers in (1, 2, 3))
-    assert others == [first, first]
-    assert first[0] == b"".join(pair(DATASET / f"{name}_text_document")[0] for name in ("corpusA", "corpusB"))
+    one_worker, *several_workers = (pair(tmp_path / f"{workers}_text_document") for workers in (1, 2, 3))
+    assert several_workers == [one_worker, one_worker]
+    assert one_worker[0] == b"".join(pair(DATASET / f"{name}_text_document")[0] for name in ("corpusA", "corpusB"))
 
 
 def test_every_key_gets_its_own_text(tmp_path: Path):
@@ -143,13 +143,13 @@ def test_a_site_has_the_tokenizer_of_texts(monkeypatch: pytest.MonkeyPatch):
     add_tokenizer_flags(parser)
     for name, value in (("NEOX_SITE", "isambard"), ("PROJECTDIR", "/p")):
         monkeypatch.setenv(name, value)
-    typed, file = ["--tokenizer-type", "HFTokenizer"], "/p/public/data/neox_tokenizer/tokenizer.json"
-    assert tokenizer_of(parser.parse_args(typed)) == ("HFTokenizer", file, None, None)
-    assert tokenizer_of(parser.parse_args([*typed, "--vocab", "mine.json"]))[1] == "mine.json"
+    flags, file = ["--tokenizer-type", "HFTokenizer"], "/p/public/data/neox_tokenizer/tokenizer.json"
+    assert tokenizer_of(parser.parse_args(flags)) == ("HFTokenizer", file, None, None)
+    assert tokenizer_of(parser.parse_args([*flags, "--vocab", "mine.json"]))[1] == "mine.json"
     assert tokenizer_of(parser.parse_args(["--tokenizer-type", "SPMTokenizer"]))[1] is None
     monkeypatch.setenv("NEOX_SITE", "mars")
     with pytest.raises(SystemExit, match="error: NEOX_SITE=mars: there is no"):
-        tokenizer_of(parser.parse_args(typed))
+        tokenizer_of(parser.parse_args(flags))
 
 
 def test_a_table_of_datasets_as_people_make_it(tmp_path: Path):

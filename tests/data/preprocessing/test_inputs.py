@@ -1,4 +1,4 @@
-"""What `--input`, `--split` and `--subset` mean: folders of `datasets` and the hub, globs, names."""
+"""Meanings of `--input`, `--split` and `--subset`: folders of `datasets` and the hub, globs, names."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, shards
-from megatron.data.preprocessing.inputs import listed, resolve
+from megatron.data.preprocessing.inputs import resolve, split_names
 from megatron.data.preprocessing.job_runner import preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.preprocessing.test_readers import arrow_of, read
@@ -25,12 +25,12 @@ from tests.data.samples import ROOT, TOKENIZER, jsonl
 from tools.datasets import convert
 
 TEXTS = [f"row {i}, of several" for i in range(20)]
-WHOLE = datasets.Dataset.from_list([{"text": text, "n": i} for i, text in enumerate(TEXTS)])
+ALL_ROWS = datasets.Dataset.from_list([{"text": text, "n": i} for i, text in enumerate(TEXTS)])
 SPLITS = {"train": range(13), "validation": range(13, 15), "test": range(15, 20)}
 
 
 def refused(message: str, *inputs: Path | str, **options) -> str:
-    """What is said, in one line that matches."""
+    """Returns the error message, which is one line that matches."""
     with pytest.raises(DataError, match=message) as problem:
         read(*inputs, **options)
     assert "\n" not in str(problem.value)
@@ -41,11 +41,11 @@ def texts(split: str) -> list[str]:
     return [TEXTS[i] for i in SPLITS[split]]
 
 
-def in_files(folder: Path, suffix: str = "parquet", before: str = "", **options) -> None:
+def in_files(folder: Path, suffix: str = "parquet", name_prefix: str = "", **options) -> None:
     """Each split in a file that its name ends."""
     folder.mkdir(exist_ok=True)
     for split, rows in SPLITS.items():
-        getattr(WHOLE.select(rows), f"to_{suffix}")(folder / f"{before}{split}.{suffix}", **options)
+        getattr(ALL_ROWS.select(rows), f"to_{suffix}")(folder / f"{name_prefix}{split}.{suffix}", **options)
 
 
 def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
@@ -53,7 +53,7 @@ def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
     for data_dir in subsets.values():
         (folder / data_dir).mkdir(parents=True)
         for split, rows in SPLITS.items():
-            part, count = WHOLE.select(rows), shards if split == "train" else 1
+            part, count = ALL_ROWS.select(rows), shards if split == "train" else 1
             for i in range(count):
                 name = f"{split}-{i:05d}-of-{count:05d}.parquet"
                 # As the hub: several row groups in a file
@@ -65,7 +65,7 @@ def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
     }).to_dataset_card_data(card)  # fmt: skip
     sizes = [datasets.SplitInfo(split, 100, len(rows)) for split, rows in SPLITS.items()]
     splits = datasets.splits.SplitDict({size.name: size for size in sizes})
-    info = {"features": WHOLE.features, "splits": splits}
+    info = {"features": ALL_ROWS.features, "splits": splits}
     infos = {name: datasets.DatasetInfo(config_name=name, **info) for name in subsets}
     datasets.info.DatasetInfosDict(infos).to_dataset_card_data(card)
     DatasetCard(f"---\n{card}\n---\n\n# A card\n").save(folder / "README.md")
@@ -87,7 +87,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "train[:3]+test[-1:]", "train[33%:34%](pct1_dropremainder)", "all",
 ])  # fmt: skip
 def test_a_split_is_what_datasets_says(split: str, pushed: Path):
-    """Of a clone, of its folder of files, and of the files by a glob."""
+    """Inputs are a clone, its folder of files, and the files by a glob."""
     if "pct1" in split:
         refused(r'--split train\[33%:34%\]\(pct1_dropremainder\): Using "pct1.*13 rows', pushed, split=split)
         return
@@ -101,10 +101,10 @@ def test_a_split_is_what_datasets_says(split: str, pushed: Path):
 
 def test_several_splits_are_never_merged_by_themselves(pushed: Path, tmp_path: Path):
     saved = tmp_path / "saved"
-    datasets.DatasetDict({name: WHOLE.select(rows) for name, rows in SPLITS.items()}).save_to_disk(saved)
+    datasets.DatasetDict({name: ALL_ROWS.select(rows) for name, rows in SPLITS.items()}).save_to_disk(saved)
     for place in (pushed, pushed / "data", f"{pushed}/data/*.parquet", f"{pushed}/**/*.parquet", saved):
-        said = refused("several splits .*--split", place)
-        assert str(place) in said and all(name in said for name in SPLITS)
+        message = refused("several splits .*--split", place)
+        assert str(place) in message and all(name in message for name in SPLITS)
         refused(r"no split dev; there are .*validation.* \(--split\)", place, split="dev")
     assert read(f"{pushed}/data/train-*.parquet") == texts("train")
     assert read(*sorted((pushed / "data").glob("t*.parquet"))) == texts("test") + texts("train")  # named one by one
@@ -119,8 +119,8 @@ def test_subsets_are_chosen_by_name(tmp_path: Path):
     assert read(folder, subset="small", split="test") == texts("test")
     files = resolve([folder], split="test", subset="small")
     assert [file.path for file in files] == [folder / "small" / "test-00000-of-00001.parquet"]
-    named = as_pushed(tmp_path / "one", {"only": "elsewhere"})
-    assert read(named, split="test") == read(named, split="test", subset="only") == texts("test")
+    single_subset = as_pushed(tmp_path / "one", {"only": "elsewhere"})
+    assert read(single_subset, split="test") == read(single_subset, split="test", subset="only") == texts("test")
     refused("--subset small: .*README.md", folder / "small", split="test", subset="small")
 
 
@@ -129,7 +129,7 @@ def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
     in_files(tmp_path / "files", "csv", "my_")
     for split, rows in SPLITS.items():
         (tmp_path / "folders" / split).mkdir(parents=True)
-        WHOLE.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
+        ALL_ROWS.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
     for name in ("folders", "files"):
         refused("holds several splits", tmp_path / name)
         assert read(tmp_path / name, split="validation") == texts("validation")
@@ -149,7 +149,7 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
     refused("holds several splits", tmp_path)
     assert read(tmp_path, split="train") == texts("train")
-    WHOLE.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
+    ALL_ROWS.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
     warnings.clear()
     assert read(tmp_path, split="train") == texts("train")
     (warning,) = warnings
@@ -157,7 +157,7 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
 
 
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
-    """What is no Parquet, Arrow or JSON is converted first: a separator that only the card tells."""
+    """Files other than Parquet, Arrow and JSON are converted first: a separator that only the card tells."""
     in_files(tmp_path / "data", "csv", sep=";")
     files = "".join(f"\n  - split: {split}\n    path: data/{split}.csv" for split in SPLITS)
     card = f'---\nconfigs:\n- config_name: default\n  sep: ";"\n  data_files:{files}\n---\n'
@@ -188,7 +188,7 @@ def test_plain_folders_stay_what_they_were(tmp_path: Path):
 def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: Path):
     (tmp_path / "data").mkdir()
     for language in ("de", "en"):
-        WHOLE.select(range(2)).to_parquet(tmp_path / "data" / f"{language}-00000-of-00001.parquet")
+        ALL_ROWS.select(range(2)).to_parquet(tmp_path / "data" / f"{language}-00000-of-00001.parquet")
     assert len(read(tmp_path / "data")) == 4
     (tmp_path / "README.md").write_text("# a card")
     for place in (tmp_path, tmp_path / "data"):
@@ -206,7 +206,7 @@ KINDS = ("jsonl", "csv", "parquet", "arrow")
 def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     for i, rows in enumerate((range(9), range(9, 20))):
-        file, part = tmp_path / f"{i}.{kind}", WHOLE.select(rows)
+        file, part = tmp_path / f"{i}.{kind}", ALL_ROWS.select(rows)
         if kind == "arrow":
             file.write_bytes(arrow_of(pyarrow.ipc.new_stream, part.to_list(), 3))
         else:
@@ -217,13 +217,13 @@ def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path,
 
 
 def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
-    """It is told from the whole in the metadata; and a bad row of it is named by its place in the file."""
+    """Metadata tells a slice from the full set; and a bad row of it is named by its place in the file."""
     source, notes = tmp_path / "a.jsonl", tmp_path / "meta.json"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{bad\n")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
     result = preprocess(resolve([source], "train[5:20]"), [tmp_path / "out"], job, metadata_file=notes)
     assert result.outputs[0].documents == 15 and 0 < result.progress.total_bytes < source.stat().st_size
-    assert [about["rows"] for about in json.loads(notes.read_text())["inputs"]] == [[5, 20]]
+    assert [entry["rows"] for entry in json.loads(notes.read_text())["inputs"]] == [[5, 20]]
     with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
         preprocess(resolve([source], "train[20:]"), [tmp_path / "bad"], job)
 
@@ -246,10 +246,10 @@ def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):
 
 def test_folders_that_were_saved(tmp_path: Path):
     """`save_to_disk` writes them; a selection of rows is saved as such."""
-    WHOLE.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
+    ALL_ROWS.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
     assert read(tmp_path / "chosen") == read(tmp_path / "chosen", split="train") == [TEXTS[3], *TEXTS[1:3]]
     assert read(tmp_path / "chosen", split="train[1:]") == TEXTS[1:3]
-    splits = datasets.DatasetDict({"train": WHOLE, "test": WHOLE.select([5])})
+    splits = datasets.DatasetDict({"train": ALL_ROWS, "test": ALL_ROWS.select([5])})
     splits.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
     assert read(tmp_path / "both", split="train") == TEXTS
     assert read(tmp_path / "both", split="test") == [TEXTS[5]]
@@ -263,28 +263,28 @@ def test_folders_that_were_saved(tmp_path: Path):
 
 def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The network is not there: `datasets` is asked for whole splits, rows are cut out of what it gives."""
-    WHOLE.to_parquet(tmp_path / "a.parquet")
-    asked = []
+    ALL_ROWS.to_parquet(tmp_path / "a.parquet")
+    requests = []
 
     def load(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
-        asked.append((name, subset, split))
+        requests.append((name, subset, split))
         return datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read("some/name", subset="small", split="test") == TEXTS
     assert read("some/name", split="train_sft[:10%]") == TEXTS[:2]
-    assert asked == [("some/name", "small", "test"), ("some/name", None, "train_sft")]
+    assert requests == [("some/name", "small", "test"), ("some/name", None, "train_sft")]
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["train", "test"])
     refused("some/name: .*several splits .*train, test.*--split", "some/name")
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["only"])
-    assert read("some/name") == TEXTS and asked[-1] == ("some/name", None, "only")
+    assert read("some/name") == TEXTS and requests[-1] == ("some/name", None, "only")
 
 
 def test_a_hub_name_offline_says_so():
     words = [sys.executable, "-c", "from megatron.data.preprocessing.inputs import resolve; resolve(['some/name'])"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in last
+    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be fetched" in last
     assert "Offline" in last
 
 
@@ -292,7 +292,7 @@ def test_a_comma_in_a_name_separates_nothing(tmp_path: Path):
     names = [str(tmp_path / name) for name in ("a, b.jsonl", "c.jsonl", "d,e,f.jsonl")]
     for name in names[:1] + names[2:]:
         jsonl(Path(name), [{"text": "a"}])
-    assert listed(",".join(names)) == names and listed("x,hf://org/name") == ["x", "hf://org/name"]
+    assert split_names(",".join(names)) == names and split_names("x,hf://org/name") == ["x", "hf://org/name"]
 
 
 def test_a_cache_that_cannot_be_written_is_no_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -301,7 +301,7 @@ def test_a_cache_that_cannot_be_written_is_no_missing_data(tmp_path: Path, monke
             (tmp_path / "file").write_text("")
             (tmp_path / "file" / "cache").mkdir()
         except OSError as problem:
-            raise ConnectionError("cannot be had") from problem
+            raise ConnectionError("cannot be fetched") from problem
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", unwritable)
     with pytest.raises(DataError, match=rf"org/name: .*cache .*{tmp_path}/file/cache: .*HF_HOME"):

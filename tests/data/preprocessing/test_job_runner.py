@@ -53,10 +53,10 @@ def test_killed_three_times_and_still_the_same_bytes(tmp_path: Path):
         return [path.read_bytes() for path in tmp_path.glob(".x.parts-*/journal.json")]
 
     for _ in range(3):
-        before = noted()
+        earlier_journals = noted()
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
             deadline = time.monotonic() + 120
-            while noted() in ([], before):
+            while noted() in ([], earlier_journals):
                 assert command.poll() is None and time.monotonic() < deadline
                 time.sleep(0.002)
             command.kill()
@@ -100,7 +100,7 @@ def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.M
                 preprocess([source], [folder / "x"], job, metadata_file=folder / "x.json")
             finally:
                 os._exit(0)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if (folder / "x.idx").exists():  # the pair is the old one or the new one, never half of each
             assert pair(folder / "x") in (pair(tmp_path / "old"), pair(tmp_path / "whole")), steps
         result = preprocess([source], [folder / "x"], job, metadata_file=folder / "x.json")
@@ -109,7 +109,7 @@ def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert json.loads((folder / "x.json").read_text())["total_tokens"] == result.outputs[0].tokens
         went_on += result.progress.resumed > 0
         shutil.rmtree(folder)
-        if ended == 0:
+        if exit_code == 0:
             break
         steps += 1
     assert steps > 30 and went_on > 20
@@ -132,15 +132,15 @@ def test_two_at_once_on_one_output(tmp_path: Path):
     waiting = "progress=lambda state: (print('at it', flush=True), __import__('time').sleep(600))"
     script = DRIVER.replace("workers=2", waiting)
     words = [sys.executable, "-c", script, str(source), str(tmp_path / "x")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-        assert [other.stdout.readline() for _ in range(2)] == ["start\n", "at it\n"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writer:
+        assert [writer.stdout.readline() for _ in range(2)] == ["start\n", "at it\n"]
         refused("x: another process is writing it", preprocess, [source], [tmp_path / "x"], CHAR)
-        other.kill()
+        writer.kill()
     assert len(IndexedDataset(preprocess([source], [tmp_path / "x"], CHAR).outputs[0].prefix)) == 10
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_skipped_bad_rows_are_counted_and_retained(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 30)
     bad = [b'{"text": "cut', b'{"n": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": 5}']
     lines = [b'{"text": "one"}', *bad[:3], b"", b'{"text": "two"}', *bad[3:]]
@@ -177,20 +177,22 @@ def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path:
 def test_what_holds_no_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "", " \n", "", "b", "\t", "", "c")])
     command("--input", source, "--output-prefix", tmp_path / "x")
-    said, counts = capsys.readouterr().out, {"empty rows left out": 3, "documents of white space only": 2}
-    assert all(f"{name}: {count}\n" in said for name, count in counts.items())
+    output, counts = capsys.readouterr().out, {"empty rows left out": 3, "documents of white space only": 2}
+    assert all(f"{name}: {count}\n" in output for name, count in counts.items())
     assert json.loads((tmp_path / "x_metadata.json").read_text())["counts"] == counts
 
 
 def test_a_damaged_file_is_not_said_to_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
-    whole, source = corpus(tmp_path / "a.jsonl", 40), tmp_path / "a.jsonl.gz"
-    source.write_bytes(gzip.compress(whole.read_bytes())[:-20])
-    refused(r"a.jsonl.gz: damaged or cut off \([^;]*\)$", preprocess, [whole, source], [tmp_path / "x"], CHAR)
+    intact_file, source = corpus(tmp_path / "a.jsonl", 40), tmp_path / "a.jsonl.gz"
+    source.write_bytes(gzip.compress(intact_file.read_bytes())[:-20])
+    refused(r"a.jsonl.gz: damaged or truncated \([^;]*\)$", preprocess, [intact_file, source], [tmp_path / "x"], CHAR)
     assert list(tmp_path.glob(".x.parts-*"))  # something was done, so that a hint could be given
 
 
-@pytest.mark.parametrize("words, message", [("--jsonl-keys text text", "name twice"), ("--workers -3", "-3 work")])
+@pytest.mark.parametrize(
+    "words, message", [("--jsonl-keys text text", "write the same files"), ("--workers -3", "--workers -3")]
+)
 def test_one_pair_for_two_keys_and_fewer_than_no_processes_are_refused(words: str, message: str, tmp_path: Path):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         command("--input", corpus(tmp_path / "a.jsonl", 3), "--output-prefix", tmp_path / "x", *words.split())
@@ -261,14 +263,14 @@ class Bytes:
 
     vocab_size, eod = 256, 0
 
-    def __init__(self, beyond: str = ""):
-        self.beyond = beyond
+    def __init__(self, out_of_vocabulary: str = ""):
+        self.out_of_vocabulary = out_of_vocabulary
 
     def fingerprint(self) -> str:
         return "bytes"
 
     def tokenize_batch(self, texts):
-        return [[70000] if self.beyond else np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return [[70000] if self.out_of_vocabulary else np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 def test_a_document_of_many_chunks(tmp_path: Path):
@@ -282,7 +284,7 @@ def test_a_document_of_many_chunks(tmp_path: Path):
 
 def test_an_id_beyond_the_type_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="token id 70000 does not fit uint16"):
-        preprocess([corpus(tmp_path / "a.jsonl", 3)], [tmp_path / "x"], EncodeJob(Bytes, ("beyond",)))
+        preprocess([corpus(tmp_path / "a.jsonl", 3)], [tmp_path / "x"], EncodeJob(Bytes, ("out of vocabulary",)))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

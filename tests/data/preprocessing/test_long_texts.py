@@ -43,34 +43,34 @@ def assert_equal_in_pieces(text: str, tokenizer: HFTokenizer, longest: float = f
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(words=st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=120), between=st.sampled_from([" ", ""]))
-@example(words=["the kettle", "paints"] * 40, between=" ")
-@example(words=["ss"] * 90, between="")
-def test_pieces_have_the_tokens_of_the_whole(kind, words, between, tmp_path_factory, monkeypatch):
+@given(words=st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=120), separator=st.sampled_from([" ", ""]))
+@example(words=["the kettle", "paints"] * 40, separator=" ")
+@example(words=["ss"] * 90, separator="")
+def test_pieces_have_the_tokens_of_the_full_text(kind, words, separator, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(module, "LONG", 60)
-    monkeypatch.setattr(module, "AROUND", 24)
-    assert_equal_in_pieces(between.join(words), variant(kind, tmp_path_factory.mktemp("tokenizer")))
+    monkeypatch.setattr(module, "CONTEXT_CHARS", 24)
+    assert_equal_in_pieces(separator.join(words), variant(kind, tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_a_text_without_seams_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+def test_a_text_without_seams_is_not_split(monkeypatch: pytest.MonkeyPatch):
     """Pairs of "s" are tokens: which, hangs on where the run begins."""
     monkeypatch.setattr(module, "LONG", 100)
-    monkeypatch.setattr(module, "AROUND", 24)
+    monkeypatch.setattr(module, "CONTEXT_CHARS", 24)
     assert module.pieces("s" * 1001, HFTokenizer(TOKENIZER)) == ["s" * 1001]
 
 
 @pytest.mark.parametrize("text", [
     LINE * 50, "你好世界数据模型" * 40, "one-two,three.four!" * 20, "lessestoastassletter" * 20, "x" * 400,
 ])  # fmt: skip
-def test_ordinary_text_and_text_without_blanks_is_cut(text: str, monkeypatch: pytest.MonkeyPatch):
+def test_ordinary_text_and_text_without_blanks_is_split(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LONG", 100)
     if text != LINE * 50:
-        monkeypatch.setattr(module, "AROUND", 24)
+        monkeypatch.setattr(module, "CONTEXT_CHARS", 24)
     assert_equal_in_pieces(text, HFTokenizer(TOKENIZER), longest=100)
 
 
 @pytest.mark.parametrize("end", [False, True])
-def test_a_long_document_is_written_as_it_would_be_whole(end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_document_is_written_as_without_splitting(end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = jsonl(tmp_path / "a.jsonl", [{"text": text, "n": "x"} for text in ("short", LINE * 50, "", "last")])
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)), keys=("text", "n"), append_eod=end)
     for name, limit in (("whole", 1 << 20), ("cut", 100)):

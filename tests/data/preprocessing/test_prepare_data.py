@@ -20,9 +20,9 @@ from tools.datasets.corpora import SOURCES, parts
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, whole = tmp_path_factory.mktemp("data"), quickstart_data.library_documents
+    folder, all_documents = tmp_path_factory.mktemp("data"), quickstart_data.stdlib_documents
     with pytest.MonkeyPatch.context() as patch:  # of the standard library enough for a megabyte
-        patch.setattr(quickstart_data, "library_documents", lambda: islice(whole(), 1200))
+        patch.setattr(quickstart_data, "stdlib_documents", lambda: islice(all_documents(), 1200))
         prepare_data.main(["-d", str(folder)])
     return folder / "quickstart"
 
@@ -41,19 +41,19 @@ def test_without_a_name_the_test_data_is_made(quickstart: Path):
 
 
 def test_nothing_is_made_again_while_it_is_whole(quickstart: Path):
-    before = {path: path.stat().st_mtime_ns for path in quickstart.iterdir()}
-    said: list[str] = []
-    quickstart_data.build(quickstart, said.append)
-    assert {path: path.stat().st_mtime_ns for path in quickstart.iterdir()} == before and "up to date" in said[0]
+    modified_ns = {path: path.stat().st_mtime_ns for path in quickstart.iterdir()}
+    lines: list[str] = []
+    quickstart_data.build(quickstart, lines.append)
+    assert {path: path.stat().st_mtime_ns for path in quickstart.iterdir()} == modified_ns and "up to date" in lines[0]
 
 
 def test_a_damaged_file_is_made_again_and_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quickstart_data, "library_documents", lambda: iter(()))  # the language reference is enough
+    monkeypatch.setattr(quickstart_data, "stdlib_documents", lambda: iter(()))  # the language reference is enough
     quickstart_data.build(tmp_path, lambda line: None)
-    before = pair(tmp_path / "text_document")
-    (tmp_path / "text_document.bin").write_bytes(before[0][:-2])
+    original = pair(tmp_path / "text_document")
+    (tmp_path / "text_document.bin").write_bytes(original[0][:-2])
     quickstart_data.build(tmp_path, lambda line: None)
-    assert pair(tmp_path / "text_document") == before
+    assert pair(tmp_path / "text_document") == original
 
 
 def refusal(*words: str) -> str:
@@ -65,17 +65,17 @@ def refusal(*words: str) -> str:
 def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no network, wherever the test runs
     message = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
-    assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be had (")
+    assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be fetched (")
     assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in message and "--mirror" in message and "\n" not in message
     assert "known are" in refusal("-d", str(tmp_path), "enwik7")
     assert "-t Foo: no such kind of tokenizer; there are" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    asked: list[str] = []
+    requested_paths: list[str] = []
 
     def do_GET(self):
-        self.asked.append(self.path)
+        self.requested_paths.append(self.path)
         if self.path != "/cut/enwik8.zip":
             return super().do_GET()
         self.send_response(200)
@@ -91,11 +91,11 @@ class Server(http.server.SimpleHTTPRequestHandler):
 def mirror(tmp_path: Path):
     """A loopback server of tmp_path/mirror: its address, and the paths that were asked for."""
     (tmp_path / "mirror").mkdir()
-    Server.asked = []
+    Server.requested_paths = []
     handler = partial(Server, directory=str(tmp_path / "mirror"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", Server.asked
+        yield f"http://127.0.0.1:{server.server_port}", Server.requested_paths
         server.shutdown()
 
 
@@ -113,22 +113,22 @@ def is_written(data: Path) -> bool:
 
 
 def test_a_mirror(tmp_path: Path, mirror, capsys: pytest.CaptureFixture[str]):
-    address, asked = mirror
+    address, requested_paths = mirror
     gpt2_files(tmp_path / "mirror")
     enwik8(tmp_path / "mirror")
-    for again in ([], [], ["-f"]):
-        words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8", *again]
+    for flags in ([], [], ["-f"]):
+        words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8", *flags]
         prepare_data.main(words)
-    assert asked == ["/enwik8.zip", "/gpt2-vocab.json", "/gpt2-merges.txt", "/enwik8.zip"]
+    assert requested_paths == ["/enwik8.zip", "/gpt2-vocab.json", "/gpt2-merges.txt", "/enwik8.zip"]
     assert f"{address}/enwik8.zip -> {tmp_path}/data/enwik8/enwik8.zip" in capsys.readouterr().out
     assert is_written(tmp_path / "data")
 
 
 def test_a_mirror_that_fails_leaves_nothing(tmp_path: Path, mirror):
     address, _ = mirror
-    for url, reason in ((address, "File not found"), (address + "/cut", "cut off after 10 of 1000 bytes")):
+    for url, reason in ((address, "File not found"), (address + "/cut", "truncated after 10 of 1000 bytes")):
         message = refusal("-d", str(tmp_path / "data"), "--mirror", url, "enwik8")
-        assert message.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be had (") and reason in message
+        assert message.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be fetched (") and reason in message
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
@@ -142,6 +142,6 @@ def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     enwik8(tmp_path / "enwik8")
     for _ in range(2):
         prepare_data.main(["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"])
-    first, again = capsys.readouterr().out.splitlines()[-2:]
-    assert "1 documents" in first and "there already" in again
+    first_line, second_line = capsys.readouterr().out.splitlines()[-2:]
+    assert "1 documents" in first_line and "there already" in second_line
     assert is_written(tmp_path)

@@ -38,8 +38,8 @@ def test_conversations_become_text_through_the_template(chats: Path, tmp_path: P
     reference = AutoTokenizer.from_pretrained(HF_TOKENIZER)
     texts = [reference.apply_chat_template(messages, tokenize=False) for messages in CHATS]
     assert exported(results) == texts
-    counted = sum(len(reference(text, add_special_tokens=False)["input_ids"]) for text in texts)
-    assert (results["num_documents"], results["token_count"]) == (30, counted)
+    num_tokens = sum(len(reference(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    assert (results["num_documents"], results["token_count"]) == (30, num_tokens)
     assert results["status"] == "completed" and results["tokenized"] and results["is_messages"]
     folder = tmp_path / "out" / "chats_train"
     assert results["bin_path"] == f"{folder}/chats_train_text_document.bin"
@@ -81,8 +81,8 @@ def test_counting_only_writes_nothing(chats: Path, tmp_path: Path, capsys: pytes
     (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_one_line(words: list[str], message: str, chats: Path, tmp_path: Path):
-    given = [word.format(hf=HF_TOKENIZER) for word in words]
+    flags = [word.format(hf=HF_TOKENIZER) for word in words]
     with pytest.raises(SystemExit, match=rf"^prepare_hf_dataset.py: error: .*{message}") as stopped:
-        prepare_hf_dataset.main(["--dataset", str(chats), "--output-base", str(tmp_path / "out"), *given])
+        prepare_hf_dataset.main(["--dataset", str(chats), "--output-base", str(tmp_path / "out"), *flags])
     assert "\n" not in str(stopped.value)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

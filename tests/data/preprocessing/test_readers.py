@@ -71,7 +71,7 @@ def _parquet() -> bytes:
     return raw.getvalue()
 
 
-def _cut_zstd(content: bytes) -> bytes:
+def _truncated_zstd(content: bytes) -> bytes:
     """Cut between two blocks, where nothing but the frame's end is missing."""
     packer = zstandard.ZstdCompressor().compressobj()
     return packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -115,7 +115,7 @@ def test_the_same_rows_from_every_kind(name: str, chunk: int, tmp_path: Path, mo
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(texts=st.lists(st.text(max_size=30), max_size=12), chunk=st.integers(1, 90), array=st.booleans())
-def test_any_cut_into_shards_loses_and_doubles_nothing(texts, chunk, array, tmp_path, monkeypatch):
+def test_any_sharding_loses_and_doubles_nothing(texts, chunk, array, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     rows = [{"text": text} for text in texts]
     content = json.dumps(rows) if array else "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -131,21 +131,21 @@ def test_whole_files_are_documents(tmp_path: Path):
     assert read(*(tmp_path / name for name in files)) == ["whole\n\nfile\n", "bare", "first", "second", "packed"]
 
 
-CUT, TABLE = "damaged or cut off", "damaged, or no"
+TRUNCATED, TABLE = "damaged or truncated", "damaged, or not in"
 BAD = {
-    "cut.jsonl.gz": (gzip.compress(LINES)[:-10], CUT),
-    "cut.jsonl.zst": (_cut_zstd(LINES), CUT),
-    "cut-second.jsonl.zst": (_zstd(LINES) + _cut_zstd(LINES), CUT),
-    "cut.txt.zst": (_cut_zstd(LINES), CUT),
-    "bad.jsonl.zst": (b"no zstd here", CUT),
-    "bad.zip": (b"PK no zip here", CUT),
-    "bad.tar": (b"no tar here" * 100, CUT),
+    "cut.jsonl.gz": (gzip.compress(LINES)[:-10], TRUNCATED),
+    "cut.jsonl.zst": (_truncated_zstd(LINES), TRUNCATED),
+    "cut-second.jsonl.zst": (_zstd(LINES) + _truncated_zstd(LINES), TRUNCATED),
+    "cut.txt.zst": (_truncated_zstd(LINES), TRUNCATED),
+    "bad.jsonl.zst": (b"no zstd here", TRUNCATED),
+    "bad.zip": (b"PK no zip here", TRUNCATED),
+    "bad.tar": (b"no tar here" * 100, TRUNCATED),
     "mid.parquet": (_parquet()[:20] + b"\xff" * 40 + _parquet()[60:], f"mid.parquet: {TABLE} Parquet"),
     "bad.parquet": (b"PAR1", f"{TABLE} Parquet"),
     "bad.arrow": (b"no arrow here", f"{TABLE} Arrow"),
     "nested.zip": (_zip({"inner.zip": b""}), "inner.zip .*archive"),
-    "a.docx": (b"", "known .*.jsonl"),
-    "a.parquet.gz": (b"", "known .*.jsonl"),
+    "a.docx": (b"", "supported .*.jsonl"),
+    "a.parquet.gz": (b"", "supported .*.jsonl"),
     "open.json": (b'[{"text": "a"}, {"text": "b"}', "element 1: .*comma"),
     "cut.json": (b'[{"text": "a"}, {"te', "element 1: not valid JSON"),
     "wrong.json": (b'[{"text": "a"}, {"text": oops}, {"text": "b"}]' + b" " * 100, "element 1: not valid JSON"),
@@ -204,7 +204,7 @@ def test_the_line_number_is_right_in_every_shard(chunk: int, tmp_path: Path, mon
     content = b"".join(b'{"text": "good line"}\n' * 3 + b"\n" + b"bad\n" for _ in range(3))
     for name, data in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content))):
         (tmp_path / name).write_bytes(data)
-        bad = [row.where() for row in input_rows(tmp_path / name) if row.content.strip() == b"bad"]
+        bad = [row.location() for row in input_rows(tmp_path / name) if row.content.strip() == b"bad"]
         assert bad == [f"{tmp_path / name}:{n}" for n in (5, 10, 15)]
 
 
@@ -223,7 +223,7 @@ def test_a_document_without_end_is_a_bad_row(name: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(shards, "DOCUMENT_BYTES", 100)
     text = LINES[:SPLIT] if ".txt" in name else json.dumps({"text": "x" * 300}).encode() + b'\n{"text": "short"}\n'
     (tmp_path / name).write_bytes({".gz": gzip.compress, ".zst": _zstd}.get(Path(name).suffix, bytes)(text))
-    first, *others = input_rows(tmp_path / name)
+    endless_row, *short_rows = input_rows(tmp_path / name)
     with pytest.raises(DataError, match=rf"{name}.* bytes in one document, more than 100"):
-        first.value()
-    assert [row.value()["text"] for row in others] == ["short"] * ("jsonl" in name)
+        endless_row.value()
+    assert [row.value()["text"] for row in short_rows] == ["short"] * ("jsonl" in name)

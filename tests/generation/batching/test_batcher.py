@@ -32,7 +32,7 @@ def model_of(world_size: int = 1, **changes: Any) -> Model:
 
 
 def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
-    """Of every kind, some of which begin alike."""
+    """Returns requests of every kind, some with shared prefixes."""
     draws = random.Random(seed)
     beginning = draws.choices(range(2, 64), k=40)
     requests = []
@@ -45,26 +45,26 @@ def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
 
 
 def outcome(events: list[Event]) -> tuple:
-    logprobs = [one for event in events for one in event.logprobs]
-    read = [one.logprob for one in events[0].prompt_logprobs or () if one is not None]
+    logprobs = [entry for event in events for entry in event.logprobs]
+    read = [entry.logprob for entry in events[0].prompt_logprobs or () if entry is not None]
     return ([token for event in events for token in event.tokens], "".join(event.text for event in events),
             [event.finish_reason for event in events if event.finish_reason is not None],
-            [[token for token, _ in one.top] for one in logprobs],
-            torch.tensor([one.logprob for one in logprobs] + read))  # fmt: skip
+            [[token for token, _ in entry.top] for entry in logprobs],
+            torch.tensor([entry.logprob for entry in logprobs] + read))  # fmt: skip
 
 
 def outcomes(batcher: Batcher, *requests: list[Request]) -> list[tuple]:
-    """Of `answers`, which leave nothing behind."""
-    found = [outcome(events) for events in answers(batcher, *requests)]
+    """Returns the outcome of each request; all blocks and slots must be free again."""
+    results = [outcome(events) for events in answers(batcher, *requests)]
     assert batcher.blocks.free_blocks == batcher.blocks.total
     assert sorted(batcher.scheduler.free_slots) == list(range(batcher.scheduler.maximum_rows))
-    return found
+    return results
 
 
-def same(found: list[tuple], expected: list[tuple]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one[:4] == other[:4]
-        torch.testing.assert_close(one[4], other[4], rtol=0, atol=1e-5)
+def assert_same_outcomes(results: list[tuple], expected: list[tuple]) -> None:
+    for actual, reference in zip(results, expected, strict=True):
+        assert actual[:4] == reference[:4]
+        torch.testing.assert_close(actual[4], reference[4], rtol=0, atol=1e-5)
 
 
 def preemptions(batcher: Batcher) -> list[int]:
@@ -72,12 +72,12 @@ def preemptions(batcher: Batcher) -> list[int]:
     counts: list[int] = []
     grow = batcher.scheduler.grow
 
-    def counted() -> None:
-        before = batcher.waiting
+    def counting_grow() -> None:
+        waiting_before = batcher.waiting
         grow()
-        counts.append(batcher.waiting - before)
+        counts.append(batcher.waiting - waiting_before)
 
-    batcher.scheduler.grow = counted  # type: ignore[method-assign]
+    batcher.scheduler.grow = counting_grow  # type: ignore[method-assign]
     return counts
 
 
@@ -85,25 +85,27 @@ REQUESTS = requests_of(18)
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple]:
+def separate_results() -> list[tuple]:
     """Each by itself, without a cache."""
     model = model_of(recompute=True)
-    found = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
-    assert {reason for one in found for reason in one[2]} == {"stop", "length"}
-    return found
+    results = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
+    assert {reason for result in results for reason in result[2]} == {"stop", "length"}
+    return results
 
 
 # A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
 @pytest.mark.parametrize(("rows", "blocks", "chunk"), [(64, None, 1024), (5, None, 7), (24, 9, 3)])
-def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, chunk: int) -> None:
+def test_together_as_alone(separate_results: list[tuple], rows: int, blocks: int | None, chunk: int) -> None:
     model = model_of()
     size = None if blocks is None else blocks * BLOCK_SIZE * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
     assert batcher.blocks.total > 0 and blocks in (None, batcher.blocks.total)
     preempted = preemptions(batcher)
     with chunked(chunk):
-        same(outcomes(batcher, REQUESTS), alone)
-        same(outcomes(batcher, REQUESTS[::-1]), alone[::-1])  # all that was read is known now
+        assert_same_outcomes(outcomes(batcher, REQUESTS), separate_results)
+        assert_same_outcomes(
+            outcomes(batcher, REQUESTS[::-1]), separate_results[::-1]
+        )  # all that was read is known now
     assert (sum(preempted) > 0) == (blocks is not None)
 
 
@@ -113,12 +115,12 @@ def test_log_probabilities_are_the_models_or_those_drawn_from(processed: bool) -
     model, prompt, temperature = model_of(), [5, 9, 20, 3], 2.0
     request = Request(prompt, SamplingParams(temperature), 1, seed=3, logprobs=0, processed_logprobs=processed)
     (events,) = answers(Batcher(model), [request])
-    ((token,), (said,)) = ([t for e in events for t in e.tokens], [one for e in events for one in e.logprobs])
+    ((token,), (reported,)) = ([t for e in events for t in e.tokens], [entry for e in events for entry in e.logprobs])
     text = torch.tensor([prompt])
     with torch.no_grad():
         logits = model.stage(None, Batch(text, text, torch.ones_like(text)))[-1, 0, : model.columns]  # type: ignore[index]
     expected = (logits / (temperature if processed else 1.0)).log_softmax(-1)[token]
-    assert said.logprob == pytest.approx(float(expected), abs=1e-5)
+    assert reported.logprob == pytest.approx(float(expected), abs=1e-5)
 
 
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
@@ -127,13 +129,13 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple
 
 
 @pytest.mark.parametrize("name", with_more(["tp2 x pp2", "one process", "tp2", "pp2"], product=["tp2", "pp2"]))
-def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
+def test_in_every_layout_as_alone(name: str, separate_results: list[tuple]) -> None:
     ranks, layout = LAYOUTS[name]
-    for found in run_ranks(everywhere, ranks, layout):
-        same(found, alone)
+    for results in run_ranks(everywhere, ranks, layout):
+        assert_same_outcomes(results, separate_results)
 
 
-def test_no_mixture_leaks(alone: list[tuple]) -> None:
+def test_no_mixture_leaks(separate_results: list[tuple]) -> None:
     """Finished, cancelled, preempted and refused ones, at random."""
     draws, model = random.Random(1), model_of()
     batcher = Batcher(model, maximum_rows=8, cache_gb=14 * BLOCK_SIZE * model.stage.cache_bytes / 1e9)
@@ -165,8 +167,8 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     for id, events_of_id in events.items():
         assert [event.finish_reason for event in events_of_id[:-1]] == [None] * (len(events_of_id) - 1)
         assert (events_of_id[-1].finish_reason == "cancelled") == (id in cancelled)
-    whole = [id for id in events if id not in cancelled]
-    same([outcome(events[id]) for id in whole], [alone[numbers[id]] for id in whole])
+    completed = [id for id in events if id not in cancelled]
+    assert_same_outcomes([outcome(events[id]) for id in completed], [separate_results[numbers[id]] for id in completed])
 
 
 def test_cancelling_frees_blocks_at_once() -> None:
@@ -179,22 +181,22 @@ def test_cancelling_frees_blocks_at_once() -> None:
     batcher.cancel(ids[10]), batcher.cancel(12345)
     blocks = batcher.blocks
     assert blocks.total - blocks.free_blocks == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
-    gone = [event for event in batcher.step() if event.finish_reason == "cancelled"]
-    assert sorted(event.id for event in gone) == ids[10:70]
+    cancelled = [event for event in batcher.step() if event.finish_reason == "cancelled"]
+    assert sorted(event.id for event in cancelled) == ids[10:70]
 
 
 def test_beginnings_are_run_once() -> None:
-    """Of many requests with one beginning, and of a conversation's next turn."""
-    model, seen = model_of(), []
-    model.stage.layers["0"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    """A prefix of many requests, or of a conversation's next turn, is computed once."""
+    model, token_counts = model_of(), []
+    model.stage.layers["0"].register_forward_pre_hook(lambda _, inputs: token_counts.append(inputs[0].numel()))
     batcher = Batcher(model)
     system = list(range(2, 62))
     events = answers(batcher, [Request([*system, i], maximum_tokens=2, stop_token_ids=()) for i in range(10)])
-    assert sum(seen) < 61 + 10 * (61 - 48 + 2) + 20
-    seen.clear()
+    assert sum(token_counts) < 61 + 10 * (61 - 48 + 2) + 20
+    token_counts.clear()
     generated = [token for event in events[3] for token in event.tokens]
     answers(batcher, [Request([*system, 3, *generated, 7], maximum_tokens=1)])
-    assert sum(seen) <= 64 - 48
+    assert sum(token_counts) <= 64 - 48
 
 
 @pytest.mark.parametrize(("request_", "message"), [
@@ -203,9 +205,9 @@ def test_beginnings_are_run_once() -> None:
     (Request([-1]), "do not exist"),
     (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
     (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
-    (Request([3], maximum_tokens=0), "nothing is asked"),
+    (Request([3], maximum_tokens=0), "maximum_tokens is 0"),
     (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
-    (Request([3], stop=("a",), text=False), "text is False"),
+    (Request([3], stop=("a",), text=False), "text=True"),
 ])  # fmt: skip
 def test_refused(request_: Request, message: str) -> None:
     model = model_of()
@@ -228,9 +230,9 @@ def test_an_automatic_size_is_told_and_a_cache_that_holds_nothing_refused() -> N
 
 def test_a_text_ends_with_the_tokens_asked_for() -> None:
     batcher = Batcher(model_of())
-    plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
-    stopped = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
-    assert (stopped[0], stopped[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
+    unstopped = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
+    stopped = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, unstopped[4]))])[0])
+    assert (stopped[0], stopped[2]) == (unstopped[: unstopped.index(unstopped[4]) + 1], ["stop"])
     assert stopped[1] == CharLevelTokenizer().detokenize(stopped[0][:-1])
 
 

@@ -19,17 +19,17 @@ def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     return [*texts, stream.finish()]
 
 
-@pytest.mark.parametrize(("given", "stop", "texts", "rest"), [
+@pytest.mark.parametrize(("content", "stop", "texts", "remainder"), [
     ("aé€".encode() + b"\xe2", [], ["a", "", "é", "", "", "€", ""], "\N{REPLACEMENT CHARACTER}"), (b"", [], [], ""),
     (b"xa", ["ab", "bcd"], ["x", ""], "a"), (b"bcaz", ["ab", "bcd"], ["", "", "bc", "az"], ""),
 ])  # fmt: skip
-def test_text_comes_as_soon_as_it_can(given: bytes, stop: list[str], texts: list[str], rest: str) -> None:
+def test_text_comes_as_soon_as_it_can(content: bytes, stop: list[str], texts: list[str], remainder: str) -> None:
     """Once characters are whole, and nothing is held that begins no stop string."""
     stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
-    assert ([stream.add(byte) for byte in given], stream.finish()) == (texts, rest)
+    assert ([stream.add(byte) for byte in content], stream.finish()) == (texts, remainder)
 
 
-def test_pieces_make_the_whole_text() -> None:
+def test_pieces_make_the_full_text() -> None:
     tokenizer = HFTokenizer(TOKENIZER)
     draws = random.Random(0)
     for _ in range(50):

@@ -23,7 +23,7 @@ TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every posi
 SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
 
 
-class Found(NamedTuple):
+class Outputs(NamedTuple):
     """logprobs: of all tokens of each prompt; texts: for each of `SAMPLINGS`."""
 
     logprobs: list[Tensor]
@@ -32,12 +32,12 @@ class Found(NamedTuple):
 
 @contextmanager
 def chunked(tokens: int) -> Iterator[None]:
-    before = batching._PREFILL
+    original = batching._PREFILL
     batching._PREFILL = {"cpu": tokens}  # type: ignore[misc]
     try:
         yield
     finally:
-        batching._PREFILL = before  # type: ignore[misc]
+        batching._PREFILL = original  # type: ignore[misc]
 
 
 def logprobs_of(model: Model) -> list[Tensor]:
@@ -49,27 +49,31 @@ def logprobs_of(model: Model) -> list[Tensor]:
     logprobs = []
     for event, prompt in zip(firsts, PROMPTS, strict=True):
         assert event.prompt_logprobs is not None and event.prompt_logprobs[0] is None
-        reported = [one for one in event.prompt_logprobs[1:] if one is not None]
-        rows = [dict(one.top) for one in (*reported, *event.logprobs)]
+        reported = [entry for entry in event.prompt_logprobs[1:] if entry is not None]
+        rows = [dict(entry.top) for entry in (*reported, *event.logprobs)]
         logprobs.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
-        assert [one.token for one in reported] == prompt[1:]
-        assert [one.logprob for one in reported] == [row[token] for row, token in zip(rows, prompt[1:], strict=False)]
+        assert [entry.token for entry in reported] == prompt[1:]
+        assert [entry.logprob for entry in reported] == [
+            row[token] for row, token in zip(rows, prompt[1:], strict=False)
+        ]
     return logprobs
 
 
-def find(values: dict[str, Any], world_size: int = 1) -> Found:
+def find(values: dict[str, Any], world_size: int = 1) -> Outputs:
     model = random_model(values, world_size)
-    runs = [complete(model, PROMPTS, how, maximum_tokens=TO_COME, seeds=range(5)) for how in SAMPLINGS]
-    return Found(logprobs_of(model), [[(one.tokens, one.finished) for one in run] for run in runs])
+    runs = [complete(model, PROMPTS, sampling, maximum_tokens=TO_COME, seeds=range(5)) for sampling in SAMPLINGS]
+    return Outputs(
+        logprobs_of(model), [[(completion.tokens, completion.finished) for completion in run] for run in runs]
+    )
 
 
-def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Found]:
+def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Outputs]:
     """For the pool."""
     return {name: find({**values, **layout}, world_size) for name, values in UNTIED.items()}
 
 
 @pytest.fixture(scope="module")
-def recomputed() -> dict[str, Found]:
+def recomputed() -> dict[str, Outputs]:
     outputs = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
     lengths = [{len(tokens) for run in outputs[name].texts for tokens, _ in run} for name in UNTIED]
     assert min(map(len, lengths)) > 1 and TO_COME in set.union(*lengths), "rows must end at different times"
@@ -80,7 +84,7 @@ def recomputed() -> dict[str, Found]:
 # "dp2" runs one process twice.
 @pytest.mark.parametrize("name", with_more([x for x in LAYOUTS if x != "dp2"], "tp2+sp",
                                            product=["tp2", "pp2", "tp2 x pp2"]))  # fmt: skip
-def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
+def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Outputs]) -> None:
     ranks, layout = LAYOUTS[name]
     for outputs in run_ranks(find_all, ranks, layout):
         for model, (logprobs, texts) in outputs.items():
@@ -91,7 +95,7 @@ def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, F
 
 @pytest.mark.parametrize("name", sorted(set(UNTIED) - {"moe"}))  # whose tokens find other experts by rounding alone
 def test_bf16(name: str) -> None:
-    """Of states too, which are fp32 beside 16-bit weights, or as they are."""
+    """The bound holds for states too, in fp32 or in the 16 bits of the weights."""
     values = {**UNTIED[name], "precision": "bfloat16"}
     exact, rounded, cached = (logprobs_of(random_model({**values, **changes})) for changes in (
         {"precision": "fp32", "recompute": True}, {"recompute": True}, {},
@@ -135,7 +139,7 @@ def test_a_rank_caches_its_own_layers_and_heads() -> None:
     assert run_ranks(shapes, 4) == [[(1, 3, 8, 20)] * 4] * 4  # two of four layers, one of two key-value heads
 
 
-def counted(recompute: bool) -> list[tuple[int, int]]:
+def forward_shapes(recompute: bool) -> list[tuple[int, int]]:
     """Rows and columns of every forward, whose head runs one token a row."""
     model, shapes, heads = random_model({**MODELS["llama"], "recompute": recompute}), [], []
     layers = model.stage.layers
@@ -147,8 +151,8 @@ def counted(recompute: bool) -> list[tuple[int, int]]:
 
 
 def test_a_step_runs_one_token_of_unfinished_rows() -> None:
-    cached, whole = counted(recompute=False), counted(recompute=True)
-    assert sum(rows * columns for rows, columns in cached) < sum(rows * columns for rows, columns in whole)
+    cached, recomputed = forward_shapes(recompute=False), forward_shapes(recompute=True)
+    assert sum(rows * columns for rows, columns in cached) < sum(rows * columns for rows, columns in recomputed)
     longest = max(i for i, (_, columns) in enumerate(cached) if columns > 1)
     rows = [rows for rows, _ in cached[longest + 1 :]]
     assert longest < 4 < len(rows)

@@ -14,7 +14,7 @@ from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.request_parsing import RequestParser
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import HFTokenizer
-from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import BRACKETED, CHATML, LLAMA3, fast_tokenizer
 from tests.generation.serving.server import FOLDER, SHAPE
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does the lantern cost?"},
@@ -24,7 +24,7 @@ CASES = {"chatml": (CHATML, {}, ["<|endoftext|>", "<|im_end|>"]),
          "chatml of a base model": (CHATML, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>", "<|im_end|>"]),
          "llama 3": (LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
                      ["<|endoftext|>", "<|eot_id|>"]),
-         "no token of its own": (PLAIN, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"])}  # fmt: skip
+         "no token of its own": (BRACKETED, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"])}  # fmt: skip
 
 
 def args_of(folder: Path, **values: object) -> NeoXArgs:
@@ -47,11 +47,11 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     assert template.tokens(MESSAGES) == expected
     assert sorted(template.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
     if len(ends) == 2:  # the template ends answers by a token, which may be the one that the model wrote
-        (end, other), before = hf.convert_tokens_to_ids(ends[::-1]), MESSAGES[:2]
+        (end, other_end), history = hf.convert_tokens_to_ids(ends[::-1]), MESSAGES[:2]
         written = [*hf(MESSAGES[2]["content"], add_special_tokens=False)["input_ids"], end]
-        after = template.tokens_after(before, TemplateSettings(), end, MESSAGES[3:])
-        assert [*template.tokens(before), *written, *after] == expected
-        assert template.tokens_after(before, TemplateSettings(), other, MESSAGES[3:]) == [end, *after]
+        continuation = template.tokens_after(history, TemplateSettings(), end, MESSAGES[3:])
+        assert [*template.tokens(history), *written, *continuation] == expected
+        assert template.tokens_after(history, TemplateSettings(), other_end, MESSAGES[3:]) == [end, *continuation]
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
@@ -65,19 +65,19 @@ def test_older_places(tmp_path: Path) -> None:
     """Templates in tokenizer_config.json, one or several by name; with the model that is loaded."""
     hf = transformers.AutoTokenizer.from_pretrained(FOLDER)
     tokenizer = HFTokenizer(FOLDER)
-    (plain := tmp_path / "plain").mkdir()
-    (plain / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    (tokenizer_folder := tmp_path / "plain").mkdir()
+    (tokenizer_folder / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": hf.chat_template}]
     for template in (hf.chat_template, several):
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        assert find_template(args_of(plain, load=str(tmp_path)), tokenizer).text == hf.chat_template
+        assert find_template(args_of(tokenizer_folder, load=str(tmp_path)), tokenizer).text == hf.chat_template
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no chat template .*vocab_file"):
-        find_template(args_of(plain, load=str(tmp_path)), tokenizer)
+        find_template(args_of(tokenizer_folder, load=str(tmp_path)), tokenizer)
 
 
-CALLED = [
+TOOL_CALL_MESSAGES = [
     {"role": "user", "content": "What does the lantern cost?"},
     {"role": "assistant", "content": None, "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"of": "lantern"}'}},
@@ -99,16 +99,16 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
     def prompt(template: str, messages: list[dict[str, object]]) -> str:
         chat = template_of(tmp_path, template)
         body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
-        asked = RequestParser(("m",), tokenizer, 4096, (0,), chat).chat_completion(body.encode())
-        return tokenizer.detokenize(asked.requests[0].tokens)
+        parsed = RequestParser(("m",), tokenizer, 4096, (0,), chat).chat_completion(body.encode())
+        return tokenizer.detokenize(parsed.requests[0].tokens)
 
     rendered = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
-    assert prompt(text, CALLED) == rendered
+    assert prompt(text, TOOL_CALL_MESSAGES) == rendered
     broken = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
     for template, messages, facts in (
-        (deaf, CALLED, r"message 1 \(assistant\)"),
-        (deaf, [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], r"message 0 \(developer\)"),
-        (text, [CALLED[0], broken], "message 1: .* arguments of f .*JSON"),
+        (deaf, TOOL_CALL_MESSAGES, r"message 1 \(assistant\)"),
+        (deaf, [{"role": "developer", "content": "Be brief."}, *TOOL_CALL_MESSAGES[:1]], r"message 0 \(developer\)"),
+        (text, [TOOL_CALL_MESSAGES[0], broken], "message 1: .* arguments of f .*JSON"),
     ):
         with pytest.raises(APIError, match=facts):
             prompt(template, messages)
@@ -126,6 +126,6 @@ def test_a_template_without_end_is_stopped_in_every_thread(tmp_path: Path, monke
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:
     template = template_of(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="refuses .*: roles must alternate"):
+    with pytest.raises(RequestError, match="raises an error .*: roles must alternate"):
         template.tokens(MESSAGES)
     assert template.stop_token_ids == (0,)

@@ -23,8 +23,8 @@ from megatron.generation.prompts.chat import ChatTemplate
 from megatron.generation.prompts.questions import read_questions
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.request_parsing import RequestParser
+from megatron.methods.reinforcement.prompts import read_rows
 from megatron.neox_arguments.errors import UserError
-from megatron.rollouts.prompts import read_rows
 from megatron.tokenizer import HFTokenizer
 from prepare_hf_dataset import Texts
 from tests.generation.serving.server import FOLDER
@@ -33,27 +33,27 @@ Row = dict[str, Any]
 
 TOOL = {"name": "tide", "description": "Tide height", "parameters": {"type": "object", "properties": {"port": {"type": "string"}}}}  # fmt: skip # noqa: E501
 TOOLS = [{"type": "function", "function": TOOL}]
-ASKED, GIVEN = {"role": "user", "content": "Tide at Brest?"}, {"role": "assistant", "content": "It is 3.2 m."}
+QUESTION, ANSWER = {"role": "user", "content": "Tide at Brest?"}, {"role": "assistant", "content": "It is 3.2 m."}
 FUNCTION = {"name": "tide", "arguments": {"port": "Brest"}}
 AS_TEXT = {**FUNCTION, "arguments": '{"port": "Brest"}'}
 RESULT = {"role": "tool", "content": "3.2 m"}
 NULLS = {"content": None, "tool_calls": None, "name": None}
 
 
-def called(**fields: Any) -> Row:
+def call_row(**fields: Any) -> Row:
     """Question, call, result and answer; fields: of the message that calls."""
-    return {"messages": [ASKED, {"role": "assistant", "content": "", **fields}, RESULT, GIVEN], "tools": TOOLS}
+    return {"messages": [QUESTION, {"role": "assistant", "content": "", **fields}, RESULT, ANSWER], "tools": TOOLS}
 
 
-CALL = called(tool_calls=[{"type": "function", "function": FUNCTION}])
-SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, ASKED, GIVEN]}
-PLAIN = {"messages": [ASKED, GIVEN]}
+CALL = call_row(tool_calls=[{"type": "function", "function": FUNCTION}])
+SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER]}
+QUESTION_AND_ANSWER = {"messages": [QUESTION, ANSWER]}
 SHAPES: dict[str, tuple[str, Row, Row]] = {
     "calls": ("qwen2_5", CALL, CALL),
-    "arguments as text": ("qwen2_5", called(tool_calls=[{"id": "c1", "type": "function", "function": AS_TEXT}]), CALL),
-    "calls without a function": ("qwen2_5", called(tool_calls=[FUNCTION], content=None), CALL),
-    "calls as text": ("qwen2_5", called(tool_calls=json.dumps([FUNCTION])), CALL),
-    "one call, as it was once": ("qwen2_5", called(function_call=AS_TEXT), CALL),
+    "arguments as text": ("qwen2_5", call_row(tool_calls=[{"id": "c1", "type": "function", "function": AS_TEXT}]), CALL),  # noqa: E501
+    "calls without a function": ("qwen2_5", call_row(tool_calls=[FUNCTION], content=None), CALL),
+    "calls as text": ("qwen2_5", call_row(tool_calls=json.dumps([FUNCTION])), CALL),
+    "one call, as it was once": ("qwen2_5", call_row(function_call=AS_TEXT), CALL),
     "tools as text": ("qwen2_5", {**CALL, "tools": json.dumps(TOOLS)}, CALL),
     "parameters as text": (
         "qwen2_5", {**CALL, "tools": [{"type": "function", "function": {**TOOL, "parameters": json.dumps(TOOL["parameters"])}}]}, CALL,  # noqa: E501
@@ -61,7 +61,7 @@ SHAPES: dict[str, tuple[str, Row, Row]] = {
     "nulls of a table": (
         "qwen2_5",
         {
-            **called(tool_calls=[{"id": None, "type": "function", "function": {**FUNCTION, "arguments": {"port": "Brest", "day": None}}}]),  # noqa: E501
+            **call_row(tool_calls=[{"id": None, "type": "function", "function": {**FUNCTION, "arguments": {"port": "Brest", "day": None}}}]),  # noqa: E501
             "tools": [{"type": "function", "function": {**TOOL, "strict": None}}], "system": None,
         },
         CALL,
@@ -79,27 +79,27 @@ SHAPES: dict[str, tuple[str, Row, Row]] = {
     ),
     "ShareGPT in a table": (
         "qwen3_training",
-        {"conversations": [{"from": "human", "value": ASKED["content"], **NULLS}, {"from": "gpt", "value": GIVEN["content"], **NULLS}]},  # noqa: E501
-        PLAIN,
+        {"conversations": [{"from": "human", "value": QUESTION["content"], **NULLS}, {"from": "gpt", "value": ANSWER["content"], **NULLS}]},  # noqa: E501
+        QUESTION_AND_ANSWER,
     ),
-    "parts of text": ("qwen3_training", {"messages": [{**ASKED, "content": [{"type": "text", "text": "Tide "}, {"type": "text", "text": "at Brest?"}]}, GIVEN]}, PLAIN),  # noqa: E501
-    "column system": ("qwen3_training", {**PLAIN, "system": "Be brief."}, SYSTEM),
-    "weights": ("qwen3_training", {"messages": [ASKED, {**GIVEN, "weight": 1, "name": None}]}, PLAIN),
-    "template variables": ("qwen3_training", {**PLAIN, "chat_template_kwargs": {"enable_thinking": False}}, {**PLAIN, "enable_thinking": False}),  # noqa: E501
+    "parts of text": ("qwen3_training", {"messages": [{**QUESTION, "content": [{"type": "text", "text": "Tide "}, {"type": "text", "text": "at Brest?"}]}, ANSWER]}, QUESTION_AND_ANSWER),  # noqa: E501
+    "column system": ("qwen3_training", {**QUESTION_AND_ANSWER, "system": "Be brief."}, SYSTEM),
+    "weights": ("qwen3_training", {"messages": [QUESTION, {**ANSWER, "weight": 1, "name": None}]}, QUESTION_AND_ANSWER),
+    "template variables": ("qwen3_training", {**QUESTION_AND_ANSWER, "chat_template_kwargs": {"enable_thinking": False}}, {**QUESTION_AND_ANSWER, "enable_thinking": False}),  # noqa: E501
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, Row, str]] = {
-    "a role that the template knows not": ("qwen3", {"messages": [{"role": "developer", "content": "In French."}, ASKED, GIVEN]}, "message 0 (developer)"),  # noqa: E501
+    "a role that the template knows not": ("qwen3", {"messages": [{"role": "developer", "content": "In French."}, QUESTION, ANSWER]}, "message 0 (developer)"),  # noqa: E501
     "calls that the template knows not": ("phi3", CALL, "message 1 (assistant)"),
-    "tools that the template knows not": ("phi3", {**PLAIN, "tools": TOOLS}, "tide"),
-    "a picture": ("qwen3_training", {"messages": [{**ASKED, "content": [{"type": "image_url"}]}, GIVEN]}, "message 0: part 0 of its content is of type image_url"),  # noqa: E501
-    "arguments that are no JSON": ("qwen2_5", called(tool_calls=[{**FUNCTION, "arguments": "{port"}]), "message 1: tool_calls 0: the arguments of tide"),  # noqa: E501
-    "a weight between": ("qwen3_training", {"messages": [{**ASKED, "weight": 0.5}, GIVEN]}, "message 0: weight is 0.5"),
-    "a turn that a short text hides": ("gemma", {"messages": [ASKED, GIVEN, {"role": "tool", "content": "o"}, GIVEN]}, "roles"),  # noqa: E501
+    "tools that the template knows not": ("phi3", {**QUESTION_AND_ANSWER, "tools": TOOLS}, "tide"),
+    "a picture": ("qwen3_training", {"messages": [{**QUESTION, "content": [{"type": "image_url"}]}, ANSWER]}, "message 0: part 0 of its content is of type image_url"),  # noqa: E501
+    "arguments that are no JSON": ("qwen2_5", call_row(tool_calls=[{**FUNCTION, "arguments": "{port"}]), "message 1: tool_calls 0: the arguments of tide"),  # noqa: E501
+    "a weight between": ("qwen3_training", {"messages": [{**QUESTION, "weight": 0.5}, ANSWER]}, "message 0: weight is 0.5"),  # noqa: E501
+    "a turn that a short text hides": ("gemma", {"messages": [QUESTION, ANSWER, {"role": "tool", "content": "o"}, ANSWER]}, "roles"),  # noqa: E501
 }  # fmt: skip
 
 
 class Readers:
-    """What each reader makes of a row: the prompt of its last answer, or more that begins with it."""
+    """Each method reads a row its own way: the prompt of the last answer, or a text that begins with it."""
 
     def __init__(self, template: str, folder: Path) -> None:
         path = str(files("trl").joinpath("chat_templates", f"{template}.jinja"))
@@ -156,12 +156,14 @@ def key_of(row: Row) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_read_the_same_prompt(shape: str, tmp_path: Path) -> None:
-    template, row, plain = SHAPES[shape]
+    template, row, normalised = SHAPES[shape]
     readers = Readers(template, tmp_path)
     hf = transformers.AutoTokenizer.from_pretrained(FOLDER)
     hf.chat_template = readers.template.text
-    settings = {name: value for name, value in plain.items() if name != "messages"}
-    expected = hf.apply_chat_template(plain["messages"][:-1], tokenize=False, add_generation_prompt=True, **settings)
+    settings = {name: value for name, value in normalised.items() if name != "messages"}
+    expected = hf.apply_chat_template(
+        normalised["messages"][:-1], tokenize=False, add_generation_prompt=True, **settings
+    )
     for name, read in readers.all.items():
         text = read(row, key_of(row))
         assert text == expected if name in ("analyse", "roll_out", "serve", "ask") else text.startswith(expected), name

@@ -10,12 +10,16 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.model import Model
-from tests.generation.models import UNTIED as PLAIN
+from tests.generation.models import UNTIED as BASE_MODELS
 from tests.generation.models import random_model
 
 COLUMNS = 50  # of 64 rows of vocabulary
 _DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
-UNTIED = {**PLAIN, "dynamic": {**PLAIN["llama"], **_DYNAMIC}, "dynamic hybrid": {**PLAIN["hybrid"], **_DYNAMIC}}
+UNTIED = {
+    **BASE_MODELS,
+    "dynamic": {**BASE_MODELS["llama"], **_DYNAMIC},
+    "dynamic hybrid": {**BASE_MODELS["hybrid"], **_DYNAMIC},
+}
 
 
 def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:
@@ -39,13 +43,13 @@ def model_of(values: dict[str, Any], world_size: int = 1) -> Model:
     return random_model(values, world_size, 512, COLUMNS)
 
 
-def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
-    """Of one whole text, from the token after the first `first`: `[len(tokens) - first + 1, COLUMNS]`."""
-    one = torch.tensor([tokens])
+def logits_after(model: Model, tokens: list[int], num_context: int) -> Tensor:
+    """Returns the logits after the context and later tokens: `[len(tokens) - num_context + 1, COLUMNS]`."""
+    batch_tokens = torch.tensor([tokens])
     with torch.no_grad():
-        logits = model.stage(None, Batch(one, one, one))
+        logits = model.stage(None, Batch(batch_tokens, batch_tokens, batch_tokens))
     assert isinstance(logits, Tensor)
-    return logits[first - 1 :, 0, :COLUMNS]
+    return logits[num_context - 1 :, 0, :COLUMNS]
 
 
 def one_by_one(model: Any, requests: list[ScoreRequest],
@@ -60,11 +64,13 @@ def one_by_one(model: Any, requests: list[ScoreRequest],
     return scores
 
 
-def assert_same(ours: list[ContinuationScore], theirs: list[ContinuationScore], tolerance: float = 1e-5) -> None:
-    assert len(ours) == len(theirs)
-    for actual, other in zip(ours, theirs, strict=True):
-        assert actual.greedy == other.greedy
-        torch.testing.assert_close(torch.tensor(actual.logprobs), torch.tensor(other.logprobs), rtol=0, atol=tolerance)
+def assert_same(actual: list[ContinuationScore], expected: list[ContinuationScore], tolerance: float = 1e-5) -> None:
+    assert len(actual) == len(expected)
+    for actual_score, reference in zip(actual, expected, strict=True):
+        assert actual_score.greedy == reference.greedy
+        torch.testing.assert_close(
+            torch.tensor(actual_score.logprobs), torch.tensor(reference.logprobs), rtol=0, atol=tolerance
+        )
 
 
 def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[ContinuationScore]]:

@@ -21,50 +21,50 @@ from tests.generation.runs import LAYOUTS
 from tests.generation.scoring import cases
 from tests.generation.scoring.cases import COLUMNS, UNTIED, assert_same, model_of, one_by_one, some_requests
 from tests.marks import with_more
-from tests.model.stages import stage_with
+from tests.model.stages import make_stage
 from tests.pool import run_ranks
 
 IN_TEST = ("gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2",
            "mixtral")  # fmt: skip
-MORE = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotron h")
+MORE_CASES = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotron h")
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 
 
 @torch.no_grad()
-def logits_of_transformers(model: Any, tokens: list[int], first: int) -> Tensor:
-    return model(torch.tensor([tokens])).logits[0, first - 1 :]
+def logits_of_transformers(model: Any, tokens: list[int], num_context: int) -> Tensor:
+    return model(torch.tensor([tokens])).logits[0, num_context - 1 :]
 
 
-@pytest.mark.parametrize("case", with_more(CASES, *MORE, product=CASES.keys() - {*IN_TEST, *MORE}))
+@pytest.mark.parametrize("case", with_more(CASES, *MORE_CASES, product=CASES.keys() - {*IN_TEST, *MORE_CASES}))
 def test_against_transformers(case: str) -> None:
-    theirs = random_model(case)
-    keys, weights = ours_of(theirs)
+    hf_model = random_model(case)
+    keys, weights = ours_of(hf_model)
     args = for_inference(NeoXArgs.from_dict({**keys, "precision": "fp32"}).for_world(1))
-    stage = stage_with(args, weights)
-    ours = Model(args, ParallelGroups.single(), CharLevelTokenizer(), stage, torch.float32, columns=VOCAB)
-    requests = some_requests(VOCAB, ours.positions)
+    stage = make_stage(args, weights)
+    neox_model = Model(args, ParallelGroups.single(), CharLevelTokenizer(), stage, torch.float32, columns=VOCAB)
+    requests = some_requests(VOCAB, neox_model.positions)
     context = requests[0][0]
-    requests.append((context, [int(logits_of_transformers(theirs, context, len(context))[-1].argmax())]))
-    expected = one_by_one(theirs, requests, logits_of_transformers)
+    requests.append((context, [int(logits_of_transformers(hf_model, context, len(context))[-1].argmax())]))
+    expected = one_by_one(hf_model, requests, logits_of_transformers)
     assert expected[-1].greedy == [True]
     for batch_size in (None, 1):
-        assert_same(score(ours, requests, batch_size=batch_size), expected)
+        assert_same(score(neox_model, requests, batch_size=batch_size), expected)
 
 
 @pytest.fixture(scope="module")
-def whole_texts() -> dict[str, list[ContinuationScore]]:
+def full_text_scores() -> dict[str, list[ContinuationScore]]:
     models = {name: model_of(values) for name, values in UNTIED.items()}
     return {name: one_by_one(model, some_requests(COLUMNS, model.positions)) for name, model in models.items()}
 
 
 # Inference is without sequence parallelism.
 @pytest.mark.parametrize("name", with_more([x for x in LAYOUTS if x != "tp2+sp"], product=["tp2", "pp2"]))
-def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
+def test_in_every_layout(name: str, full_text_scores: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
     names = [model for model in UNTIED if ranks == 1 or model in ("llama", "window", "moe", "hybrid", "dynamic hybrid")]
     for scores in run_ranks(cases.scored, ranks, layout, names):
-        for model, ours in scores.items():
-            assert_same(ours, whole_texts[model])
+        for model, model_scores in scores.items():
+            assert_same(model_scores, full_text_scores[model])
 
 
 def test_bf16_takes_the_softmax_in_fp32() -> None:
@@ -75,12 +75,12 @@ def test_bf16_takes_the_softmax_in_fp32() -> None:
     assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
+def count_tokens(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
     """Tokens that went through the blocks, and through the head."""
     blocks, head = [], []
     layers = model.stage.layers
-    hooks = [layers[str(layer)].register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape[:2]))
-             for layer, seen in ((0, blocks), (model.stage.specs[-1].index, head))]  # fmt: skip
+    hooks = [layers[str(i)].register_forward_pre_hook(lambda _, inputs, sizes=sizes: sizes.append(inputs[0].shape[:2]))
+             for i, sizes in ((0, blocks), (model.stage.specs[-1].index, head))]  # fmt: skip
     score(model, requests, **options)
     for hook in hooks:
         hook.remove()
@@ -90,36 +90,36 @@ def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple
 def test_a_context_is_run_once() -> None:
     """Distinct contexts and continuations, each token once; none of the last, from which nothing follows."""
     model = model_of(UNTIED["llama"])
-    other = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    requests = [(CONTEXT, choice) for choice in CHOICES] + [(other, choice) for choice in CHOICES]
+    other_context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    requests = [(CONTEXT, choice) for choice in CHOICES] + [(other_context, choice) for choice in CHOICES]
     inputs = sum(len(choice) - 1 for choice in ([4, 4, 8], [7, 1, 6, 6]))  # [7, 9] begins as the second
-    expected = len(CONTEXT) + len(other) + 2 * inputs
-    alone = sum(len(context) + len(choice) - 1 for context, choice in requests)
-    tokens, logits = counted(model, requests, batch_size=1)
-    assert tokens == expected < alone / 2
+    expected = len(CONTEXT) + len(other_context) + 2 * inputs
+    unshared = sum(len(context) + len(choice) - 1 for context, choice in requests)
+    tokens, logits = count_tokens(model, requests, batch_size=1)
+    assert tokens == expected < unshared / 2
     assert logits == 2 * (1 + inputs), "the context's last token once, and each token that is run"
     # Together they are padded, to the longest row.
-    assert counted(model, requests) == (2 * (len(other) + inputs), logits)
+    assert count_tokens(model, requests) == (2 * (len(other_context) + inputs), logits)
 
 
 def test_contexts_too_short_to_share() -> None:
     """A short context is run again rather than that long branches attend over each other's places."""
     texts = [list(range(i, i + 200)) for i in range(4)]
-    together = make_tree_rows([(i, (texts[0], text)) for i, text in enumerate(texts)], hidden_size=512)
-    apart = make_tree_rows([(i, ([0], text)) for i, text in enumerate(texts)], hidden_size=512)
-    assert [row.branches[-1] for row in together] != [1] * 4
-    assert [row.branches[-1] for row in apart] == [1] * 4
-    assert sum(len(row.tokens) for row in apart) == 4 * 200
+    shared = make_tree_rows([(i, (texts[0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    unshared = make_tree_rows([(i, ([0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    assert [row.branches[-1] for row in shared] != [1] * 4
+    assert [row.branches[-1] for row in unshared] == [1] * 4
+    assert sum(len(row.tokens) for row in unshared) == 4 * 200
 
 
 def test_rows_of_models_with_states_are_one_text() -> None:
-    """What begins another continuation is read from its row, single tokens from any."""
+    """A continuation that is a prefix of another shares its row; single tokens take any row."""
     model = model_of(UNTIED["hybrid"])
     texts = [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9], [7, 1, 6]]
     rows = make_tree_rows([(i, (CONTEXT, text)) for i, text in enumerate(texts)], hidden_size=512, branching=False)
     assert [(row.tokens, row.branched) for row in rows] == [([*CONTEXT, 7, 1, 6], False), ([*CONTEXT, 4, 4], False)]
     requests = [(CONTEXT, text) for text in texts]
-    tokens, logits = counted(model, requests, batch_size=1)
+    tokens, logits = count_tokens(model, requests, batch_size=1)
     assert (tokens, logits) == (2 * len(CONTEXT) + 5, 2 + 5)
 
 
@@ -142,10 +142,10 @@ def test_width_that_gpus_like(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     model = model_of(UNTIED[name])
     requests = some_requests(COLUMNS, model.positions)
     expected = score(model, requests)
-    plain, widths = scoring._batch, set()
+    make_batch, widths = scoring._batch, set()
 
     def on_gpu(rows: Any, _: bool) -> Any:
-        batch = plain(rows, True)
+        batch = make_batch(rows, True)
         if batch.branches is not None:
             widths.add(batch.tokens.shape[1])
         return batch
@@ -163,13 +163,15 @@ def test_too_long_requests() -> None:
         score(model, requests, overlong="refuse")
     with pytest.raises(ConfigError, match="eval_overlong: truncate_left: text 2 .* 1 .* 40 "):
         score(model, requests)
-    kept, cut = score(model, requests[:2])
-    assert_same([kept], one_by_one(model, [short]))
-    assert cut.truncated == 9
-    assert_same([cut], one_by_one(model, [(long[9:], [7, 8])]))
-    kept, *skipped = score(model, requests, overlong="skip")
-    assert_same([kept], one_by_one(model, [short]))
-    assert [one.skipped for one in skipped] == [True, True] and skipped[0].logprobs == [-math.inf] * 2
+    scored, truncated_score = score(model, requests[:2])
+    assert_same([scored], one_by_one(model, [short]))
+    assert truncated_score.truncated == 9
+    assert_same([truncated_score], one_by_one(model, [(long[9:], [7, 8])]))
+    scored, *skipped = score(model, requests, overlong="skip")
+    assert_same([scored], one_by_one(model, [short]))
+    assert [skipped_score.skipped for skipped_score in skipped] == [True, True] and skipped[0].logprobs == [
+        -math.inf
+    ] * 2
 
 
 def test_no_requests_and_empty_ones() -> None:
@@ -188,6 +190,6 @@ def test_no_requests_and_empty_ones() -> None:
 def test_rolling_windows(length: int) -> None:
     utils = pytest.importorskip("lm_eval.utils")
     tokens = list(range(100, 100 + length))
-    theirs = utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1)
-    expected = [tuple(map(list, utils.make_disjoint_window(window))) for window in theirs]
+    windows = utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1)
+    expected = [tuple(map(list, utils.make_disjoint_window(window))) for window in windows]
     assert rolling_windows(tokens, 5, 8) == expected

@@ -46,29 +46,29 @@ reference = cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
     """Log-probabilities of the tokens under transformers, read in the windows that lm-eval reads."""
-    whole, logprobs = context + tokens, []
+    full, logprobs = context + tokens, []
     for i in range(len(tokens)):
         end = len(context) + i
         # All before it, or what its window leaves: windows end where POSITIONS tokens are predicted.
         last = min(i - i % POSITIONS + POSITIONS, len(tokens))
-        begin = max(0, (last if len(context) == 1 else len(whole) - 1) - POSITIONS)
+        begin = max(0, (last if len(context) == 1 else len(full) - 1) - POSITIONS)
         with torch.no_grad():
-            logits = reference(model)(torch.tensor([whole[begin:end]])).logits[0, -1]
-        logprobs.append(float(logits.double().log_softmax(-1)[whole[end]]))
+            logits = reference(model)(torch.tensor([full[begin:end]])).logits[0, -1]
+        logprobs.append(float(logits.double().log_softmax(-1)[full[end]]))
     return logprobs
 
 
-def argv(model: Path, folder: Path, kind: str, *more: str) -> list[str]:
-    return ["--hf-model", str(model), "--set", f"text_gen_type={kind}", f"log_dir={folder}/logs", *more]
+def argv(model: Path, folder: Path, kind: str, *words: str) -> list[str]:
+    return ["--hf-model", str(model), "--set", f"text_gen_type={kind}", f"log_dir={folder}/logs", *words]
 
 
 def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     """No file of configuration: a HuggingFace folder, in one process and on four ranks."""
-    given = tmp_path / "in.jsonl"
-    given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
-    code, out, err = run(*argv(model, tmp_path, "score", "-i", str(given)))
-    assert code == 0 and f"6 lines of scores are in {given}.scores.jsonl" in out, err
-    scores = rows(Path(f"{given}.scores.jsonl"))
+    input_file = tmp_path / "in.jsonl"
+    input_file.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
+    code, out, err = run(*argv(model, tmp_path, "score", "-i", str(input_file)))
+    assert code == 0 and f"6 lines of scores are in {input_file}.scores.jsonl" in out, err
+    scores = rows(Path(f"{input_file}.scores.jsonl"))
     tokenizer = HFTokenizer(FOLDER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
     sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
@@ -82,24 +82,24 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
         assert row["logprobs"] == pytest.approx(expected(model, context, tokens), abs=1e-4)
         assert row["sum"] == pytest.approx(sum(row["logprobs"]), abs=1e-4)
         assert row["perplexity"] == pytest.approx(math.exp(-row["sum"] / len(tokens)))
-    over = len(long) + len(requests[5][1]) - 1 - POSITIONS
-    assert [row["message"] for row in scores[:5]] == [None] * 5 and f"first {over} tokens" in scores[5]["message"]
+    excess = len(long) + len(requests[5][1]) - 1 - POSITIONS
+    assert [row["message"] for row in scores[:5]] == [None] * 5 and f"first {excess} tokens" in scores[5]["message"]
     texts_run = 5 + math.ceil(len(requests[2][1]) / POSITIONS)
     assert re.search(f"eval_overlong: of {texts_run} texts, 1 .* 48 positions", out)
 
     ranks, layout = LAYOUTS["tp2 x pp2"]
-    more = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
-    assert run(*argv(model, tmp_path, "score", *more, "-i", str(given)), ranks=ranks)[0] == 0
-    for one, four in zip(scores, rows(tmp_path / "four.jsonl"), strict=True):
-        assert one["tokens"] == four["tokens"] and one["greedy"] == four["greedy"]
-        assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
+    layout_words = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
+    assert run(*argv(model, tmp_path, "score", *layout_words, "-i", str(input_file)), ranks=ranks)[0] == 0
+    for single_rank, four in zip(scores, rows(tmp_path / "four.jsonl"), strict=True):
+        assert single_rank["tokens"] == four["tokens"] and single_rank["greedy"] == four["greedy"]
+        assert four["logprobs"] == pytest.approx(single_rank["logprobs"], abs=2e-5)
     # Imported as a checkpoint, its vocabulary is padded to 384 rows, which share out no probability.
     import_hf(HFFolder(model), tmp_path / "imported")
     words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={FOLDER}"]
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
-    assert run(*words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
-    for one, same in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
-        assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
+    assert run(*words, "-i", str(input_file), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
+    for single_rank, imported in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
+        assert imported["logprobs"] == pytest.approx(single_rank["logprobs"], abs=2e-5)
     assert not list(tmp_path.glob(".*")), "nothing unfinished stays"
 
 
@@ -111,11 +111,11 @@ def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
     class Kill(BaseException):
         pass
 
-    def dying(*args: Any, **more: Any) -> Any:
+    def dying(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) > chunks:
             raise Kill
-        return real(*args, **more)
+        return real(*args, **kwargs)
 
     scoring.score = dying
     with pytest.raises(Kill):
@@ -123,27 +123,27 @@ def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
 
 
 def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
-    given = tmp_path / "in.jsonl"
-    given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
-    whole, words = Path(f"{given}.scores.jsonl"), argv(model, tmp_path, "score", "-i", str(given))
+    input_file = tmp_path / "in.jsonl"
+    input_file.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
+    scores_file, words = Path(f"{input_file}.scores.jsonl"), argv(model, tmp_path, "score", "-i", str(input_file))
     assert run(*words)[0] == 0
-    at_once = rows(whole)
-    whole.unlink()
+    at_once = rows(scores_file)
+    scores_file.unlink()
     run_ranks(killed, 1, words, 2, init=False)
     (growing,) = tmp_path.glob(".in.jsonl.scores.jsonl.*.partial")
-    assert len(rows(growing)) == 4 and not whole.exists()
+    assert len(rows(growing)) == 4 and not scores_file.exists()
     with open(growing, "a") as file:
         file.write('{"tokens": [1')
     code, out, _ = run(*words)
     assert code == 0 and "going on after 4 of 6 lines" in out and not growing.exists()
-    for one, other in zip(rows(whole), at_once, strict=True):
-        assert one["tokens"] == other["tokens"] and one["message"] == other["message"]
-        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)  # of other batches
+    for resumed, uninterrupted in zip(rows(scores_file), at_once, strict=True):
+        assert resumed["tokens"] == uninterrupted["tokens"] and resumed["message"] == uninterrupted["message"]
+        assert resumed["logprobs"] == pytest.approx(uninterrupted["logprobs"], abs=1e-5)  # of other batches
     # Another input, or another model, has nothing to do with what was begun.
     run_ranks(killed, 1, words, 1, init=False)
-    given.write_text(json.dumps(LINES[1]) + "\n")
+    input_file.write_text(json.dumps(LINES[1]) + "\n")
     code, out, _ = run(*words)
-    assert code == 0 and "going on" not in out and len(rows(whole)) == 1
+    assert code == 0 and "going on" not in out and len(rows(scores_file)) == 1
     assert not list(tmp_path.glob(".*.partial"))
 
 
@@ -153,7 +153,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
     ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
     ("hello\n", "in.jsonl:1: not JSON"),
-    ("\n\n", "in.jsonl: holds no lines"),
+    ("\n\n", "in.jsonl: holds no texts"),
     (None, "in.jsonl: No such file"),
 ])  # fmt: skip
 def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def random_documents(seed: int, *lengths: int) -> list[list[int]]:
 
 
 def test_precomputed_references(model: Path, tmp_path: Path) -> None:
-    """Beside pairs, as training reads them; more tokens than positions in windows; goes on after a kill."""
+    """Scores are written next to pairs, as training reads them; a killed run goes on."""
     pos, neg = random_documents(0, 9, 30, 1, 100, 0, 47, 49, 5), random_documents(1, 7, 8, 1, 3, 0, 40, 13, 11)
     paths = write(tmp_path / "pos", pos), write(tmp_path / "neg", neg)
     words = argv(model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise", "train_impl=dpo",
@@ -199,10 +199,10 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
     code, out, _ = run(*words)
-    assert code == 0 and "pos_base: is there already" in out
+    assert code == 0 and "pos_base: already exists" in out
     assert json.loads((tmp_path / "pos_base.precompute.json").read_text()).keys() == {"stamp"}, "as sets of before"
     data_path(tmp_path / "pos").touch()
     code, _, err = run(*words)
-    assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: is there already" in err
+    assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: already exists" in err
     code, _, err = run(*argv(model, tmp_path, "precompute"))
     assert code == 1 and "precompute_model_name: is required" in err

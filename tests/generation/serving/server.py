@@ -20,7 +20,7 @@ import transformers
 
 from tests.checkpointing.golden import GOLDEN
 from tests.generation.runs import command
-from tests.launch.runs import wait_until
+from tests.launch.runs import wait_for
 from tests.pool import run_ranks
 
 FOLDER = GOLDEN / "dataset" / "hf_tokenizer"  # with a chat template
@@ -61,22 +61,22 @@ def make_adapters(folder: Path, name: str, seed: int = 0, **form: Any) -> Any:
 def greedy_texts(model: Any, prompts: Sequence[str], tokens: int) -> list[str]:
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
     for prompt in prompts:
-        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         ends = [0, tokenizer.eos_token_id, END]
-        made = model.generate(input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends,
-                              pad_token_id=1)  # fmt: skip
-        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
+        generated = model.generate(input_ids=prompt_ids, max_new_tokens=tokens, do_sample=False, eos_token_id=ends,
+                                   pad_token_id=1)  # fmt: skip
+        texts.append(tokenizer.decode(generated[0, prompt_ids.shape[1] :], skip_special_tokens=True))
     return texts
 
 
 @dataclass
 class Server:
-    """One that runs. ended: (exit code, stdout, stderr) of every rank, once it has."""
+    """A running server. results: (exit code, stdout, stderr) of every rank, once it has ended."""
 
     address: str
     folder: Path
-    ended: list[tuple[int, str, str]] = field(default_factory=list)
-    told: bool = False
+    results: list[tuple[int, str, str]] = field(default_factory=list)
+    signalled: bool = False
 
     def get(self, path: str) -> dict[str, Any]:
         return self.post(path, None)[1]
@@ -99,8 +99,8 @@ class Server:
         return openai.AsyncOpenAI(base_url=self.address + "/v1", api_key="none", max_retries=0, timeout=300)
 
     def idle(self) -> dict[str, Any]:
-        """What `/health` says once nothing runs."""
-        wait_until(lambda: not any(self.get("/health")[kind] for kind in ("running", "waiting")))
+        """Returns the reply of `/health` once nothing runs."""
+        wait_for(lambda: not any(self.get("/health")[kind] for kind in ("running", "waiting")))
         return self.get("/health")
 
     def is_up(self) -> bool:
@@ -110,7 +110,7 @@ class Server:
             return False
 
     def signal(self, number: int) -> None:
-        self.told = True
+        self.signalled = True
         os.kill(int((self.folder / "pid").read_text()), number)
 
 
@@ -135,20 +135,20 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
 
     def work() -> None:
         try:
-            server.ended += run_ranks(served, world_size, argv, str(folder / "pid"), init=False, timeout=900)
+            server.results += run_ranks(served, world_size, argv, str(folder / "pid"), init=False, timeout=900)
         except BaseException as raised:
             problem.append(raised)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        wait_until(lambda: not thread.is_alive() or server.is_up(), 200)
-        assert thread.is_alive(), problem or server.ended
+        wait_for(lambda: not thread.is_alive() or server.is_up(), 200)
+        assert thread.is_alive(), problem or server.results
         yield server
     finally:
-        if thread.is_alive() and (folder / "pid").exists() and not server.told:
+        if thread.is_alive() and (folder / "pid").exists() and not server.signalled:
             server.signal(signal.SIGTERM)
         thread.join()
     if problem:
         raise problem[0]
-    assert [code for code, _, _ in server.ended] == [0] * world_size, server.ended
+    assert [code for code, _, _ in server.results] == [0] * world_size, server.results

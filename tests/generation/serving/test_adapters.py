@@ -42,9 +42,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served) -> None:
     """First, while no other server holds the ranks."""
     make_adapters(served.folder, "copies", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    for named, why in (([f"one={served.folder / 'copies'}"], "one .*lm_head"),
-                       ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all")):  # fmt: skip
-        with pytest.raises(AssertionError, match=why), serving(served.folder, adapter=named):
+    for adapters, message in (
+        ([f"one={served.folder / 'copies'}"], "one .*lm_head"),
+        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all"),
+    ):
+        with pytest.raises(AssertionError, match=message), serving(served.folder, adapter=adapters):
             pass
 
 
@@ -54,8 +56,8 @@ LAYOUTS = {"one process": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_p
 @pytest.fixture(scope="module", params=with_more(LAYOUTS, "tp2", product=["pp2"]))
 def server(served: Served, request: pytest.FixtureRequest) -> Iterator[Server]:
     layout = LAYOUTS[request.param]
-    named = [f"{name}={served.folder / name}" for name in FORMS]
-    with serving(served.folder, 2 if layout else 1, adapter=named, **layout) as running:
+    adapters = [f"{name}={served.folder / name}" for name in FORMS]
+    with serving(served.folder, 2 if layout else 1, adapter=adapters, **layout) as running:
         yield running
 
 
@@ -65,15 +67,15 @@ def test_each_name_answers_by_its_adapters(served: Served, server: Server) -> No
     with server.client() as client, ThreadPoolExecutor(len(names) * len(PROMPTS)) as pool:
 
         def ask(name: str, prompt: str) -> tuple[str, str]:
-            given = client.completions.create(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0)
-            return given.model, given.choices[0].text
+            completion = client.completions.create(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0)
+            return completion.model, completion.choices[0].text
 
         for _ in range(2):
-            asked = [(name, prompt) for name in names for prompt in PROMPTS]
-            answers = list(pool.map(lambda one: ask(*one), asked))
-            for (name, prompt), (model, text) in zip(asked, answers, strict=True):
+            questions = [(name, prompt) for name in names for prompt in PROMPTS]
+            answers = list(pool.map(lambda question: ask(*question), questions))
+            for (name, prompt), (model, text) in zip(questions, answers, strict=True):
                 assert (model, text) == (name, served.expected[name][PROMPTS.index(prompt)])
         assert [model.id for model in client.models.list()] == [NAME, *FORMS]
         assert client.models.retrieve("wide").id == "wide"
-        with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, but 'tiny-llama', 'plain'"):
+        with pytest.raises(openai.NotFoundError, match="there is no model 'other' here; name 'tiny-llama' or 'plain'"):
             client.completions.create(model="other", prompt="x")

@@ -29,13 +29,13 @@ def server(folder: Path) -> Iterator[Server]:
     with serving(folder, **LIMITS) as running:
         yield running
         running.idle()
-    assert "Traceback" not in running.ended[0][2]
+    assert "Traceback" not in running.results[0][2]
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
+    with server.client() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def reference(folder: Path) -> tuple[transformers.LlamaForCausalLM, Any]:
 
 @torch.no_grad()
 def logprobs(reference: tuple[Any, Any], tokens: list[int]) -> Tensor:
-    """Of transformers: `[len(tokens), vocab]`, row i of the token after the first i + 1."""
+    """Returns transformers' log-probabilities, `[len(tokens), vocab]`; row i follows i + 1 tokens."""
     return reference[0](torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
@@ -69,9 +69,9 @@ def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[
     names = [reference[1].decode([token]) for token in expected]  # a blank stays, bytes of a character are no text
     assert choice.logprobs.tokens == names and any("\N{REPLACEMENT CHARACTER}" not in name for name in names)
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (len(prompt), len(prompt) + 12)
-    whole = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
-    torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), whole.max(-1).values, rtol=0, atol=1e-4)
-    for top_logprobs, row in zip(choice.logprobs.top_logprobs or [], whole, strict=True):
+    rows = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), rows.max(-1).values, rtol=0, atol=1e-4)
+    for top_logprobs, row in zip(choice.logprobs.top_logprobs or [], rows, strict=True):
         assert max(top_logprobs.values()) == pytest.approx(float(row.max()), abs=1e-4)
         assert len(top_logprobs) <= 3 and sorted(top_logprobs.values(), reverse=True) == list(top_logprobs.values())
 
@@ -85,14 +85,14 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any
     rows = logprobs(reference, prompt)[:-1]
     expected = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(torch.tensor(echoed.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
-    asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 4, "echo": True, "temperature": 0}
-    streamed = "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True))
+    request: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 4, "echo": True, "temperature": 0}
+    streamed = "".join(piece.choices[0].text for piece in client.completions.create(**request, stream=True))
     assert streamed == PROMPT + reference[1].decode(greedy(reference, prompt, 4))
 
 
 @pytest.mark.more
 def test_lm_eval_scores_and_writes_through_it(server: Server, folder: Path) -> None:
-    """Its `local-completions` beside its own `hf` backend, which reads the model's folder."""
+    """lm-eval's `local-completions` equals its `hf` backend, which reads the model's folder."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -105,42 +105,51 @@ def test_lm_eval_scores_and_writes_through_it(server: Server, folder: Path) -> N
         ("", "A longer text by itself"),
         ("The quick brown fox", " is seldom so quick"),
     ]
-    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-    scores = client.loglikelihood(asked)
-    for (score, greedy_), (expected, expected_greedy) in zip(scores, reference.loglikelihood(asked), strict=True):
+    instances = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    scores = client.loglikelihood(instances)
+    for (score, greedy_), (expected, expected_greedy) in zip(scores, reference.loglikelihood(instances), strict=True):
         assert score == pytest.approx(expected, abs=1e-3) and greedy_ == expected_greedy
     options = {"until": ["\n"], "max_gen_toks": 12}
-    asked = [Instance("generate_until", {}, (text, options), number) for number, text in enumerate(["A", PROMPT])]
-    assert client.generate_until(asked) == reference.generate_until(asked)
+    instances = [Instance("generate_until", {}, (text, options), number) for number, text in enumerate(["A", PROMPT])]
+    assert client.generate_until(instances) == reference.generate_until(instances)
 
 
-def test_chat_streamed_and_whole(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+def test_chat_streamed_and_complete(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {
         "role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}],
     }]  # fmt: skip
     messages.append({"role": "tool", "tool_call_id": "c1", "content": "Nine coins."})
-    plain = [messages[0], {"role": "user", "content": "Who are you?"}, messages[2]]
-    prompt = reference[1].apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
+    merged_messages = [messages[0], {"role": "user", "content": "Who are you?"}, messages[2]]
+    prompt = reference[1].apply_chat_template(
+        merged_messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     expected = greedy(reference, prompt, 10)
-    asked: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 10,
-                             "logprobs": True, "top_logprobs": 2, "extra_body": {"return_token_ids": True}}  # fmt: skip
-    whole = client.chat.completions.create(**asked)
-    (choice,) = whole.choices
+    request: dict[str, Any] = {
+        "model": NAME,
+        "messages": messages,
+        "temperature": 0,
+        "max_completion_tokens": 10,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "extra_body": {"return_token_ids": True},
+    }
+    completion = client.chat.completions.create(**request)
+    (choice,) = completion.choices
     assert (choice.message.role, choice.message.content) == ("assistant", reference[1].decode(expected))
-    assert whole.usage.prompt_tokens == len(prompt) and choice.model_extra["prompt_token_ids"] == prompt
+    assert completion.usage.prompt_tokens == len(prompt) and choice.model_extra["prompt_token_ids"] == prompt
     content = choice.logprobs.content
     rows = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
-    found = torch.tensor([[top.logprob for top in one.top_logprobs] for one in content])
-    torch.testing.assert_close(found, rows.topk(2).values, rtol=0, atol=1e-4)
-    assert [one.logprob for one in content] == [one.top_logprobs[0].logprob for one in content]
-    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    actual = torch.tensor([[top.logprob for top in entry.top_logprobs] for entry in content])
+    torch.testing.assert_close(actual, rows.topk(2).values, rtol=0, atol=1e-4)
+    assert [entry.logprob for entry in content] == [entry.top_logprobs[0].logprob for entry in content]
+    pieces = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     assert len(pieces) > 5, "as they come"
     *parts, last = (piece.choices[0] for piece in pieces if piece.choices)
     assert parts[0].delta.role == "assistant" and last.finish_reason == "length"
     assert "".join(part.delta.content or "" for part in (*parts, last)) == choice.message.content
-    streamed = [one.token for part in (*parts, last) for one in part.logprobs.content]
-    assert streamed == [one.token for one in content]
-    assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
+    streamed = [entry.token for part in (*parts, last) for entry in part.logprobs.content]
+    assert streamed == [entry.token for entry in content]
+    assert pieces[-1].choices == [] and pieces[-1].usage == completion.usage
 
 
 def test_seeds_choices_and_stops(client: openai.OpenAI) -> None:
@@ -149,23 +158,23 @@ def test_seeds_choices_and_stops(client: openai.OpenAI) -> None:
         assert [choice.index for choice in choices] == list(range(len(choices)))
         return [choice.text for choice in choices]
 
-    three = write(n=3, seed=5)
-    assert three == write(n=3, seed=5) and len(set(three)) == 3
-    assert write(seed=5) == three[:1]
-    assert write(seed=6) != three[:1] and write() != write()
+    texts = write(n=3, seed=5)
+    assert texts == write(n=3, seed=5) and len(set(texts)) == 3
+    assert write(seed=5) == texts[:1]
+    assert write(seed=6) != texts[:1] and write() != write()
     assert write(top_p=0) == write(temperature=0) == write(temperature=1.3, extra_body={"top_k": 1})
-    text = three[0]
+    text = texts[0]
     stop = text[len(text) // 2 :][:2]
     assert write(seed=5, stop=[stop, "never seen at all"])[0] == text[: text.index(stop)]
-    both = client.completions.create(model=NAME, prompt=[PROMPT, "A"], n=2, seed=5, max_tokens=20)
-    assert [choice.text for choice in both.choices][:2] == three[:2] and len(both.choices) == 4
+    two_prompts = client.completions.create(model=NAME, prompt=[PROMPT, "A"], n=2, seed=5, max_tokens=20)
+    assert [choice.text for choice in two_prompts.choices][:2] == texts[:2] and len(two_prompts.choices) == 4
     assert client.completions.create(model=NAME, prompt="", max_tokens=1).usage.prompt_tokens == 1  # type: ignore[union-attr]
 
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).model_extra == {"max_model_len": POSITIONS}
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, but 'tiny-llama'"):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here; name 'tiny-llama'"):
         client.models.retrieve("gpt-4")
 
 
@@ -174,15 +183,15 @@ def test_two_hundred_at_once(server: Server) -> None:
 
     async def ask() -> list[str]:
         async with server.clients() as client:
-            asked = [client.completions.create(model=NAME, prompt=f"Number {i % 20}", max_tokens=8, temperature=0)
-                     for i in range(200)]  # fmt: skip
-            return [reply.choices[0].text for reply in await asyncio.gather(*asked)]
+            requests = [client.completions.create(model=NAME, prompt=f"Number {i % 20}", max_tokens=8, temperature=0)
+                        for i in range(200)]  # fmt: skip
+            return [reply.choices[0].text for reply in await asyncio.gather(*requests)]
 
     texts = asyncio.run(ask())
     assert texts == texts[:20] * 10
     with server.client() as client:
-        alone = client.completions.create(model=NAME, prompt="Number 7", max_tokens=8, temperature=0)
-    assert alone.choices[0].text == texts[7]
+        single = client.completions.create(model=NAME, prompt="Number 7", max_tokens=8, temperature=0)
+    assert single.choices[0].text == texts[7]
     load = server.idle()
     assert load["free_blocks"] == load["total_blocks"]
 
@@ -190,14 +199,14 @@ def test_two_hundred_at_once(server: Server) -> None:
 def test_clients_that_go_away_free_their_cache(server: Server) -> None:
     """50 of 60 leave, streaming or not, with thousands of tokens to come. The rest is answered."""
     body = {"model": NAME, "prompt": PROMPT, "max_tokens": POSITIONS - 100, "temperature": 0}
-    before = server.idle()
+    initial_load = server.idle()
 
     async def ask() -> list[str]:
         async with server.clients() as client:
             leaving = [asyncio.create_task(_endless(client, body, stream=i % 2 == 0)) for i in range(50)]
-            assert (await _loaded(server, 50))["free_blocks"] < before["free_blocks"]
-            few: Any = {**body, "max_tokens": 20}
-            staying = [asyncio.create_task(client.completions.create(**few)) for _ in range(10)]
+            assert (await _loaded(server, 50))["free_blocks"] < initial_load["free_blocks"]
+            short_body: Any = {**body, "max_tokens": 20}
+            staying = [asyncio.create_task(client.completions.create(**short_body)) for _ in range(10)]
             for task in leaving:
                 task.cancel()
             return [reply.choices[0].text for reply in await asyncio.gather(*staying)]
@@ -205,15 +214,15 @@ def test_clients_that_go_away_free_their_cache(server: Server) -> None:
     texts = asyncio.run(ask())
     for _ in range(20):  # 2000 steps of the server at most, fewer than those that left had before them
         server.post("/v1/completions", {**body, "max_tokens": 100, "ignore_eos": True})
-        if (load := server.get("/health"))["free_blocks"] == before["total_blocks"]:
+        if (load := server.get("/health"))["free_blocks"] == initial_load["total_blocks"]:
             break
-    assert load["running"] + load["waiting"] == 0 and load["free_blocks"] == before["total_blocks"]
-    alone = server.post("/v1/completions", {**body, "max_tokens": 20})[1]
-    assert texts == [alone["choices"][0]["text"]] * 10
+    assert load["running"] + load["waiting"] == 0 and load["free_blocks"] == initial_load["total_blocks"]
+    single = server.post("/v1/completions", {**body, "max_tokens": 20})[1]
+    assert texts == [single["choices"][0]["text"]] * 10
 
 
 async def _loaded(server: Server, count: int) -> dict[str, Any]:
-    """What `/health` says once so many texts run or wait."""
+    """Returns the reply of `/health` once `count` texts run or wait."""
     while (load := await asyncio.to_thread(server.get, "/health"))["running"] + load["waiting"] < count:
         await asyncio.sleep(0.02)
     return load
@@ -235,8 +244,8 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a"}, 400, "model", "model: is required"),
     ("completions", {}, 400, "prompt", "prompt: is required"),
     ("completions", {"model": "gpt-4", "prompt": "a"}, 404, "model", "there is no model 'gpt-4' here"),
-    ("completions", {"prompt": 3}, 400, "prompt", "prompt: expected a text, a list of texts, token ids"),
-    ("completions", {"prompt": [1, 99999]}, 400, "prompt", "prompt: 99999 is no token id; they go from 0 to"),
+    ("completions", {"prompt": 3}, 400, "prompt", "prompt: expected a text, a list of token ids"),
+    ("completions", {"prompt": [1, 99999]}, 400, "prompt", "prompt: 99999 is not a token id; token ids are 0 to"),
     ("completions", {"prompt": [[]]}, 400, "prompt", "none of them empty"),
     ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ("completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "temperature: "),
@@ -245,11 +254,11 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix: this server does not support it"),
     ("completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
     ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "valid integer"),
-    ("completions", {"prompt": "a", "logit_bias": {"380": 1}}, 400, "logit_bias", "380 is no token id; they go from 0"),
+    ("completions", {"prompt": "a", "logit_bias": {"380": 1}}, 400, "logit_bias", "380 is not a token id"),
     ("completions", {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "5 is more than the 4"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "best_of: this server does not support it"),
     ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "temprature: this server does not"),
-    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "leaves nothing to do without echo"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "is allowed only with echo: true"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
     ("completions", {"prompt": "a " * 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
     ("completions", {"prompt": "a", "n": 200, "max_tokens": 1}, 400, "n", "n: "),
@@ -257,7 +266,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {"messages": []}, 400, "messages", "messages: "),
     ("chat/completions", {"messages": "Hi"}, 400, "messages", "messages: "),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "message 0 has no content"),
-    ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "tools: this server takes no calls"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "tools: this server does not parse"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not support it"),
     ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
@@ -301,18 +310,22 @@ def test_ends_biases_and_least_lengths(client: openai.OpenAI, reference: tuple[A
         assert choice.model_extra is not None
         return choice.model_extra["token_ids"], choice.finish_reason, choice.text
 
-    plain = greedy(reference, prompt, 6)
+    unbiased = greedy(reference, prompt, 6)
     for end in (0, END):
         assert write({end: 100}) == ([end], "stop", "")
         assert write({end: 100}, ignore_eos=True)[:2] == ([end] * 6, "length")
-        assert write({end: 100}, min_tokens=4)[:2] == ([*plain[:4], end], "stop")
-    banned = [first := plain[0]]
-    banned.append(int(logprobs(reference, prompt)[-1].index_fill(0, torch.tensor([first]), -torch.inf).argmax()))
-    assert write({first: -100})[0][0] == banned[1] != first
-    stop = reference[1].decode(plain)[:1]
-    early, late = write({}, stop=[stop]), write({}, stop=[stop], min_tokens=3)
-    assert (early[0], early[1:]) == (plain[: len(early[0])], ("stop", "")) and len(early[0]) < 3
-    assert late[0] == plain[: len(late[0])] and len(late[0]) > 3 and late[2].startswith(stop)
+        assert write({end: 100}, min_tokens=4)[:2] == ([*unbiased[:4], end], "stop")
+    banned = [first_token := unbiased[0]]
+    banned.append(int(logprobs(reference, prompt)[-1].index_fill(0, torch.tensor([first_token]), -torch.inf).argmax()))
+    assert write({first_token: -100})[0][0] == banned[1] != first_token
+    stop = reference[1].decode(unbiased)[:1]
+    stopped, stopped_later = write({}, stop=[stop]), write({}, stop=[stop], min_tokens=3)
+    assert (stopped[0], stopped[1:]) == (unbiased[: len(stopped[0])], ("stop", "")) and len(stopped[0]) < 3
+    assert (
+        stopped_later[0] == unbiased[: len(stopped_later[0])]
+        and len(stopped_later[0]) > 3
+        and stopped_later[2].startswith(stop)
+    )
 
 
 def test_a_flood_is_turned_away(server: Server) -> None:
@@ -321,21 +334,26 @@ def test_a_flood_is_turned_away(server: Server) -> None:
 
     async def flood() -> tuple[Any, list[Any]]:
         async with server.clients() as client:
-            given = {**short, "prompt": ["a"] * 199, "max_tokens": POSITIONS - 100, "extra_body": {"ignore_eos": True}}
-            most = asyncio.create_task(_endless(client, given, stream=False))
+            flood_body = {
+                **short,
+                "prompt": ["a"] * 199,
+                "max_tokens": POSITIONS - 100,
+                "extra_body": {"ignore_eos": True},
+            }
+            flooding = asyncio.create_task(_endless(client, flood_body, stream=False))
             await _loaded(server, 199)
             last = asyncio.create_task(client.completions.create(**short))  # type: ignore[call-overload]
             await _loaded(server, 200)
             with pytest.raises(openai.RateLimitError) as refused:
                 await client.completions.create(**short)  # type: ignore[call-overload]
-            most.cancel()
+            flooding.cancel()
             return await last, [refused.value.code, refused.value.response.headers["retry-after"]]
 
-    answered, refused = asyncio.run(flood())
-    assert answered.choices[0].finish_reason == "length" and refused == ["queue_full", "2"]
+    short_reply, refused = asyncio.run(flood())
+    assert short_reply.choices[0].finish_reason == "length" and refused == ["queue_full", "2"]
     server.idle()
     status, reply, _ = server.post("/v1/completions", {**short, "prompt": ["a"] * 200})
-    assert status == 200 and {choice["text"] for choice in reply["choices"]} == {answered.choices[0].text}
+    assert status == 200 and {choice["text"] for choice in reply["choices"]} == {short_reply.choices[0].text}
 
 
 def test_other_bodies_paths_methods_and_names(server: Server) -> None:

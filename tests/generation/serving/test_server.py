@@ -53,7 +53,7 @@ def test_every_layout_writes_the_same(folder: Path) -> None:
             texts.append(written(server))
             load = server.idle()
             assert load["free_blocks"] == load["total_blocks"] == blocks[-1]
-        assert all(out == "" for _, out, _ in server.ended[1:]), "only rank 0 speaks"
+        assert all(out == "" for _, out, _ in server.results[1:]), "only rank 0 speaks"
     assert len(set(texts[0])) > 12 and texts == [texts[0]] * 3
     assert blocks[2] == 2 * blocks[0], "both replicas work"
 
@@ -80,7 +80,7 @@ def test_a_signal_lets_running_requests_end(folder: Path) -> None:
         assert status == 200 and reply["choices"][0]["finish_reason"] == "length"
         status, reply, _ = endless.result()
         assert (status, reply["error"]["message"]) == (503, "the server has shut down")
-    assert server.ended[0][1].endswith("the server has shut down\n")
+    assert server.results[0][1].endswith("the server has shut down\n")
 
 
 def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
@@ -97,26 +97,26 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
         for connection in slow:
             connection.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", *head, "", '{"model"']).encode())
         assert server.get("/health")["status"] == "ok" and not select.select(slow, [], [], 0)[0], "none waits for them"
-        for shown in ("", "Bearer open", "Bearer open-sesam\u00e9", "open-sesame", "Basic open-sesame"):
-            status, reply, _ = server.post("/v1/completions", body, authorization=shown)
+        for header_value in ("", "Bearer open", "Bearer open-sesam\u00e9", "open-sesame", "Basic open-sesame"):
+            status, reply, _ = server.post("/v1/completions", body, authorization=header_value)
             assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
         assert server.post("/v1/models", None)[0] == 401
         with server.client() as client:
-            known = client.with_options(api_key="open-sesame")
-            assert known.completions.create(**body, extra_headers={"host": "any.name"}).choices[0].finish_reason
+            authorised = client.with_options(api_key="open-sesame")
+            assert authorised.completions.create(**body, extra_headers={"host": "any.name"}).choices[0].finish_reason
             with pytest.raises(openai.AuthenticationError, match="a token is needed"):
                 client.models.list()
             long: dict[str, Any] = {**body, "max_tokens": 39_000, "temperature": 0, "extra_body": {"ignore_eos": True}}
             # Its time is up: the answer is cut off with an error, not with an end.
             with pytest.raises(openai.InternalServerError, match="not done after 2 s"):
-                known.completions.create(**long)
+                authorised.completions.create(**long)
             with pytest.raises(openai.APIError, match="not done after 2 s"):
-                list(known.completions.create(**long, stream=True))
+                list(authorised.completions.create(**long, stream=True))
         assert server.idle()["running"] == 0
         for connection in slow:
             answer = http.client.HTTPResponse(connection)
             answer.begin()
-            assert answer.status == 408 and "not there after 3 s" in json.loads(answer.read())["error"]["message"]
+            assert answer.status == 408 and "did not arrive within 3 s" in json.loads(answer.read())["error"]["message"]
             assert connection.recv(1) == b"", "closed"
 
 
@@ -145,15 +145,18 @@ def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_that_is_taken() -> None:
-    first = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
-    port = int(first.address.rpartition(":")[2])
-    other = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
-    first.socket.listen()
-    ended = []
-    with other.socket, pytest.raises(OSError, match="already in use"):
-        HTTPServerThread(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
-    assert ended == [True]
-    with first.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
+    first_socket = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    port = int(first_socket.address.rpartition(":")[2])
+    second_socket = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
+    first_socket.socket.listen()
+    stops = []
+    with second_socket.socket, pytest.raises(OSError, match="already in use"):
+        HTTPServerThread(second_socket.socket, None, lambda: stops.append(True), header_seconds=1.0)
+    assert stops == [True]
+    with (
+        first_socket.socket,
+        pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"),
+    ):
         bound_socket(serve_port=port)
 
 

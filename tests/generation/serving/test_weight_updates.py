@@ -16,41 +16,41 @@ UPDATE = WeightUpdate("folder", 3)
 
 
 def test_texts_before_end_and_texts_behind_wait() -> None:
-    one, two, three = ((number, Request([1])) for number in range(3))
-    taken = iter([StepCommands((one,)), StepCommands((two,), (), ((7, UPDATE),)), StepCommands((three,)),
+    job_0, job_1, job_2 = ((number, Request([1])) for number in range(3))
+    steps = iter([StepCommands((job_0,)), StepCommands((job_1,), (), ((7, UPDATE),)), StepCommands((job_2,)),
                   StepCommands(), StepCommands(), StepCommands(), StepCommands()])  # fmt: skip
     waits = []
 
     def take(seconds: float) -> StepCommands:
         waits.append(seconds)
-        return next(taken)
+        return next(steps)
 
     dispatcher = Dispatcher(2, take, 1.0, lambda line: None)
 
-    def ended(*jobs: int) -> None:
+    def deliver_stops(*jobs: int) -> None:
         dispatcher.deliver([StepOutcomes([(job, Event(0, [1], finish_reason="stop")) for job in jobs], Load())])
 
-    def begun() -> tuple[set[int], bool]:
+    def next_jobs() -> tuple[set[int], bool]:
         commands = dispatcher.next_commands()
         assert commands is not None
-        updates = [bool(of_replica.updates) for of_replica in commands]
+        updates = [bool(replica_commands.updates) for replica_commands in commands]
         assert len(set(updates)) == 1, "all replicas have the same weights"
-        return {job for of_replica in commands for job, _ in of_replica.new}, updates[0]
+        return {job for replica_commands in commands for job, _ in replica_commands.new}, updates[0]
 
-    assert begun() == ({0}, False)
-    assert begun() == ({1}, False), "it came with the weights, and is not kept waiting"
-    assert begun() == (set(), False), "two texts are being written"
-    ended(0)
-    assert begun() == (set(), False), "one is"
-    ended(1)
-    assert begun() == (set(), True)
-    assert begun() == ({2}, False)
+    assert next_jobs() == ({0}, False)
+    assert next_jobs() == ({1}, False), "it came with the weights, and is not kept waiting"
+    assert next_jobs() == (set(), False), "two texts are being written"
+    deliver_stops(0)
+    assert next_jobs() == (set(), False), "one is"
+    deliver_stops(1)
+    assert next_jobs() == (set(), True)
+    assert next_jobs() == ({2}, False)
     assert waits == [5.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_text_that_waits_for_weights_may_be_given_up() -> None:
-    taken = iter([StepCommands((), (), ((7, UPDATE),)), StepCommands(((0, Request([1])),), (0,)), StepCommands()])
-    dispatcher = Dispatcher(1, lambda seconds: next(taken), 1.0, lambda line: None)
+    steps = iter([StepCommands((), (), ((7, UPDATE),)), StepCommands(((0, Request([1])),), (0,)), StepCommands()])
+    dispatcher = Dispatcher(1, lambda seconds: next(steps), 1.0, lambda line: None)
     for _ in range(2):
         dispatcher.next_commands()
     (last,) = dispatcher.next_commands() or []
@@ -61,9 +61,9 @@ def test_texts_are_known_by_the_weights_that_wrote_them() -> None:
     async def versions() -> list[int | None]:
         queue = RequestQueue(8)
         with (
-            queue.submit([Request([1])]) as before,
+            queue.submit([Request([1])]) as earlier_text,
             queue.submit([UPDATE]) as update,
-            queue.submit([Request([1])]) as behind,
+            queue.submit([Request([1])]) as later_text,
         ):
             commands = queue.take(0.0)
             assert [len(part) for part in (commands.new, commands.updates, commands.cancelled)] == [2, 1, 0]
@@ -71,7 +71,7 @@ def test_texts_are_known_by_the_weights_that_wrote_them() -> None:
             queue.deliver([(1, Updated(3))], Load())
             queue.deliver([(2, Event(0, [1], finish_reason="stop"))], Load())
             assert [event async for _, event in update.events(1.0)] == []
-            return [before.weight_version, behind.weight_version, queue.weight_version]
+            return [earlier_text.weight_version, later_text.weight_version, queue.weight_version]
 
     assert asyncio.run(versions()) == [None, 3, 3]
 

@@ -1,4 +1,4 @@
-"""What the API server and Kubeflow's operators would say of a manifest, by their own schemas."""
+"""Checks manifests by the schemas of the API server and of Kubeflow's operators."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _POD_MONITOR: dict[str, Any] = {
 
 
 def complaints(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a manifest; [] where nothing is."""
+    """Returns the faults of a manifest."""
     if (kind := document.get("kind")) not in CHECKS or document.get("apiVersion") != CHECKS[kind][0]:
         return [f"no kind {kind} in {document.get('apiVersion')}"]
     return list(CHECKS[kind][1](copy.deepcopy(dict(document))))
@@ -38,7 +38,7 @@ def _pod(template: dict[str, Any]) -> Iterator[str]:
 
 
 def _metadata(document: Mapping[str, Any]) -> Iterator[str]:
-    """Of a custom resource, which the operators' classes do not look into."""
+    """Checks the metadata of a custom resource, which the operators' classes do not look into."""
     yield from _core({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata")})
 
 
@@ -75,37 +75,37 @@ def _as_type(kind: str, value: Any, path: str) -> Iterator[str]:
         yield f"{path}: {value!r} is no {kind}"
 
 
-def _of_model(model: Any, document: dict[str, Any]) -> Iterator[str]:
+def _model_mismatches(model: Any, document: dict[str, Any]) -> Iterator[str]:
     """Values that a pydantic class of kubeflow-trainer-api refuses, and keys that it drops."""
     yield from _metadata(document)
     try:
-        made = model.from_dict(document)
+        parsed_document = model.from_dict(document)
     except ValueError as problem:
         yield str(problem)
         return
-    yield from (f"{path}: no such key" for path in _lost(document, made.to_dict(), ""))
+    yield from (f"{path}: no such key" for path in _lost(document, parsed_document.to_dict(), ""))
 
 
-def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
-    if isinstance(given, dict):
-        for name, value in given.items():
-            if not isinstance(kept, dict) or name not in kept:
+def _lost(document: Any, parsed: Any, path: str) -> Iterator[str]:
+    if isinstance(document, dict):
+        for name, value in document.items():
+            if not isinstance(parsed, dict) or name not in parsed:
                 yield f"{path}.{name}"
             else:
-                yield from _lost(value, kept[name], f"{path}.{name}")
-    elif isinstance(given, list):
-        for i, value in enumerate(given):
-            yield from _lost(value, kept[i] if isinstance(kept, list) and i < len(kept) else None, f"{path}[{i}]")
+                yield from _lost(value, parsed[name], f"{path}.{name}")
+    elif isinstance(document, list):
+        for i, value in enumerate(document):
+            yield from _lost(value, parsed[i] if isinstance(parsed, list) and i < len(parsed) else None, f"{path}[{i}]")
 
 
 def _trainjob(document: dict[str, Any]) -> Iterator[str]:
-    yield from _of_model(v2.TrainerV1alpha1TrainJob, document)
+    yield from _model_mismatches(v2.TrainerV1alpha1TrainJob, document)
     resources = document.get("spec", {}).get("trainer", {}).get("resourcesPerNode", {})
     yield from _pod({"spec": {"containers": [{"name": "x", "resources": resources}]}})
 
 
 def _runtime(document: dict[str, Any]) -> Iterator[str]:
-    yield from _of_model(v2.TrainerV1alpha1TrainingRuntime, document)
+    yield from _model_mismatches(v2.TrainerV1alpha1TrainingRuntime, document)
     for job in document.get("spec", {}).get("template", {}).get("spec", {}).get("replicatedJobs", []):
         body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
         yield from _core({**body, "spec": job.get("template", {}).get("spec", {})})
@@ -114,26 +114,26 @@ def _runtime(document: dict[str, Any]) -> Iterator[str]:
 def _pod_monitor(document: dict[str, Any]) -> Iterator[str]:
     yield from _metadata(document)
     yield from (f"{name}: no such key" for name in set(document) - {"apiVersion", "kind", "metadata", "spec"})
-    yield from _known(document.get("spec"), _POD_MONITOR, "spec")
+    yield from _unknown_keys(document.get("spec"), _POD_MONITOR, "spec")
     if not (document.get("spec") or {}).get("selector") or not document["spec"].get("podMetricsEndpoints"):
         yield "spec: selector and podMetricsEndpoints are required"
 
 
-def _known(value: Any, schema: Any, path: str) -> Iterator[str]:
+def _unknown_keys(value: Any, schema: Any, path: str) -> Iterator[str]:
     if isinstance(schema, type):
         if not isinstance(value, schema):
             yield f"{path}: {value!r} is no {schema.__name__}"
     elif isinstance(schema, list):
         for i, inner in enumerate(value):
-            yield from _known(inner, schema[0], f"{path}[{i}]")
+            yield from _unknown_keys(inner, schema[0], f"{path}[{i}]")
     elif schema:
         for name, inner in (value or {}).items():
             if name in schema:
-                yield from _known(inner, schema[name], f"{path}.{name}")
+                yield from _unknown_keys(inner, schema[name], f"{path}.{name}")
             else:
                 yield f"{path}.{name}: no such key"
     elif not isinstance(value, str | int):
-        yield f"{path}: {value!r} is no text"
+        yield f"{path}: {value!r} is not text"
 
 
 CHECKS: dict[str, Any] = {

@@ -22,29 +22,32 @@ def instructions() -> list[tuple[str, str]]:
     text = (ROOT / "kubernetes" / "Containerfile").read_text()
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
-    return [(name, " ".join(rest.split())) for name, rest in lines]
+    return [(name, " ".join(arguments.split())) for name, arguments in lines]
 
 
 def variables() -> dict[str, str]:
-    return dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
+    return dict(word.split("=", 1) for name, arguments in instructions() if name == "ENV" for word in arguments.split())
 
 
 def test_it_is_what_openshift_runs() -> None:
-    found = instructions()
-    assert {name for name, _ in found} <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
-    [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("BASE=")]
+    all_instructions = instructions()
+    assert {name for name, _ in all_instructions} <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+    [base] = [arguments for name, arguments in all_instructions if name == "ARG" and arguments.startswith("BASE=")]
     assert re.search(r":\d[\w.-]*$", base) and "latest" not in base
-    [user] = [rest for name, rest in found if name == "USER"]
+    [user] = [arguments for name, arguments in all_instructions if name == "USER"]
     assert re.fullmatch(r"[1-9]\d*:0", user), "a number, for runAsNonRoot, in the group that OpenShift gives"
-    [rights] = [rest for name, rest in found if name == "RUN" and "chmod" in rest]
-    made, groups, modes = (set(re.findall(r"/[\w/]+", part)) for part in rights.split("&&"))
-    assert variables()["HOME"] in made and {"/shared/data", "/shared/models", "/workspace"} <= made
-    assert groups == modes and all(any(Path(path).is_relative_to(top) for top in modes) for path in made)
-    assert [rest.split(" AS ")[1] for name, rest in found if name == "FROM"] == ["mounted", "baked"]
+    [rights] = [arguments for name, arguments in all_instructions if name == "RUN" and "chmod" in arguments]
+    folders, groups, modes = (set(re.findall(r"/[\w/]+", part)) for part in rights.split("&&"))
+    assert variables()["HOME"] in folders and {"/shared/data", "/shared/models", "/workspace"} <= folders
+    assert groups == modes and all(any(Path(path).is_relative_to(top) for top in modes) for path in folders)
+    assert [arguments.split(" AS ")[1] for name, arguments in all_instructions if name == "FROM"] == [
+        "mounted",
+        "baked",
+    ]
 
 
 def test_what_it_copies_is_there_and_enough() -> None:
-    copied = [word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]]
+    copied = [word for name, arguments in instructions() if name == "COPY" for word in arguments.split()[:-1]]
     sources = [word for word in copied if not word.startswith(("--", "$"))]
     assert all((ROOT / source).exists() for source in sources)
     assert not {".", "*", ".env"} & set(sources), "no secret that lies beside goes in"
@@ -66,8 +69,8 @@ def missing() -> str:
     """Why no other user can train here; "" where one can."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         return "takes another user's number: root, and setpriv"
-    twice = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
-    done = subprocess.run([*USER, sys.executable, "-c", twice], capture_output=True, text=True)
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    done = subprocess.run([*USER, sys.executable, "-c", script], capture_output=True, text=True)
     return "" if done.returncode == 0 else f"root gives nobody else what it may read: {done.stderr.strip()[-300:]}"
 
 

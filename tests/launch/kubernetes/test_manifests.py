@@ -40,8 +40,8 @@ FREE = {"labels", "annotations", "data", "matchLabels", "limits", "requests", "n
 
 def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all keys that have a name of Kubernetes'."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in inside:
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in children:
         if isinstance(name, str):
             yield (*path, name)
         if name not in FREE:
@@ -50,30 +50,30 @@ def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def misspelt(document: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     wrong = copy.deepcopy(document)
-    *above, name = path
-    target = reduce(getitem, above, wrong)
+    *parents, name = path
+    target = reduce(getitem, parents, wrong)
     target[name + name[-1]] = target.pop(name)
     return wrong
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.more)])
-def test_typos_are_caught_by_the_schemas(every: int) -> None:
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.more)])
+def test_typos_are_caught_by_the_schemas(stride: int) -> None:
     """In the first key of each name of a kind, or in some of these, of all kinds."""
     bodies = documents(SITES[0])
     places = {(body["kind"], path[-1]): (body, path) for body in reversed(bodies) for path in reversed([*keys(body)])}
-    chosen = sorted(places)[::every]
+    chosen = sorted(places)[::stride]
     assert {kind for kind, _ in chosen} == set(CHECKS) and len(places) > 100
     assert [place for place in chosen if not complaints(misspelt(*places[place]))] == []
 
 
-def of_kind(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
+def find_document(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
     return next(body for body in bodies if body["kind"] == kind and name in body["metadata"]["name"])
 
 
-def test_the_job_is_the_one_that_is_known() -> None:
+def test_the_job_equals_the_known_one() -> None:
     """Replicas, resources, variables and claims of the image that it replaces."""
     bodies = documents(SITES[1])
-    job = of_kind(bodies, "PyTorchJob")["spec"]
+    job = find_document(bodies, "PyTorchJob")["spec"]
     replicas = {name: replica["replicas"] for name, replica in job["pytorchReplicaSpecs"].items()}
     assert replicas == {"Master": 1, "Worker": 3}
     assert job["nprocPerNode"] == "1"
@@ -85,7 +85,7 @@ def test_the_job_is_the_one_that_is_known() -> None:
         security = (replica["template"]["spec"]["securityContext"], container["securityContext"])
         assert security[0]["runAsNonRoot"] and not security[1]["allowPrivilegeEscalation"]
         assert "runAsUser" not in security[0] and "runAsUser" not in security[1], "OpenShift chooses it"
-    variables = of_kind(bodies, "ConfigMap", "environment")["data"]
+    variables = find_document(bodies, "ConfigMap", "environment")["data"]
     assert variables == {
         "EPOCHS": "4", "BATCH_SIZE": "8", "LEARNING_RATE": "5e-5", "WORLD_SIZE": "4", "MASTER_PORT": "23456",
         "NCCL_DEBUG": "INFO", "DATA_DIR": "/shared/data", "OUTPUT_DIR": "/shared/models",
@@ -94,7 +94,7 @@ def test_the_job_is_the_one_that_is_known() -> None:
     claims = {body["metadata"]["name"]: body["spec"] for body in bodies if body["kind"] == "PersistentVolumeClaim"}
     assert claims.keys() == {"trained-models-pvc", "workspace-pvc"}
     assert all(spec["accessModes"] == ["ReadWriteMany"] for spec in claims.values())
-    trainer = of_kind(bodies, "TrainJob")["spec"]["trainer"]
+    trainer = find_document(bodies, "TrainJob")["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 1)
     assert trainer["command"] == container["command"]
 
@@ -103,15 +103,17 @@ def test_both_jobs_mount_what_they_name() -> None:
     for site in SITES:
         bodies = documents(site)
         maps = {body["metadata"]["name"] for body in bodies if body["kind"] == "ConfigMap"}
-        runtime = of_kind(bodies, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]
+        runtime = find_document(bodies, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]
         pods = [runtime["template"]["spec"]["template"]["spec"]]
-        pods += [r["template"]["spec"] for r in of_kind(bodies, "PyTorchJob")["spec"]["pytorchReplicaSpecs"].values()]
-        assert of_kind(bodies, "TrainJob")["spec"]["runtimeRef"]["name"] == read_site(site).name
+        pods += [
+            r["template"]["spec"] for r in find_document(bodies, "PyTorchJob")["spec"]["pytorchReplicaSpecs"].values()
+        ]
+        assert find_document(bodies, "TrainJob")["spec"]["runtimeRef"]["name"] == read_site(site).name
         for pod in pods:
             [container] = pod["containers"]
             assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-            used = {v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v}
-            assert used | {source["configMapRef"]["name"] for source in container["envFrom"]} == maps
+            mounted = {v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v}
+            assert mounted | {source["configMapRef"]["name"] for source in container["envFrom"]} == maps
             claims = {v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
             assert claims == set(read_site(site).claims)
 
@@ -121,17 +123,19 @@ def test_secrets_and_variables_of_this_machine_stay_here(monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_machine")
     bodies = documents(SITES[1])
     assert "hf_of_this_machine" not in str(bodies)
-    container = of_kind(bodies, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    container = find_document(bodies, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
+        "containers"
+    ]
     reference = {"name": "neox-secrets", "key": "HF_TOKEN", "optional": True}
     assert container[0]["env"][0] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}
     monkeypatch.setenv("EPOCHS", "many")
     bodies = documents(SITES[1])
-    assert of_kind(bodies, "ConfigMap", "config")["data"] == {"container_setup.yml": Path(CONTAINER).read_text()}
-    assert "EPOCHS" in of_kind(bodies, "ConfigMap", "config")["data"]["container_setup.yml"]
+    assert find_document(bodies, "ConfigMap", "config")["data"] == {"container_setup.yml": Path(CONTAINER).read_text()}
+    assert "EPOCHS" in find_document(bodies, "ConfigMap", "config")["data"]["container_setup.yml"]
 
 
 def test_kubectl_reads_every_text_as_a_text() -> None:
-    """Its YAML takes 5e-5 for a number, as our loader of configurations does, and PyYAML does not."""
+    """Kubernetes' YAML takes 5e-5 for a number, as our loader of configurations does, and PyYAML does not."""
     site = read_site(SITES[1])
     for manifest in render(site, pod_config([CONTAINER], site), tuple(KINDS)):
         text = as_yaml(manifest)
@@ -165,19 +169,19 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, capsys: pytes
 
 
 def test_files_and_settings_of_the_command(tmp_path: Path) -> None:
-    first, second = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
-    for file, part in zip((first, second), Path(CONTAINER).read_text().split("# model:", 1), strict=True):
+    first_file, second_file = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
+    for file, part in zip((first_file, second_file), Path(CONTAINER).read_text().split("# model:", 1), strict=True):
         file.parent.mkdir()
         file.write_text("# " + part)
     site = read_site(SITES[1])
-    config = pod_config([str(first), str(second)], site)
+    config = pod_config([str(first_file), str(second_file)], site)
     assert list(config.files) == ["1-run.yml", "2-run.yml"]
     assert config.command[:5] == ["python", "deepy.py", "train.py", "/etc/neox/1-run.yml", "/etc/neox/2-run.yml"]
     added = ("rendezvous_timeout_s=1800", "metrics_port=8000", "metrics_host=0.0.0.0")
     assert pod_config([CONTAINER], site).settings == added
-    given = ["max_restarts=3", "rendezvous_timeout_s=60", "metrics_port=9000", "metrics_host=10.0.0.1"]
-    config = pod_config([CONTAINER], site, given)
-    assert (config.settings, config.metrics_port) == ((*given, "max_restarts=0"), 9000)
+    overrides = ["max_restarts=3", "rendezvous_timeout_s=60", "metrics_port=9000", "metrics_host=10.0.0.1"]
+    config = pod_config([CONTAINER], site, overrides)
+    assert (config.settings, config.metrics_port) == ((*overrides, "max_restarts=0"), 9000)
 
 
 def test_the_command_writes_a_file_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

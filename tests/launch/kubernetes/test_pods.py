@@ -22,18 +22,18 @@ from tests.launch.runs import ROOT
 from tests.training.runs import ADAMW, LLAMA, config, metric_rows
 
 Documents, Losses = list[dict[str, Any]], dict[int, float]
-Made = list[tuple[list[str], dict[str, str]]]
+PodCommands = list[tuple[list[str], dict[str, str]]]
 """The command and the environment of each pod."""
 STEPS = 12
 
 
-def of_kind(documents: Documents, kind: str) -> list[Any]:
+def find_document(documents: Documents, kind: str) -> list[Any]:
     return [document for document in documents if document["kind"] == kind]
 
 
 def container_environment(documents: Documents, container: Mapping[str, Any]) -> dict[str, str]:
-    """What the kubelet makes of envFrom and env; of secrets there are none, and all are optional."""
-    maps = {body["metadata"]["name"]: body["data"] for body in of_kind(documents, "ConfigMap")}
+    """Resolves envFrom and env as the kubelet does; there are no secrets, and all are optional."""
+    maps = {body["metadata"]["name"]: body["data"] for body in find_document(documents, "ConfigMap")}
     environment: dict[str, str] = {}
     for source in container["envFrom"]:
         environment |= maps[source["configMapRef"]["name"]]
@@ -41,59 +41,59 @@ def container_environment(documents: Documents, container: Mapping[str, Any]) ->
     return environment
 
 
-def pytorchjob_pods(documents: Documents) -> Made:
+def pytorchjob_pods(documents: Documents) -> PodCommands:
     """(command, environment) of each pod, with what the Training Operator adds (its
     pkg/controller.v1/pytorch, envvar.go); env comes before envFrom."""
-    [job] = of_kind(documents, "PyTorchJob")
+    [job] = find_document(documents, "PyTorchJob")
     replicas, per_node = job["spec"]["pytorchReplicaSpecs"], int(job["spec"]["nprocPerNode"])
     pods = [replicas["Master"]] + [replicas["Worker"]] * replicas["Worker"]["replicas"]
     [master] = replicas["Master"]["template"]["spec"]["containers"]
     port = next(p["containerPort"] for p in master["ports"] if p["name"] == "pytorchjob-port")
-    made = []
+    commands = []
     for rank, pod in enumerate(pods):
         [container] = pod["template"]["spec"]["containers"]
         injected = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port),
                     "MASTER_ADDR": "127.0.0.1", "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node),
                     "RANK": str(rank), "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)),
                     "PET_NPROC_PER_NODE": str(per_node)}  # fmt: skip
-        made.append((list(container["command"]), container_environment(documents, container) | injected))
-    return made
+        commands.append((list(container["command"]), container_environment(documents, container) | injected))
+    return commands
 
 
-def trainjob_pods(documents: Documents, port: int) -> Made:
+def trainjob_pods(documents: Documents, port: int) -> PodCommands:
     """The same of a TrainJob. port: instead of the 29400 that the trainer always says."""
-    [job], [runtime] = of_kind(documents, "TrainJob"), of_kind(documents, "TrainingRuntime")
+    [job], [runtime] = find_document(documents, "TrainJob"), find_document(documents, "TrainingRuntime")
     trainer, template = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     [container] = template["template"]["spec"]["template"]["spec"]["containers"]
-    made = []
+    pods = []
     for index in range(trainer["numNodes"]):
         injected = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
                     "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
                     "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
-        made.append((list(trainer["command"]), container_environment(documents, container) | injected))
-    return made
+        pods.append((list(trainer["command"]), container_environment(documents, container) | injected))
+    return pods
 
 
 class Pods:
     """The pods of a job. Paths of the manifest that are folders in a pod become folders here."""
 
-    def __init__(self, pods: Made, folders: Mapping[str, Path], log_dir: Path) -> None:
+    def __init__(self, pods: PodCommands, folders: Mapping[str, Path], log_dir: Path) -> None:
         self._pods, self._folders, self._log_dir = pods, folders, log_dir
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts = [0] * len(pods)
         log_dir.mkdir(exist_ok=True)
 
-    def _here(self, text: str) -> str:
-        for there, here in self._folders.items():
-            text = text.replace(there, str(here))
+    def _local_paths(self, text: str) -> str:
+        for pod_folder, local_folder in self._folders.items():
+            text = text.replace(pod_folder, str(local_folder))
         return text
 
     def start(self, rank: int) -> None:
         command, environment = self._pods[rank]
-        words = [sys.executable, *map(self._here, command[1:])]
+        words = [sys.executable, *map(self._local_paths, command[1:])]
         assert command[0] == "python"
         variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        variables |= {name: self._here(value) for name, value in environment.items()}
+        variables |= {name: self._local_paths(value) for name, value in environment.items()}
         with (self._log_dir / f"pod-{rank}.log").open("ab") as log:
             self.processes[rank] = subprocess.Popen(words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
                                                     stdout=log, stderr=log, start_new_session=True)  # fmt: skip
@@ -104,9 +104,12 @@ class Pods:
             os.kill(pid, signal.SIGKILL)
         self.processes[rank].wait()
 
-    def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, most: int = 40) -> list[int]:
-        """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end
-        with an error again, at most `most` times in all, as `restartPolicy: OnFailure` and `backoffLimit`."""
+    def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, max_starts: int = 40) -> list[int]:
+        """Starts all pods, waits until all have succeeded, and returns the exit codes.
+
+        restart: restarts failed pods, at most `max_starts` starts in all, as `restartPolicy: OnFailure` with
+        `backoffLimit` does.
+        """
         for rank in range(len(self._pods)):
             self.start(rank)
         end = time.monotonic() + timeout_s
@@ -118,7 +121,7 @@ class Pods:
                     return codes
                 for rank, code in enumerate(codes):
                     if restart and code:
-                        assert sum(self.restarts) < most, "backoffLimit"
+                        assert sum(self.restarts) < max_starts, "backoffLimit"
                         self.restarts[rank] += 1
                         time.sleep(0.5)
                         self.start(rank)
@@ -139,7 +142,7 @@ def tree(pid: int) -> list[int]:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return [pid]
-    return [pid, *(each for child in children for each in tree(int(child)))]
+    return [pid, *(descendant for child in children for descendant in tree(int(child)))]
 
 
 def tiny(folder: Path) -> Path:
@@ -161,13 +164,13 @@ def documents(tmp_path: Path) -> Documents:
     (tmp_path / "site.yml").write_text(yaml.safe_dump(values))
     site = read_site(tmp_path / "site.yml")
     # Seconds, not half an hour: a test that fails shall end
-    made = pod_config([str(tiny(tmp_path))], site, ["rendezvous_timeout_s=60"])
-    return list(yaml.safe_load_all("".join(map(as_yaml, render(site, made, tuple(KINDS))))))
+    config = pod_config([str(tiny(tmp_path))], site, ["rendezvous_timeout_s=60"])
+    return list(yaml.safe_load_all("".join(map(as_yaml, render(site, config, tuple(KINDS))))))
 
 
 def folders(documents: Documents, place: Path) -> Mapping[str, Path]:
     """The pods' folders, of which /etc/neox holds what the ConfigMap does."""
-    files = next(body["data"] for body in of_kind(documents, "ConfigMap") if "config" in body["metadata"]["name"])
+    files = next(body["data"] for body in find_document(documents, "ConfigMap") if "config" in body["metadata"]["name"])
     for name in ("etc", "models"):
         (place / name).mkdir(parents=True)
     for name, text in files.items():
@@ -180,27 +183,27 @@ def losses(save: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def one_process_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process with the batch of four."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("one_process_losses")
     environment = {**os.environ, "OUTPUT_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     words = ["train.py", str(tiny(folder)), "--set", "gradient_accumulation_steps=4"]
     subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True, capture_output=True)
     return losses(folder / "run")
 
 
-def assert_same(found: dict[int, float], wanted: dict[int, float]) -> None:
-    assert list(found) == list(wanted) == list(range(1, STEPS + 1))
-    assert found == pytest.approx(wanted, rel=1e-5)
+def assert_same(losses: dict[int, float], expected: dict[int, float]) -> None:
+    assert list(losses) == list(expected) == list(range(1, STEPS + 1))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.product
-def test_four_pods_train_as_one_process(documents: Documents, alone: Losses, tmp_path: Path) -> None:
-    made = trainjob_pods(documents, free_port())
-    assert len(made) == 4
-    pods = Pods(made, folders(documents, tmp_path / "pod"), tmp_path / "logs")
+def test_four_pods_train_as_one_process(documents: Documents, one_process_losses: Losses, tmp_path: Path) -> None:
+    commands = trainjob_pods(documents, free_port())
+    assert len(commands) == 4
+    pods = Pods(commands, folders(documents, tmp_path / "pod"), tmp_path / "logs")
     assert pods.run(restart=False, timeout_s=280) == [0, 0, 0, 0], pods.logs()
-    assert_same(losses(tmp_path / "pod" / "models" / "run"), alone)
+    assert_same(losses(tmp_path / "pod" / "models" / "run"), one_process_losses)
 
 
 def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
@@ -216,11 +219,13 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
 @pytest.mark.parametrize("lost", [
     pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more),
 ])  # fmt: skip
-def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alone: Losses, tmp_path: Path) -> None:
+def test_a_lost_pod_comes_back_and_goes_on(
+    lost: int, documents: Documents, one_process_losses: Losses, tmp_path: Path
+) -> None:
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
     pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, lambda: pods.kill(lost)))
-    assert_same(losses(save), alone)
+    assert_same(losses(save), one_process_losses)
     assert sum(pods.restarts) >= 4, "the others ended too, instead of waiting for it"
     resumed = (save / "logs" / "rank_0.log").read_text()
     assert "loaded checkpoint" in resumed.lower() or "goes on" in resumed.lower(), resumed[-3000:]
@@ -240,11 +245,13 @@ def test_the_exit_code_of_a_drained_pod(pod: bool, number: int, status: str, cod
 
 @pytest.mark.product
 @pytest.mark.ends_processes
-def test_a_drained_pod_does_not_end_the_job_as_done(documents: Documents, alone: Losses, tmp_path: Path) -> None:
+def test_a_drained_pod_does_not_end_the_job_as_done(
+    documents: Documents, one_process_losses: Losses, tmp_path: Path
+) -> None:
     """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
     drain = once_saved(save, lambda: pods.processes[3].send_signal(signal.SIGTERM))
     pods.run(restart=True, timeout_s=280, meanwhile=drain)
     assert pods.restarts == [1, 1, 1, 1], pods.logs()
-    assert_same(losses(save), alone)
+    assert_same(losses(save), one_process_losses)

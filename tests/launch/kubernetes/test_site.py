@@ -13,7 +13,7 @@ from megatron.launch.kubernetes.site import Claim
 from megatron.neox_arguments import ConfigError
 from megatron.neox_arguments.keys.declaration import keys_of
 
-WHOLE = """\
+FULL_SITE = """\
 namespace: training
 image: registry/neox:1.0
 name: run
@@ -37,7 +37,7 @@ annotations: {note: b}
 node_selector: {zone: c}
 image_pull_secret: registry
 """
-LEAST = "namespace: a\nimage: registry/neox:1.0\n"
+MINIMAL_SITE = "namespace: a\nimage: registry/neox:1.0\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -52,8 +52,8 @@ def refusal(folder: Path, text: str) -> str:
 
 
 def test_a_site_with_every_key(tmp_path: Path) -> None:
-    site = read_site(write(tmp_path, WHOLE))
-    assert set(yaml.safe_load(WHOLE)) == set(keys_of(Site)), "the example is whole"
+    site = read_site(write(tmp_path, FULL_SITE))
+    assert set(yaml.safe_load(FULL_SITE)) == set(keys_of(Site)), "the example is whole"
     assert (site.world_size, site.memory, site.restarts, site.queue) == (16, "800Gi", 3, "user-queue")
     assert site.volumes() == {"models-pvc": "/models", "data.pvc": "/data"}
     assert site.claims["data.pvc"]["size"] is None
@@ -63,24 +63,24 @@ def test_a_site_with_every_key(tmp_path: Path) -> None:
 
 
 def test_what_a_site_need_not_say(tmp_path: Path) -> None:
-    site = read_site(write(tmp_path, LEAST))
+    site = read_site(write(tmp_path, MINIMAL_SITE))
     assert (site.name, site.replicas, site.gpus, site.cpus, site.memory) == ("neox", 4, 1, 6, "20Gi")
     assert site.volumes() == {"trained-models-pvc": "/shared/models", "workspace-pvc": "/workspace"}
     assert set(site.secrets) == {"HF_TOKEN", "WANDB_API_KEY"}
-    assert read_site(write(tmp_path, LEAST + "claims: {}\nsecrets: {}\n")).secrets == {}
-    site = read_site(write(tmp_path, LEAST + "variables: {TOKENIZERS_PARALLELISM: false, KEYBOARD: us}\n"))
+    assert read_site(write(tmp_path, MINIMAL_SITE + "claims: {}\nsecrets: {}\n")).secrets == {}
+    site = read_site(write(tmp_path, MINIMAL_SITE + "variables: {TOKENIZERS_PARALLELISM: false, KEYBOARD: us}\n"))
     assert set(site.variables) == {"TOKENIZERS_PARALLELISM", "KEYBOARD"}
 
 
 @pytest.mark.parametrize("name", [*keys_of(Site), *keys_of(Claim)])
 def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, tmp_path: Path) -> None:
     wrong = name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
-    text = re.sub(rf"(^|[ {{]){name}:", rf"\g<1>{wrong}:", WHOLE, count=1, flags=re.MULTILINE)
-    assert text != WHOLE
+    text = re.sub(rf"(^|[ {{]){name}:", rf"\g<1>{wrong}:", FULL_SITE, count=1, flags=re.MULTILINE)
+    assert text != FULL_SITE
     line = next(i for i, row in enumerate(text.splitlines(), 1) if f"{wrong}:" in row)
     prefix = "claims.models-pvc." if name in keys_of(Claim) else ""
-    told = rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: .*\b{name}\b"
-    assert re.search(told, refusal(tmp_path, text), re.M)
+    message = rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: .*\b{name}\b"
+    assert re.search(message, refusal(tmp_path, text), re.M)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -112,14 +112,14 @@ def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, t
     ({"labels": {"team": True}}, 'labels.team: .*"true"'),
 ])  # fmt: skip
 def test_values_that_cannot_be(changes: Mapping[str, Any], message: str, tmp_path: Path) -> None:
-    told = refusal(tmp_path, yaml.safe_dump({**yaml.safe_load(LEAST), **changes}, sort_keys=False))
-    assert told.count("\n") == 0 and re.search(message, told)
-    assert "hf_abc" not in told
+    refusal_text = refusal(tmp_path, yaml.safe_dump({**yaml.safe_load(MINIMAL_SITE), **changes}, sort_keys=False))
+    assert refusal_text.count("\n") == 0 and re.search(message, refusal_text)
+    assert "hf_abc" not in refusal_text
 
 
 def test_files_that_are_no_site(tmp_path: Path) -> None:
     assert "`key: value`" in refusal(tmp_path, "- a\n") and "`key: value`" in refusal(tmp_path, "")
     assert "site.yml:2: not valid YAML" in refusal(tmp_path, "a: b\n  c: [\n")
-    assert ":3: image: already set at" in refusal(tmp_path, LEAST + "image: b:1\n")
+    assert ":3: image: already set at" in refusal(tmp_path, MINIMAL_SITE + "image: b:1\n")
     with pytest.raises(ConfigError, match="absent.yml: no such file"):
         read_site(tmp_path / "absent.yml")

@@ -36,8 +36,8 @@ def save(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub().serving() as made:
-        yield made
+    with LoopbackHub().serving() as running_hub:
+        yield running_hub
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def client(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def environment(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("NEOX_")}
-    return {**kept, **hub.environment(), "HF_HOME": str(tmp_path / "hf_home"), "PYTHONPATH": str(ROOT)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NEOX_")}
+    return {**inherited, **hub.environment(), "HF_HOME": str(tmp_path / "hf_home"), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
 def upload(environment: dict[str, str], save: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*words: str, **variables: Any) -> subprocess.CompletedProcess[str]:
         options = ["--experiment_name", str(save), "--retry-min-wait", "0.05", "--retry-max-wait", "0.2"]
-        how = {"env": {**environment, **variables}, "capture_output": True, "text": True, "timeout": 300}
-        return subprocess.run([*COMMAND, *options, *words], cwd=ROOT, **how)
+        options_of_run = {"env": {**environment, **variables}, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run([*COMMAND, *options, *words], cwd=ROOT, **options_of_run)
 
     return run

@@ -27,30 +27,32 @@ _INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -tex
 
 @dataclass
 class Failure:
-    """What happens to the next `times` requests that match, after `after` others. kind: a status, "cut" (the
-    connection is closed within the body), "lost" (it is done, and the answer is not sent), "hang" (nothing is
-    done and nothing answered, until `released`), "stall" (it is done, and nothing is answered), "late" (as
-    ever, once `released`)."""
+    """A rule for the next `times` requests that match, after `num_skipped` others.
+
+    kind: a status, "cut" (the connection is closed within the body), "lost" (it is done, and the answer is
+    not sent), "hang" (nothing is done and nothing answered, until `released`), "stall" (it is done, and
+    nothing is answered), "late" (as ever, once `released`).
+    """
 
     pattern: str
     kind: int | str
     times: int
     retry_after: str | None = None
-    after: int = 0
+    num_skipped: int = 0
 
-    def strikes(self, told: str) -> bool:
-        if not self.times or not re.search(self.pattern, told):
+    def strikes(self, request_line: str) -> bool:
+        if not self.times or not re.search(self.pattern, request_line):
             return False
-        self.after -= 1
-        self.times -= self.after < 0
-        return self.after < 0
+        self.num_skipped -= 1
+        self.times -= self.num_skipped < 0
+        return self.num_skipped < 0
 
 
 class Request(NamedTuple):
-    """told: METHOD path."""
+    """A request. line: METHOD path. seconds: of the monotonic clock."""
 
-    told: str
-    at: float
+    line: str
+    seconds: float
 
 
 @dataclass
@@ -72,7 +74,7 @@ class LoopbackHub:
         self.endpoint = ""
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to take this Hub for the Hub."""
+        """Returns the variables that make a process take this Hub for the Hub."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
                 "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}  # fmt: skip
 
@@ -85,11 +87,11 @@ class LoopbackHub:
             finally:
                 self.released.set()
 
-    def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
-        self.failures.append(Failure(pattern, kind, times, **how))
+    def fail(self, pattern: str, kind: int | str, times: int = 1, **options: Any) -> None:
+        self.failures.append(Failure(pattern, kind, times, **options))
 
-    def asked(self, pattern: str) -> list[Request]:
-        return [one for one in self.requests if re.search(pattern, one.told)]
+    def requests_matching(self, pattern: str) -> list[Request]:
+        return [request for request in self.requests if re.search(pattern, request.line)]
 
     def content(self, repo: str, branch: str) -> dict[str, bytes]:
         """The files of a branch but for those of the Hub itself."""
@@ -134,24 +136,24 @@ class _Handler(BaseHTTPRequestHandler):
         return data
 
     def _handle(self) -> None:
-        hub, told = self.hub, f"{self.command} {self.path}"
+        hub, request_line = self.hub, f"{self.command} {self.path}"
         with hub.lock:
-            failure = next((one for one in hub.failures if one.strikes(told)), None)
+            failure = next((failure_rule for failure_rule in hub.failures if failure_rule.strikes(request_line)), None)
         self._kind = None if failure is None else failure.kind
         body = self._body(0.5 if self._kind == "cut" else 1.0)
         if isinstance(self._kind, int):
-            after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
-            self._answer(self._kind, {"error": "told to"}, **after)
+            retry_headers = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
+            self._answer(self._kind, {"error": "told to"}, **retry_headers)
         elif self._kind in ("cut", "hang"):
-            hub.requests.append(Request(told, time.monotonic()))
+            hub.requests.append(Request(request_line, time.monotonic()))
         else:
             if self._kind == "late":
-                hub.waiting.append(told)
+                hub.waiting.append(request_line)
                 hub.released.wait()
             with hub.lock:
                 self._serve(urlsplit(self.path).path, body)
         if self._kind in ("hang", "stall"):
-            hub.waiting.append(told)
+            hub.waiting.append(request_line)
             hub.released.wait()
         if isinstance(self._kind, str) and self._kind != "late":
             self.close_connection = True
@@ -171,8 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer(401, {"error": "Invalid"}, X_Error_Message="Invalid credentials")
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
             if not hub.may_create:
                 return self._answer(403, {"error": "no rights"}, X_Error_Message="no rights to create there")
             if name in hub.repos:
@@ -212,15 +214,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(404, {"error": path})
 
     def _entry(self, name: str, value: bytes | str) -> dict[str, Any]:
-        size, about = len(self.hub.objects[value] if isinstance(value, str) else value), {"type": "file", "path": name}
+        size, entry = len(self.hub.objects[value] if isinstance(value, str) else value), {"type": "file", "path": name}
         if isinstance(value, str):
-            return {**about, "size": size, "oid": "1" * 40, "lfs": {"oid": value, "size": size, "pointerSize": 130}}
-        return {**about, "size": size, "oid": hashlib.sha1(f"blob {size}\0".encode() + value).hexdigest()}
+            return {**entry, "size": size, "oid": "1" * 40, "lfs": {"oid": value, "size": size, "pointerSize": 130}}
+        return {**entry, "size": size, "oid": hashlib.sha1(f"blob {size}\0".encode() + value).hexdigest()}
 
     def _batch(self, objects: list[dict[str, Any]]) -> None:
-        for one in objects:
-            if one["oid"] not in self.hub.objects:
-                one["actions"] = {"upload": {"href": f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"}}
+        for large_file in objects:
+            if large_file["oid"] not in self.hub.objects:
+                large_file["actions"] = {
+                    "upload": {"href": f"{self.hub.endpoint}/store/{large_file['oid']}?X-Signature=SIGNED"}
+                }
         self._answer(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, branch: str, body: bytes) -> None:

@@ -18,7 +18,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
 from megatron.process.run_files import Problems
-from tests.launch.runs import BOTH, ROOT, wait_until
+from tests.launch.runs import PIPED_OUTPUT, ROOT, wait_for
 from tests.marks import with_more
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
@@ -36,7 +36,7 @@ def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[s
     values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
-    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, **BOTH)
+    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, **PIPED_OUTPUT)
 
 
 @pytest.mark.timeout(1800)  # 400 steps beside uploads; a loaded machine took more than the usual limit
@@ -55,45 +55,47 @@ def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp
         time.sleep(0.1)
     assert not hub.repos, "nothing has been answered"
     hub.released.set()
-    said, _ = run.communicate(timeout=1500)
-    assert run.returncode == 0 and "push_to_hub: waiting up to 600 s for global_step" in said, said
-    assert "not published yet" not in said
+    output, _ = run.communicate(timeout=1500)
+    assert run.returncode == 0 and "push_to_hub: waiting up to 600 s for global_step" in output, output
+    assert "not published yet" not in output
     for name in ("org/run", "org/neox-ckpt-run"):
         assert sorted(hub.repos[name].branches) == [*(f"global_step{n}00" for n in (1, 2, 3, 4)), "main"]
         assert hub.content(name, "main") == hub.content(name, "global_step400")
     assert_sent_once(hub)
-    (tmp_path / "said").write_text(said)
+    (tmp_path / "said").write_text(output)
     assert_no_token(tmp_path)
 
 
 @pytest.mark.more
 def test_a_run_is_not_concerned_by_a_hub_that_refuses(hub: LoopbackHub, environment: Env, tmp_path: Path) -> None:
-    def said() -> str:
+    def output_of_run() -> str:
         run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
         output, _ = run.communicate(timeout=1500)
         assert run.returncode == 0, output
         return output
 
     hub.may_create = False
-    refused = said()
+    refused = output_of_run()
     assert "run finished at iteration 2" in refused, refused
-    (warning,) = [line for line in refused.splitlines() if "the run goes on, and this later: " in line]
+    (warning,) = [
+        line for line in refused.splitlines() if "training continues. This command publishes it later: " in line
+    ]
     assert "global_step2: ended with code 1: " in warning and "the token may not do this (403)" in warning
     hub.may_create = True
-    assert "nothing left to do" in said()
+    assert "nothing left to do" in output_of_run()
     assert sorted(hub.repos["org/run"].branches) == ["global_step2", "main"], "the start that follows takes it up"
-    command = warning.partition("this later: ")[2].replace("python ", f"{sys.executable} ", 1)
+    command = warning.partition("publishes it later: ")[2].replace("python ", f"{sys.executable} ", 1)
     done = subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120, capture_output=True)
     assert b"has it already" in done.stdout
 
 
 class Run:
-    """What the callback asks of a run on rank 0."""
+    """Stands in for a run on rank 0, as far as the callback uses it."""
 
     def __init__(self, args: NeoXArgs) -> None:
         self.args, self.groups, self.lines = args, SimpleNamespace(world_rank=0), list[str]()
         self.logger = SimpleNamespace(info=self.lines.append, warning=self.lines.append)
-        self.watchdog = SimpleNamespace(now=lambda doing: None, phase=lambda doing: nullcontext())
+        self.watchdog = SimpleNamespace(now=lambda activity: None, phase=lambda activity: nullcontext())
         self.stop, self.iteration = False, args.train_iters
 
     def stopping(self) -> bool:
@@ -101,17 +103,19 @@ class Run:
 
 
 @pytest.fixture
-def begun(hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def hanging_callback(
+    hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """A callback over five checkpoints, whose process has begun with the newest and hangs."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
-    def make(**how: Any) -> tuple[PushToHub, Run, int]:
+    def make(**options: Any) -> tuple[PushToHub, Run, int]:
         hub.fail(".* /", "hang", times=10**6)
-        given = args(save, train_iters=5)
-        callback, run = PushToHub(given, "org/run", **how), Run(given)
+        run_args = args(save, train_iters=5)
+        callback, run = PushToHub(run_args, "org/run", **options), Run(run_args)
         callback.on_train_start(run)
-        wait_until(lambda: hub.waiting)
+        wait_for(lambda: hub.waiting)
         return callback, run, callback._process.pid
 
     return make
@@ -119,8 +123,8 @@ def begun(hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.more
 @pytest.mark.parametrize("ending", ["bound", "signal", "error"])
-def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], ending: str) -> None:
-    callback, run, pid = begun(wait_s=1.0 if ending == "bound" else 3600.0)
+def test_the_end_of_a_run_waits_no_longer_than_that(hanging_callback: Callable[..., Any], ending: str) -> None:
+    callback, run, pid = hanging_callback(wait_s=1.0 if ending == "bound" else 3600.0)
     for _ in range(2000):
         callback.on_step_end(run, SimpleNamespace(iteration=6))
     callback.on_save(run, SimpleNamespace(iteration=7), True)
@@ -137,11 +141,11 @@ def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], e
 
 def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By strategy, the newest first, and no checkpoint that stands only until the next."""
-    started, ended = list[int](), SimpleNamespace(poll=lambda: 0, returncode=0)
-    monkeypatch.setattr(PushToHub, "_start", lambda self, step: started.append(step) or ended)
+    started, finished_process = list[int](), SimpleNamespace(poll=lambda: 0, returncode=0)
+    monkeypatch.setattr(PushToHub, "_start", lambda self, step: started.append(step) or finished_process)
     for strategy, saved in (("end", [5]), ("every_save", [5, 4, 3, 2, 1, 4, 5])):
-        given = args(save, train_iters=5, hub_strategy=strategy)
-        callback, run = PushToHub(given, "org/run"), Run(given)
+        run_args = args(save, train_iters=5, hub_strategy=strategy)
+        callback, run = PushToHub(run_args, "org/run"), Run(run_args)
         callback.on_train_start(run)
         for _ in range(9):
             callback.on_step_end(run, SimpleNamespace(iteration=3))
@@ -151,12 +155,12 @@ def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) ->
         callback.close()
         assert started == saved and not run.lines[1:]
         started.clear()
-    given = args(save, train_iters=9, hub_strategy="end")
-    callback, run = PushToHub(given, "org/run"), Run(given)
+    run_args = args(save, train_iters=9, hub_strategy="end")
+    callback, run = PushToHub(run_args, "org/run"), Run(run_args)
     run.iteration = 5
     callback.on_train_start(run)
     callback.close()
-    assert run.lines == ["push_to_hub: nothing was published: hub_strategy end waits for iteration 9"]
+    assert run.lines == ["push_to_hub: nothing was published: hub_strategy end publishes only iteration 9"]
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -177,11 +181,11 @@ def test_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         hub_repository(args(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert hub_repository(args(tmp_path)) == "org/run"
-    with pytest.raises(ConfigError, match="hub_model_id: the repository: 'org/a--b': holds '--'"):
+    with pytest.raises(ConfigError, match="hub_model_id: the repository: 'org/a--b': contains '--'"):
         hub_repository(args(tmp_path, hub_model_id="org/a--b"))
     for name in ("NEOX_HUB_ORG", "NEOX_SITE", "NEOX_HUB_NAMES"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="push_to_hub: no organisation of the Hub is known.*or set hub_model_id"):
+    with pytest.raises(ConfigError, match="push_to_hub: no organisation of the Hub is given.*or set hub_model_id"):
         hub_repository(args(tmp_path, hub_model_id=None))
     monkeypatch.setenv("NEOX_HUB_ORG", "site-org")
     monkeypatch.setenv("NEOX_HUB_PREFIX", "sfm")

@@ -1,4 +1,4 @@
-"""What is tried again, and how long is waited, on answers of a Hub through huggingface_hub's client."""
+"""Retries and waits on answers of a Hub, through huggingface_hub's client."""
 
 import email.utils
 import re
@@ -20,30 +20,30 @@ Ask = Callable[..., list[str]]
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits, none of which is waited for."""
-    asked: list[float] = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", asked.append)
-    return asked
+    durations: list[float] = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", durations.append)
+    return durations
 
 
 @pytest.fixture
 def ask(client: None, hub: LoopbackHub, waits: list[float]) -> Ask:
     hub.repos["org/run"] = Repo()
 
-    def listed(patience: Patience = USUAL) -> list[str]:
-        said: list[str] = []
+    def list_refs(patience: Patience = USUAL) -> list[str]:
+        messages: list[str] = []
         watch_answers()
-        call(patience, "listing", lambda: HfApi().list_repo_refs("org/run"), said.append)
-        return said
+        call(patience, "listing", lambda: HfApi().list_repo_refs("org/run"), messages.append)
+        return messages
 
-    return listed
+    return list_refs
 
 
 def test_waits_double_up_to_the_longest(ask: Ask, hub: LoopbackHub, waits: list[float]) -> None:
     hub.fail("GET .*/refs", 503, times=7)
-    said = ask()
+    messages = ask()
     assert waits == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
-    assert re.match(r"listing: .*503 .*GET /api/models/org/run/refs.* 120 s \(1 of 20\)", said[0])
-    assert len(hub.asked("refs")) == 8, "none is tried by the client itself"
+    assert re.match(r"listing: .*503 .*GET /api/models/org/run/refs.* 120 s \(1 of 20\)", messages[0])
+    assert len(hub.requests_matching("refs")) == 8, "none is tried by the client itself"
 
 
 def test_the_hub_says_when(ask: Ask, hub: LoopbackHub, waits: list[float]) -> None:
@@ -54,21 +54,21 @@ def test_the_hub_says_when(ask: Ask, hub: LoopbackHub, waits: list[float]) -> No
 
 
 @pytest.mark.parametrize(
-    "said", ["31536000", "9" * 400, "Fri, 01 Jan 2100 00:00:00 -0000", "Fri, 31 Dec 9999 23:59:59 -2359"]
+    "header", ["31536000", "9" * 400, "Fri, 01 Jan 2100 00:00:00 -0000", "Fri, 31 Dec 9999 23:59:59 -2359"]
 )
 def test_no_answer_is_slept_for_longer_than_asked_for(
-    ask: Ask, hub: LoopbackHub, waits: list[float], said: str
+    ask: Ask, hub: LoopbackHub, waits: list[float], header: str
 ) -> None:
-    hub.fail("GET .*/refs", 429, retry_after=said)
+    hub.fail("GET .*/refs", 429, retry_after=header)
     assert "in 50 s (--retry-max-wait), although the Hub says" in ask(Patience(3, 10.0, 50.0))[0]
     assert waits == [50.0]
 
 
 def test_after_the_last_try_it_says_how_to_go_on(ask: Ask, hub: LoopbackHub) -> None:
     hub.fail("GET .*/refs", 429, times=3)
-    with pytest.raises(HubError, match="429 .* 2 tries"):
+    with pytest.raises(HubError, match="429 .* 2 retries"):
         ask(Patience(2, 1.0, 2.0))
-    assert len(hub.asked("refs")) == 3
+    assert len(hub.requests_matching("refs")) == 3
 
 
 def test_a_connection_that_breaks(ask: Ask, hub: LoopbackHub, waits: list[float]) -> None:
@@ -77,7 +77,7 @@ def test_a_connection_that_breaks(ask: Ask, hub: LoopbackHub, waits: list[float]
 
 
 @pytest.mark.parametrize(("status", "advice"), [
-    (401, "does not take the token .401.; set HF_TOKEN"), (403, "token may not do this .403."), (404, "no such place"),
+    (401, "rejects the token .401.; set HF_TOKEN"), (403, "token may not do this .403."), (404, "no such repository"),
 ])  # fmt: skip
 def test_what_stays_is_tried_once(ask: Ask, hub: LoopbackHub, waits: list[float], status: int, advice: str) -> None:
     hub.fail("GET .*/refs", status)
@@ -87,7 +87,7 @@ def test_what_stays_is_tried_once(ask: Ask, hub: LoopbackHub, waits: list[float]
 
 
 @pytest.mark.parametrize("place", ["variable", "file"])
-def test_signatures_and_the_token_are_not_told(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_and_the_token_are_not_printed(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     if place == "variable":

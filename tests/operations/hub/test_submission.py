@@ -38,8 +38,8 @@ def lines(*words: str) -> list[list[str]]:
 
 def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = lines()
-    wanted = ["global_step100", "global_step10", "global_step9"]
-    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == wanted
+    expected = ["global_step100", "global_step10", "global_step9"]
+    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == expected
     assert jobs[0][:3] == ["sbatch", "--job-name=convert_lr=1,x", "--dependency=singleton"]
     assert jobs[0][3:] == [
         str(ROOT / "huggingface/convert_and_upload.sbatch"), "--neox_checkpoint", "global_step100",
@@ -49,28 +49,28 @@ def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: py
     assert last_step(experiment / "global_step9") == 100
     assert submission.main(["absent"]) == 1 and f"{experiment.parent}/absent" in capsys.readouterr().err
     (experiment.parent / "empty").mkdir()
-    assert submission.main(["empty"]) == 1 and "holds no checkpoint" in capsys.readouterr().err
+    assert submission.main(["empty"]) == 1 and "no checkpoint global_step<N> in this folder" in capsys.readouterr().err
 
 
 def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
-    other = experiment.with_name("lr-1") / "x" / "a"
-    other.mkdir(parents=True)
+    other_experiment = experiment.with_name("lr-1") / "x" / "a"
+    other_experiment.mkdir(parents=True)
     experiment = experiment.with_name("lr=1") / "x,a"
     (experiment / "global_step1").mkdir(parents=True)
-    (other / "latest").write_text("global_step1")
+    (other_experiment / "latest").write_text("global_step1")
     site = {"NEOX_CHECKPOINT_DIR": str(experiment.parents[1]), "NEOX_HUB_ORG": "org"}
     assert submission.target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
-    (other.parent / "latest").write_text("global_step1")
-    alike = experiment.with_name("x")
+    (other_experiment.parent / "latest").write_text("global_step1")
+    same_name = experiment.with_name("x")
     with pytest.raises(HubError, match="lr=1/x and .*/lr-1/x would both be 'lr-1-x' on the Hub; give one of them"):
-        submission.target_repository(alike, None, site)
+        submission.target_repository(same_name, None, site)
     names = experiment / "names.json"
     names.write_text(json.dumps({"lr=1-x": "mine"}))
-    assert submission.target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
+    assert submission.target_repository(same_name, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
 
 
 def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
-    """It has no manifest and no status.json, but the files that its run was given."""
+    """Such a checkpoint has no manifest and no status.json, but its run's configuration files."""
     assert last_step(ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3") == 3
     assert last_step(tmp_path / "global_step3") is None, "it is not written yet"
 
@@ -98,26 +98,26 @@ def test_a_delay_is_of_seconds(experiment: Path) -> None:
     """As in the fork, whose jobs begin 30 s apart, or each within 12 hours."""
     assert delays("") == delays("--upload-delay 0") == [0, 0, 0]
     assert delays("--upload-delay 3600") == [3600, 3630, 3660]
-    drawn = delays("--upload-delay random", 500)
-    assert 0 <= min(drawn) < 1800 and 41_400 < max(drawn) <= 43_200
+    random_delays = delays("--upload-delay random", 500)
+    assert 0 <= min(random_delays) < 1800 and 41_400 < max(random_delays) <= 43_200
     begins = [line[3] for line in lines("--upload-delay", "10")]
     assert begins == ["--begin=now+10seconds", "--begin=now+40seconds", "--begin=now+70seconds"]
 
 
 def test_the_forks_words(experiment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of its batch script: what says what is so, what names other things, and scores that go to W&B."""
-    plain = lines()
-    assert lines("--upload-neox") == lines("--upload-neox-checkpoint", "--skip-if-exists") == plain
-    assert lines("--force-eval-if-exists") == plain, "where nothing is evaluated"
+    """The options of the fork's batch script work: redundant ones, other names, and scores for W&B."""
+    default_lines = lines()
+    assert lines("--upload-neox") == lines("--upload-neox-checkpoint", "--skip-if-exists") == default_lines
+    assert lines("--force-eval-if-exists") == default_lines, "where nothing is evaluated"
     assert "--force-eval-if-exists" in lines("--force-eval-if-exists", "--eval_tasks", "piqa")[0]
     monkeypatch.delenv("NEOX_CHECKPOINT_DIR")
     base = ("--checkpoints-base-dir", str(tmp_path))
-    assert [line[-9:] for line in lines(*base)] == [line[-9:] for line in plain]
+    assert [line[-9:] for line in lines(*base)] == [line[-9:] for line in default_lines]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").symlink_to(tmp_path)
     options = submission.parse(["lr=1,x"])
-    found = submission.experiment_of_flags(options).save
-    assert found == tmp_path / "checkpoints" / "lr=1,x", "where convert_hf_gptneox_to_neox.py writes"
+    experiment_folder = submission.experiment_of_flags(options).save
+    assert experiment_folder == tmp_path / "checkpoints" / "lr=1,x", "where convert_hf_gptneox_to_neox.py writes"
     job = lines(
         "--eval", "--eval-tasks", "mmlu,piqa", "arc_easy", "--wandb-entity", "us", "--wandb-project", "Our Evals"
     )[0]
@@ -141,7 +141,7 @@ def test_eval_takes_the_tasks_of_the_run(experiment: Path) -> None:
     assert tasks[tasks.index("--eval_tasks") + 1 :][:3] == ["wmdp_bio_robust", "mmlu", "--max-retries"]
 
 
-def test_jobs_are_submitted_apart(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_is_submitted_separately(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[object] = []
     monkeypatch.setattr(submission.time, "sleep", events.append)
     monkeypatch.setattr(submission, "_submit", lambda line, dry_run: events.append(line[0]))
@@ -155,16 +155,16 @@ def test_jobs_are_submitted_apart(experiment: Path, monkeypatch: pytest.MonkeyPa
     (["--skip-neox-upload", "--upload-neox"], "--skip-neox-upload and --upload-neox exclude each other"),
     (["--skip-neox-upload", "--upload-neox-only"], "--skip-neox-upload and --upload-neox-only exclude each other"),
     (["--delay-between-jobs", "-1"], "--delay-between-jobs -1: give seconds"),
-    (["--wandb-project", "p"], "--wandb_project: there are no scores"),
-    (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
+    (["--wandb-project", "p"], "--wandb_project: "),
+    (["--upload-neox-only", "--eval"], "makes no converted model, which --eval and --eval_tasks need"),
     (["--max-retries", "-1"], "--max-retries -1"),
-    (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
-    (["bad--org"], "holds '--' or '..'"),
+    (["--retry-min-wait", "9", "--retry-max-wait", "8"], "0 <= minimum <= maximum"),
+    (["bad--org"], "contains '--' or '..'"),
 ])  # fmt: skip
 def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert submission.main(["lr=1,x", "--dry-run", *words]) == 1
-    said = capsys.readouterr().err
-    assert message in said and said.startswith("batch_submit_checkpoints.sh: error: ") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("batch_submit_checkpoints.sh: error: ") and error.count("\n") == 1
 
 
 def test_as_it_is_typed(experiment: Path) -> None:
@@ -190,10 +190,10 @@ def test_names_of_experiments(experiment: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("experiment", "problem"), [
-    ("x" * 93, "has 97 characters, the Hub takes 96"),
-    *((name, "holds '--' or '..'") for name in ("a=-b", "a..b")),
-    *((name, "not at an end") for name in ("a.", "a-")),
-    *((name, "the Hub takes a-z") for name in ("a:b", "ä")),
+    ("x" * 93, "has 97 characters, the Hub allows 96"),
+    *((name, "contains '--' or '..'") for name in ("a=-b", "a..b")),
+    *((name, "not at the start or end") for name in ("a.", "a-")),
+    *((name, "the Hub allows a-z") for name in ("a:b", "ä")),
     ("a.git", "ends with '.git'"),
 ])  # fmt: skip
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
@@ -207,12 +207,12 @@ def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None
 def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
     file = tmp_path / "experiment_hf_mappings.json"
     file.write_text(json.dumps({"lr=1": "Good-Name", "bad": "-x"}))
-    known = names.read_names(file)
-    assert names.model_name("lr=1", "sfm", known) == "Good-Name" and names.model_name("lr=2", None, known) == "lr-2"
-    with pytest.raises(HubError, match="'-x': the Hub takes"):
-        names.model_name("bad", "sfm", known)
+    mapping = names.read_names(file)
+    assert names.model_name("lr=1", "sfm", mapping) == "Good-Name" and names.model_name("lr=2", None, mapping) == "lr-2"
+    with pytest.raises(HubError, match="'-x': the Hub allows"):
+        names.model_name("bad", "sfm", mapping)
     file.write_text('{"a": "one", "b": "one"}')
-    with pytest.raises(HubError, match="'a' and 'b' are both 'one'"):
+    with pytest.raises(HubError, match="'a' and 'b' both map to 'one'"):
         names.read_names(file)
     for text in ("[", "[1]", '{"a": 1}'):
         file.write_text(text)

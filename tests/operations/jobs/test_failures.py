@@ -16,7 +16,7 @@ from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.remedies import Remedy, free_lock, remedy
 from megatron.operations.jobs.report import share_of_peak, write_report
 from megatron.operations.jobs.request import Request
-from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
+from megatron.operations.jobs.scheduler import Job, Slurm, continued_log, parse_scontrol
 from megatron.operations.jobs.submission import _target
 from megatron.operations.jobs.verdict import CRASHED, Verdict
 from megatron.training.checkpoint.lock import lock_folder
@@ -31,17 +31,17 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
     ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
     ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
-    ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
+    ("train.py: error: port 29500 of host a is taken, so rank 0 cannot listen at a:29500", "port in use"),
     ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
     ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
-    ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
+    ("deepy.py: error: Slurm gave this node 4 GPUs, but torch sees 3: check nvidia-smi there", "node failure"),
     ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
     ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
     ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
     ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
     ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
     ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
-    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
+    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is truncated", "data"),
     ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
     ("OSError: [Errno 28] No space left on device", "disk"),
     ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
@@ -49,8 +49,8 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
     ("ZeroDivisionError: division by zero", "unknown"),
 ])  # fmt: skip
 def test_classes(line: str, kind: str) -> None:
-    found = classify(JOB, ["starting from freshly initialised weights", line])
-    assert (found.kind.name, found.lines[-1]) == (kind, line)
+    failure = classify(JOB, ["starting from freshly initialised weights", line])
+    assert (failure.kind.name, failure.lines[-1]) == (kind, line)
 
 
 def test_what_slurm_says_comes_first_and_the_list_of_arguments_is_no_evidence() -> None:
@@ -61,9 +61,9 @@ def test_what_slurm_says_comes_first_and_the_list_of_arguments_is_no_evidence() 
     assert classify(JOB, []).kind is UNKNOWN
     safe = {kind.name for kind in KINDS if kind.safe}
     assert safe == {"port in use", "stale lock", "node failure", "missing output folder"}
-    listed = "  valid_data_paths ................ ['/p/out of memory.bin'].....updated"
-    assert classify(JOB, [listed, "ZeroDivisionError: division by zero"]).kind is UNKNOWN
-    assert bad_node(replace(JOB, node_list="n[1-2]"), ["leave it out (sbatch --exclude=n2); without"]) == "n2"
+    argument_line = "  valid_data_paths ................ ['/p/out of memory.bin'].....updated"
+    assert classify(JOB, [argument_line, "ZeroDivisionError: division by zero"]).kind is UNKNOWN
+    assert bad_node(replace(JOB, node_list="n[1-2]"), ["exclude the node (sbatch --exclude=n2); on"]) == "n2"
     assert bad_node(replace(JOB, node_list="n1"), []) == "n1"
     assert bad_node(replace(JOB, node_list="n[1-2]"), []) is None, "nobody knows which"
 
@@ -73,24 +73,24 @@ def args(save: Path, **keys: object) -> NeoXArgs:
 
 
 def test_another_port_and_a_folder(tmp_path: Path) -> None:
-    none = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
+    no_slurm = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
 
-    def found(*lines: str, job: Job = JOB, **keys: object) -> Remedy:
-        return remedy(classify(job, lines), replace(ROW, job=job), args(tmp_path, **keys), (), [], none)
+    def remedy_of(*lines: str, job: Job = JOB, **keys: object) -> Remedy:
+        return remedy(classify(job, lines), replace(ROW, job=job), args(tmp_path, **keys), (), [], no_slurm)
 
-    port = found("EADDRINUSE")
+    port = remedy_of("EADDRINUSE")
     assert port.environment == {"MASTER_PORT": "31211"} and not port.pairs and port.helps
-    port = found("EADDRINUSE", master_port=29000)
-    assert port.pairs == ("master_port=31211",) and "--set master_port=31211" in port.did
+    port = remedy_of("EADDRINUSE", master_port=29000)
+    assert port.pairs == ("master_port=31211",) and "--set master_port=31211" in port.action
     job = replace(JOB, exit_code="0:53", log=tmp_path / "a" / "b" / "7.out")
-    folder = found(job=job)
-    assert folder.helps and (tmp_path / "a" / "b").is_dir() and folder.did == f"made the folder {tmp_path}/a/b"
-    assert not found(job=job).helps
+    folder = remedy_of(job=job)
+    assert folder.helps and (tmp_path / "a" / "b").is_dir() and folder.action == f"made the folder {tmp_path}/a/b"
+    assert not remedy_of(job=job).helps
     (tmp_path / "file").touch()
-    assert "cannot be made" in found(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).did
+    assert "cannot be made" in remedy_of(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).action
 
 
-class Knows(Slurm):
+class KnownJob(Slurm):
     """Knows one job, in this state; None: no job any more."""
 
     def __init__(self, state: str | None) -> None:
@@ -127,27 +127,27 @@ def test_a_lock_is_removed_only_where_it_is_stale(tmp_path: Path, monkeypatch: p
         assert json.loads(lock.read_text()) == {"host": socket.gethostname(), "pid": holder, "job": "12"}
         # status.json is an earlier run's, which has ended: the lock is older than this one's first step.
         (tmp_path / "status.json").write_text(json.dumps({"status": "finished", "job": "7"}))
-        found = free_lock(tmp_path, Knows("COMPLETED"), 0)
-        assert not found.helps and f"process {holder} " in found.did
+        result = free_lock(tmp_path, KnownJob("COMPLETED"), 0)
+        assert not result.helps and f"process {holder} " in result.action
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        for slurm, said in (
-            (None, os.uname().nodename), (Knows(None), "not know job 12"), (Knows("RUNNING"), "job 12 (RUNNING)"),
+        for slurm, fact in (
+            (None, os.uname().nodename), (KnownJob(None), "not know job 12"), (KnownJob("RUNNING"), "job 12 (RUNNING)"),
         ):  # fmt: skip
-            found = free_lock(tmp_path, slurm, 0, alive=lambda pid: False)
-            assert not found.helps and said in found.did and lock.exists()
+            result = free_lock(tmp_path, slurm, 0, alive=lambda pid: False)
+            assert not result.helps and fact in result.action and lock.exists()
         text = lock.read_text()
         lock.write_text("")
-        found = free_lock(tmp_path, Knows("COMPLETED"), 0, alive=lambda pid: False)
-        assert not found.helps and "another machine" in found.did and lock.exists()
+        result = free_lock(tmp_path, KnownJob("COMPLETED"), 0, alive=lambda pid: False)
+        assert not result.helps and "another machine" in result.action and lock.exists()
         lock.write_text(text)
-        found = free_lock(tmp_path, Knows("NODE_FAIL"), 0, alive=lambda pid: False)
-        assert found.helps and "(NODE_FAIL)" in found.did and not lock.exists()
+        result = free_lock(tmp_path, KnownJob("NODE_FAIL"), 0, alive=lambda pid: False)
+        assert result.helps and "(NODE_FAIL)" in result.action and not lock.exists()
 
 
 def test_a_lock_of_a_process_of_this_machine_that_is_gone(tmp_path: Path) -> None:
     with held(tmp_path, "12"):
-        found = free_lock(tmp_path, None, 0, alive=lambda pid: False)
-        assert found.helps and "is gone" in found.did and not (tmp_path / ".lock").exists()
+        result = free_lock(tmp_path, None, 0, alive=lambda pid: False)
+        assert result.helps and "is gone" in result.action and not (tmp_path / ".lock").exists()
 
 
 def test_share_of_peak() -> None:
@@ -180,9 +180,11 @@ def test_how_long_it_waits_and_where_logs_go_on(tmp_path: Path) -> None:
         "   NodeList=n[1-2]\n   NumNodes=2-2 NumCPUs=1\n   Command=/a b/pretrain_neox.sbatch /c.yml\n   WorkDir=/a b\n"
         f"   StdOut={tmp_path}/my run-12.out\n"
     )
-    job = of_scontrol(text)
+    job = parse_scontrol(text)
     assert (job.id, job.name, job.user, job.state, job.nodes) == ("12", "my run", "ann", "RUNNING", 2)
-    assert (job.started, job.ended, job.node_list, job.work_dir) == (1795490017, None, "n[1-2]", Path("/a b"))
+    assert (job.start_time, job.end_time, job.node_list, job.work_dir) == (1795490017, None, "n[1-2]", Path("/a b"))
     assert job.trains and job.log == tmp_path / "my run-12.out"
     job.log.write_text(f"The log goes on in {tmp_path}/there.out\n")
-    assert goes_on_in(job.log) == tmp_path / "there.out" and goes_on_in(tmp_path / "absent") == tmp_path / "absent"
+    assert (
+        continued_log(job.log) == tmp_path / "there.out" and continued_log(tmp_path / "absent") == tmp_path / "absent"
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.operations.jobs.joblog import LogFacts, Progress, error_lines, follow, last_lines, read_log
 from megatron.operations.jobs.scheduler import Job
-from megatron.operations.jobs.verdict import GONE, judge
+from megatron.operations.jobs.verdict import DIED_SILENTLY, judge
 
 ARGUMENTS = """\
 -------------------- arguments --------------------
@@ -74,8 +74,10 @@ def test_a_crash_is_what_people_grep_for(line: str, counts: bool) -> None:
 
 def test_a_crash_counts_within_the_last_hundred_lines(tmp_path: Path) -> None:
     trouble = "ValueError: a\n"
-    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)).error_lines for more in (99, 100))
-    assert (near, far) == (("ValueError: a",), ())
+    within_limit, beyond_limit = (
+        read_log(written(tmp_path, trouble, LINE.format(1) * num_lines)).error_lines for num_lines in (99, 100)
+    )
+    assert (within_limit, beyond_limit) == (("ValueError: a",), ())
     assert error_lines([f"Error: {n}" for n in range(9)]) == ("Error: 6", "Error: 7", "Error: 8")
 
 
@@ -93,20 +95,20 @@ def test_a_big_log_is_read_at_its_ends(tmp_path: Path) -> None:
 
 
 def test_following_ends_with_the_job(tmp_path: Path) -> None:
-    path, asked = written(tmp_path, "before\n"), []
+    path, checks = written(tmp_path, "before\n"), []
 
     def goes_on() -> bool:
-        asked.append(1)
+        checks.append(1)
         with path.open("a") as file:
-            file.write(f"line {len(asked)}\n")
-        return len(asked) < 2
+            file.write(f"line {len(checks)}\n")
+        return len(checks) < 2
 
-    assert "".join(follow(path, goes_on, pause_s=0.01, ask_every_s=0.02)) == "line 1\nline 2\n"
+    assert "".join(follow(path, goes_on, pause_s=0.01, check_every_s=0.02)) == "line 1\nline 2\n"
     assert os.path.getsize(path) == len("before\nline 1\nline 2\n")
 
 
 NOW = 1_000_000.0
-JOB = Job("7", "neox-training", "me", "RUNNING", started=NOW - 5000, log=Path("/nowhere/7.out"))
+JOB = Job("7", "neox-training", "me", "RUNNING", start_time=NOW - 5000, log=Path("/nowhere/7.out"))
 LOG = LogFacts(NOW - 10, Progress(5, 10, 2.5, 0.1), phase="training")
 RUNS = {"status": "running", "phase": "training"}
 TROUBLE = ("Traceback (most recent call last):", "ValueError: a")
@@ -150,11 +152,11 @@ def test_verdicts(state: str, log: LogFacts | None, status: dict[str, Any], kind
 def test_crashes_silence_local_runs_and_other_jobs() -> None:
     crashed = judge(replace(JOB, state="FAILED"), replace(LOG, error_lines=TROUBLE), {}, NOW)
     assert crashed.error_lines == TROUBLE and str(crashed) == "CRASHED"
-    said = judge(replace(JOB, state="FAILED"), LOG, {"reason": "NonFiniteError: step 3"}, NOW)
-    assert said.error_lines == ("NonFiniteError: step 3",)
+    reported = judge(replace(JOB, state="FAILED"), LOG, {"reason": "NonFiniteError: step 3"}, NOW)
+    assert reported.error_lines == ("NonFiniteError: step 3",)
     assert str(judge(JOB, replace(LOG, written=NOW - 4000), RUNS, NOW)) == "STALE 4000 s"
-    gone = judge(replace(JOB, state=GONE, local=True), LOG, RUNS, NOW)
-    assert gone.kind == "CRASHED" and "processes are gone" in gone.detail
-    other = replace(JOB, name="convert_exp", command="sbatch huggingface/convert_hf_to_neox.sbatch x")
-    assert judge(other, None, {}, NOW).kind == "running"
-    assert judge(replace(other, command="sbatch /a/pretrain_neox.sbatch /b.yml"), LOG, {}, NOW).kind == "training"
+    vanished = judge(replace(JOB, state=DIED_SILENTLY, local=True), LOG, RUNS, NOW)
+    assert vanished.kind == "CRASHED" and "processes ended without writing a status" in vanished.detail
+    conversion = replace(JOB, name="convert_exp", command="sbatch huggingface/convert_hf_to_neox.sbatch x")
+    assert judge(conversion, None, {}, NOW).kind == "running"
+    assert judge(replace(conversion, command="sbatch /a/pretrain_neox.sbatch /b.yml"), LOG, {}, NOW).kind == "training"

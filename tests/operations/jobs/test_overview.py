@@ -30,7 +30,7 @@ SACCT = [
     "7|convert_exp|me|CANCELLED by 0|0:0|{then}|{then}|{then}|1|n1|{work}|sbatch --wrap true",
 ]
 SQUEUE = ["2|None", "3|JobHeldUser", "4_[0-3]|BeginTime"]
-NONE = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
+NO_SLURM = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
 SCONTROL = """\
 JobId={id} {array}JobName={name}
    UserId=me(0) GroupId=root(0) MCS_label=N/A
@@ -71,69 +71,80 @@ def write_run(folder: Path, log: Path, number: str | None, phase: str | None = "
     log.parent.mkdir(exist_ok=True)
     arguments = ARGUMENTS.replace("/p/checkpoints/sf_model_organisms/exp,a=1/run", str(save))
     log.write_text(arguments + "".join(LINE.format(n) for n in range(1, 8)))
-    shown = {"status": "running", "phase": phase, "iteration": 0, "train_iters": 200, "job": number, **status}
-    (save / "status.json").write_text(json.dumps(shown))
+    status_values = {"status": "running", "phase": phase, "iteration": 0, "train_iters": 200, "job": number, **status}
+    (save / "status.json").write_text(json.dumps(status_values))
     row = {"train/lm_loss": 6.5, "runtime/iteration_time": 0.5}
     rows = [{**row, "iteration": n, "runtime/tokens_per_sec": 1000.0 * n} for n in range(1, 8)]
     rows[4] |= {"eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
-    later = {"iteration": 9, "runtime/tokens_per_sec": 1.0}  # of a job that trains in the same folder
-    (save / "logs" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, later]))
+    later_row = {"iteration": 9, "runtime/tokens_per_sec": 1.0}  # of a job that trains in the same folder
+    (save / "logs" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, later_row]))
 
 
-def listed(slurm: Slurm, folder: Path, **choice: object) -> dict[str, Row]:
+def rows_by_id(slurm: Slurm, folder: Path, **choice: object) -> dict[str, Row]:
     site = {"NEOX_CHECKPOINT_DIR": str(folder / "sf")}
     return {row.job.id: row for row in overview(Choice(**choice), slurm, site)}  # type: ignore[arg-type]
 
 
 def test_jobs_as_slurm_and_their_folders_tell(slurm: Slurm, tmp_path: Path) -> None:
     write_run(tmp_path, tmp_path / "logs" / "my run-2.out", "2", phase="saving the best model")
-    rows = listed(slurm, tmp_path)
-    wanted = {"1": "FINISHED", "2": "saving", "3": "pending", "4_[0-3]": "pending"}
-    assert {number: row.verdict.kind for number, row in rows.items()} == wanted
+    rows = rows_by_id(slurm, tmp_path)
+    expected_kinds = {"1": "FINISHED", "2": "saving", "3": "pending", "4_[0-3]": "pending"}
+    assert {number: row.verdict.kind for number, row in rows.items()} == expected_kinds
     assert [rows[number].verdict.detail for number in ("3", "4_[0-3]")] == ["JobHeldUser", "BeginTime"]
     assert rows["1"].job.log == tmp_path / "logs" / "neox-training-1.out", "the last -o counts"
     row = rows["2"]
     assert row.experiment == "exp,a=1" and row.progress.iteration == 7
     assert row.tokens_per_s == 7000.0 and row.scores == {"piqa_acc": 0.5, "piqa_acc_stderr": 0.1}
     assert row.eta_s == pytest.approx(193 * 0.0139)
-    assert list(listed(slurm, tmp_path, every=True)) == ["1", "2", "3", "4_[0-3]", "7"]
-    assert listed(slurm, tmp_path, every=True)["7"].verdict.kind == "CANCELLED"
-    assert list(listed(slurm, tmp_path, experiment="exp,*")) == ["2"]
-    assert list(listed(slurm, tmp_path, name="neox-*-arr")) == ["4_[0-3]"]
-    assert list(listed(slurm, tmp_path, since_s=60.0)) == ["2", "3", "4_[0-3]"]
+    assert list(rows_by_id(slurm, tmp_path, include_non_training=True)) == ["1", "2", "3", "4_[0-3]", "7"]
+    assert rows_by_id(slurm, tmp_path, include_non_training=True)["7"].verdict.kind == "CANCELLED"
+    assert list(rows_by_id(slurm, tmp_path, experiment="exp,*")) == ["2"]
+    assert list(rows_by_id(slurm, tmp_path, name="neox-*-arr")) == ["4_[0-3]"]
+    assert list(rows_by_id(slurm, tmp_path, max_age_s=60.0)) == ["2", "3", "4_[0-3]"]
 
 
 def test_what_is_asked_for_and_not_there(slurm: Slurm, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="job 99: Slurm knows no such job"):
-        listed(slurm, tmp_path, ids=["99"])
+        rows_by_id(slurm, tmp_path, ids=["99"])
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
-    told: list[str] = []
-    without = Slurm({}, told.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
-    assert listed(without, tmp_path, ids=["3"])["3"].verdict.detail == "JobHeldUser"
-    assert listed(without, tmp_path, ids=["4"])["4_[0-3]"].verdict.kind == "pending"
-    why = "scontrol is asked, which forgets jobs minutes after their end"
-    assert told == [f"sacct: Slurm accounting storage is disabled; {why}"]
+    messages: list[str] = []
+    no_accounting = Slurm({}, messages.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    assert rows_by_id(no_accounting, tmp_path, ids=["3"])["3"].verdict.detail == "JobHeldUser"
+    assert rows_by_id(no_accounting, tmp_path, ids=["4"])["4_[0-3]"].verdict.kind == "pending"
+    advice = "using scontrol instead, which forgets jobs minutes after they end"
+    assert messages == [f"sacct: Slurm accounting storage is disabled; {advice}"]
 
 
 def test_another_jobs_status_is_not_taken_for_this_ones(slurm: Slurm, tmp_path: Path) -> None:
     write_run(tmp_path, tmp_path / "logs" / "my run-2.out", "8", phase="evaluating")
-    assert listed(slurm, tmp_path)["2"].verdict.kind == "training"
+    assert rows_by_id(slurm, tmp_path)["2"].verdict.kind == "training"
 
 
 def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    here = {"host": socket.gethostname(), "pid": dead.pid, "launcher_pid": dead.pid, "time": "2026-11-24T04:00:00+0000"}
-    write_run(tmp_path, tmp_path / "log", None, **here)
+    status_values = {
+        "host": socket.gethostname(),
+        "pid": dead.pid,
+        "launcher_pid": dead.pid,
+        "time": "2026-11-24T04:00:00+0000",
+    }
+    write_run(tmp_path, tmp_path / "log", None, **status_values)
     save = tmp_path / "sf" / "exp,a=1" / "run"
-    (row,) = listed(NONE, tmp_path).values()
-    assert row.verdict.kind == "CRASHED" and "processes are gone" in row.verdict.detail and row.needs_a_person
+    (row,) = rows_by_id(NO_SLURM, tmp_path).values()
+    assert (
+        row.verdict.kind == "CRASHED"
+        and "processes ended without writing a status" in row.verdict.detail
+        and row.needs_a_person
+    )
     assert row.progress.total == 200 and row.tokens_per_s == 7000.0 and row.job.local
-    assert [row.job.id for row in listed(NONE, tmp_path, ids=[str(save)]).values()] == [str(save)]
+    assert [row.job.id for row in rows_by_id(NO_SLURM, tmp_path, ids=[str(save)]).values()] == [str(save)]
     verdicts = []
     for status, reason in (("failed", "step 3: not finite"), ("stopped", "SIGTERM")):
-        (save / "status.json").write_text(json.dumps({**here, "status": status, "reason": reason, "train_iters": 200}))
-        verdicts += [row.verdict for row in listed(NONE, tmp_path).values()]
+        (save / "status.json").write_text(
+            json.dumps({**status_values, "status": status, "reason": reason, "train_iters": 200})
+        )
+        verdicts += [row.verdict for row in rows_by_id(NO_SLURM, tmp_path).values()]
     failed, stopped = verdicts
     assert (failed.kind, failed.error_lines) == ("CRASHED", ("step 3: not finite",))
     assert (stopped.kind, stopped.detail) == ("STOPPED", "SIGTERM")
@@ -142,38 +153,38 @@ def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
 def test_local_runs_of_other_machines_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, tmp_path / "log", None, host="elsewhere", time="2026-11-24T04:00:00+0000")
     save = tmp_path / "sf" / "exp,a=1" / "run"
-    assert len(listed(NONE, tmp_path)) == 1
+    assert len(rows_by_id(NO_SLURM, tmp_path)) == 1
     me = pwd.getpwuid(os.getuid()).pw_name
-    assert not listed(NONE, tmp_path, user="nobody") and len(listed(NONE, tmp_path, user=me)) == 1
+    assert not rows_by_id(NO_SLURM, tmp_path, user="nobody") and len(rows_by_id(NO_SLURM, tmp_path, user=me)) == 1
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: os.stat(save).st_uid + 1)
-        assert not listed(NONE, tmp_path), "somebody else's"
+        assert not rows_by_id(NO_SLURM, tmp_path), "somebody else's"
     for path in (save / "status.json", save / "logs" / "rank_0.log", save / "logs" / "metrics.jsonl"):
         if path.exists():
             os.utime(path, (0, 0))
-    assert not listed(NONE, tmp_path), "dead, or it would have written"
-    assert len(listed(NONE, tmp_path, since_s=2 * time.time())) == 1
+    assert not rows_by_id(NO_SLURM, tmp_path), "dead, or it would have written"
+    assert len(rows_by_id(NO_SLURM, tmp_path, max_age_s=2 * time.time())) == 1
 
 
 def test_damaged_files_of_a_run(tmp_path: Path) -> None:
-    here = {"host": socket.gethostname(), "time": "2026-11-24T04:00:00+0000"}
-    write_run(tmp_path, tmp_path / "log", None, **here, launcher_pid="abc", log_dir=7, pid=[1])
+    status_values = {"host": socket.gethostname(), "time": "2026-11-24T04:00:00+0000"}
+    write_run(tmp_path, tmp_path / "log", None, **status_values, launcher_pid="abc", log_dir=7, pid=[1])
     save = tmp_path / "sf" / "exp,a=1" / "run"
     (save / "logs" / "metrics.jsonl").write_text('{"iteration": 3, "train/lm_loss": [1, 2]}\n')
-    (row,) = listed(NONE, tmp_path).values()
+    (row,) = rows_by_id(NO_SLURM, tmp_path).values()
     assert row.progress is None and row.verdict.kind == "CRASHED"
 
 
 def test_a_client_of_slurm_without_a_cluster(tmp_path: Path) -> None:
     for name in ("scontrol", "squeue", "sacct"):
         write_program(tmp_path / "bin" / name, "#!/bin/sh\necho 'error: resolve_ctls_from_dns_srv' >&2\nexit 1\n")
-    said: list[str] = []
-    slurm = Slurm({}, said.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    messages: list[str] = []
+    slurm = Slurm({}, messages.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
     with pytest.raises(LaunchError, match="resolve_ctls"):
-        listed(slurm, tmp_path)
+        rows_by_id(slurm, tmp_path)
     write_run(tmp_path, tmp_path / "log", None, host=socket.gethostname())
-    assert len(listed(slurm, tmp_path)) == 1 == len(listed(slurm, tmp_path))
-    assert len([line for line in said if "only runs that no scheduler started are shown" in line]) == 1, said
+    assert len(rows_by_id(slurm, tmp_path)) == 1 == len(rows_by_id(slurm, tmp_path))
+    assert len([line for line in messages if "only runs that no scheduler started are shown" in line]) == 1, messages
 
 
 def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
@@ -181,7 +192,7 @@ def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
     write_run(tmp_path, log, "2")
     with log.open("a") as file:
         file.write("Traceback (most recent call last):\n  File x\nValueError: [bold]a\n")
-    rows = list(listed(slurm, tmp_path).values())
+    rows = list(rows_by_id(slurm, tmp_path).values())
     out = io.StringIO()
     console(out).print(render(rows, narrow=False, note="scontrol: Unable to contact slurm controller"))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
@@ -189,10 +200,10 @@ def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
     assert all(text in lines[2] for text in ("7/200 (4%)", "7,000", "piqa_acc 0.5"))
     assert f"2: CRASHED and still running; log {log}" in lines and "    ValueError: [bold]a" in lines
     assert "3: pending: JobHeldUser" in lines and lines[-1] == "scontrol: Unable to contact slurm controller"
-    (row,) = [json.loads(json.dumps(one.as_dict())) for one in rows if one.job.id == "2"]
+    (row,) = [json.loads(json.dumps(other_row.as_dict())) for other_row in rows if other_row.job.id == "2"]
     assert (row["verdict"], row["iteration"], row["total"], row["eta_s"]) == ("CRASHED", 7, 200, None)
     assert row["error_lines"] == ["Traceback (most recent call last):", "ValueError: [bold]a"]
     explained = (ROOT / "docs" / "jobs.md").read_text().partition("## --json")[2].partition("## submit")[0]
     assert set(re.findall(r"`(\w+)`", explained)) >= set(row)
-    wanted = ["40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h"]
-    assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == wanted
+    expected_texts = ["40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h"]
+    assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == expected_texts

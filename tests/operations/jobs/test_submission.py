@@ -1,4 +1,4 @@
-"""What is made of a submitted run's fate, with a starter whose jobs end as they are told to."""
+"""The outcome of a submitted run, with a starter whose jobs end as they are told to."""
 
 import os
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from megatron.operations.jobs import submission
 from megatron.operations.jobs.request import Attempt, Request
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.starters import SlurmStarter
-from megatron.operations.jobs.submission import see_through, submit
+from megatron.operations.jobs.submission import start_and_watch, submit
 from tests.launch.runs import write_program
 from tests.operations.jobs.test_joblog import LINE
 from tests.training.runs import BASE
 
-TAKEN = "deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used (Address already in use)\n"
+PORT_IN_USE = "deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used (Address already in use)\n"
 GOOD = "".join(LINE.format(n) for n in range(1, 8))
 
 
-class Told:
+class ScriptedStarter:
     """A starter whose jobs write these logs; each goes on with a line at every look, or has failed."""
 
     def __init__(self, folder: Path, logs: Sequence[str], interrupt: bool = False) -> None:
@@ -61,16 +61,16 @@ class Told:
 
 
 class Fate:
-    def __init__(self, starter: Told, folder: Path, retries: int = 2, watch: int = 20) -> None:
+    def __init__(self, starter: ScriptedStarter, folder: Path, retries: int = 2, watch: int = 20) -> None:
         self.out, self.err = list[str](), list[str]()
         args = NeoXArgs.from_dict({**BASE, "save": str(folder / "save"), "checkpoint_factor": 10, "train_iters": 200})
         request = Request(("/p/a.yml",), retries=retries, watch=watch, interval_s=0.001)
-        none = Slurm({}, self.err.append, {"PATH": ""})
-        self.code = see_through(starter, request, args, none, {}, self.out.append, self.err.append)
+        no_slurm = Slurm({}, self.err.append, {"PATH": ""})
+        self.code = start_and_watch(starter, request, args, no_slurm, {}, self.out.append, self.err.append)
 
 
 def test_success_only_after_the_iterations(tmp_path: Path) -> None:
-    starter = Told(tmp_path, [GOOD])
+    starter = ScriptedStarter(tmp_path, [GOOD])
     fate = Fate(starter, tmp_path)
     assert fate.code == 0 and len(starter.attempts) == 1 and not starter.cancelled
     (line,) = fate.out
@@ -78,7 +78,7 @@ def test_success_only_after_the_iterations(tmp_path: Path) -> None:
 
 
 def test_two_retries_and_no_more(tmp_path: Path) -> None:
-    starter = Told(tmp_path, [TAKEN] * 3)
+    starter = ScriptedStarter(tmp_path, [PORT_IN_USE] * 3)
     fate = Fate(starter, tmp_path)
     assert fate.code == 4 and not fate.out and len(starter.attempts) == 3
     assert [attempt.environment.get("MASTER_PORT") for attempt in starter.attempts] == [None, "30501", "30502"]
@@ -89,55 +89,55 @@ def test_two_retries_and_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("retries", "starts"), [(0, 1), (1, 2), (2, 2)])
 def test_a_retry_that_helps(tmp_path: Path, retries: int, starts: int) -> None:
-    starter = Told(tmp_path, [TAKEN, GOOD])
+    starter = ScriptedStarter(tmp_path, [PORT_IN_USE, GOOD])
     assert (Fate(starter, tmp_path, retries).code, len(starter.attempts)) == (0 if retries else 4, starts)
 
 
 @pytest.mark.parametrize("line", ["torch.OutOfMemoryError: out of memory",
                                   "train.py: error: step 3: loss is not finite"])  # fmt: skip
 def test_what_is_not_safe_is_not_tried_again(tmp_path: Path, line: str) -> None:
-    starter = Told(tmp_path, [f"{line}\nerror: failed\n"])
+    starter = ScriptedStarter(tmp_path, [f"{line}\nerror: failed\n"])
     assert Fate(starter, tmp_path).code == 4 and len(starter.attempts) == 1
-    assert "nothing: this is not repaired by trying again" in (tmp_path / "1.report.txt").read_text()
+    assert "nothing: a retry cannot repair this failure" in (tmp_path / "1.report.txt").read_text()
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_run(tmp_path: Path) -> None:
-    starter = Told(tmp_path, [GOOD], interrupt=True)
+    starter = ScriptedStarter(tmp_path, [GOOD], interrupt=True)
     fate = Fate(starter, tmp_path, watch=100)
     assert fate.code == 130 and not starter.cancelled and not fate.out
-    assert fate.err[-1] == f"1 goes on, unwatched; log {tmp_path}/1.out"
+    assert fate.err[-1] == f"1 continues, no longer watched; log {tmp_path}/1.out"
 
 
 def test_what_looks_like_a_crash_may_be_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running job is given time; then it is one for a person, who is told how to end it."""
     monkeypatch.setattr(submission, "_PATIENCE_S", 0.05)
-    starter = Told(tmp_path, ["ExceptionGroup is deprecated\n"])
+    starter = ScriptedStarter(tmp_path, ["ExceptionGroup is deprecated\n"])
     assert Fate(starter, tmp_path).code == 4 and not starter.cancelled
-    assert "it still runs: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
+    assert "it is still running; this ends it: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
 
 
 def test_bad_requests_start_nothing(tmp_path: Path) -> None:
-    def asked(**keys: object) -> None:
-        none = Slurm({}, lambda text: None, {"PATH": ""})
+    def submit_request(**keys: object) -> None:
+        no_slurm = Slurm({}, lambda text: None, {"PATH": ""})
         request = Request(**{"configs": (str(config),), **keys})  # type: ignore[arg-type]
-        submit(request, none, {}, pytest.fail, pytest.fail)
+        submit(request, no_slurm, {}, pytest.fail, pytest.fail)
 
     config = tmp_path / "a.yml"
     config.write_text("train_iters: 3\n" + "lr_decay_stile: cosine\n")
     with pytest.raises(ConfigError, match="a.yml:2: lr_decay_stile"):
-        asked()
+        submit_request()
     pairs = tuple(f"{name}={value}" for name, value in BASE.items() if not isinstance(value, dict))
     config.write_text("optimizer: {type: Adam, params: {lr: 0.001}}\n")
     with pytest.raises(LaunchError, match="has no Slurm .* add --local"):
-        asked(pairs=pairs)
+        submit_request(pairs=pairs)
     with pytest.raises(LaunchError, match="--local runs on this machine alone"):
-        asked(pairs=pairs, local=True, nodes=2)
+        submit_request(pairs=pairs, local=True, nodes=2)
 
 
 @pytest.mark.parametrize(("finetune", "nodes", "count"), [(False, None, 64), (True, None, 16), (True, 3, 3)])
 def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None,
                                    count: int) -> None:  # fmt: skip
-    """What Slurm refuses is one line, with the command."""
+    """Slurm's refusal is one line, with the command."""
     problem = "sbatch: error: invalid partition specified"
     for name in ("scontrol", "sbatch"):
         write_program(tmp_path / name, f"#!/bin/sh\necho '{problem}' >&2; exit 1\n")
@@ -145,9 +145,9 @@ def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_text(yaml.safe_dump({**BASE, "save": "a", "load": "b", "checkpoint_factor": 9, "finetune": finetune}))
     site = {"NEOX_NODES_PRETRAIN": "64", "NEOX_NODES": "16"}
     monkeypatch.setenv("PATH", str(tmp_path), os.pathsep)
-    here = Slurm(site, pytest.fail)
+    site_slurm = Slurm(site, pytest.fail)
     with pytest.raises(LaunchError) as refused:
-        submit(Request((str(path),), nodes=nodes), here, site, pytest.fail, pytest.fail)
+        submit(Request((str(path),), nodes=nodes), site_slurm, site, pytest.fail, pytest.fail)
     assert str(refused.value) == f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: {problem}"
 
 

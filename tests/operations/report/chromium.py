@@ -69,11 +69,13 @@ ask().catch(problem => { document.title = "FAILED " + problem.stack; });
 
 
 def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
-    """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside
-    the frame, points); `names`: of all that is drawn; `clicked`: the same after a click on
-    every box and with the last of every choice; `zoomed`: where the ranges end after
-    half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`: what was fetched
-    beside the page."""
+    """Returns what Chromium shows of the page at a window's width.
+
+    `plots`, each with its curves as (points inside the frame, points); `names`: of all that is drawn;
+    `clicked`: the same after a click on every box and with the last of every choice; `zoomed`: where the
+    ranges end after half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`:
+    what was fetched beside the page.
+    """
     chromium = shutil.which("chromium")
     assert chromium is not None, "make test-browser installs it"
     copy = page.with_name(f"{page.stem}.asked.html")
@@ -88,6 +90,6 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
     assert match is not None, f"{title and title[1]}\n{done.stderr[-3000:]}"
-    found: dict[str, Any] = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    found["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "[bokeh" not in line]
-    return found
+    answers: dict[str, Any] = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    answers["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "[bokeh" not in line]
+    return answers

@@ -27,12 +27,12 @@ def write_run(save: Path, rows: Iterable[Row], values: dict[str, Any] | None = N
     return save
 
 
-def rows_of(steps: int, more: Callable[[int], Row] = lambda step: {}) -> Iterable[Row]:
-    """Rows of a run whose loss falls. more: what a row has beside, or in the place of it."""
+def rows_of(steps: int, extra_keys: Callable[[int], Row] = lambda step: {}) -> Iterable[Row]:
+    """Rows of a run whose loss falls. extra_keys: further keys of a row, or replaced ones."""
     for step in range(1, steps + 1):
         yield {"iteration": step, "consumed_samples": 8 * step, "consumed_tokens": 256 * step, "run_id": "a",
                "train/lm_loss": 2.0 + 1.0 / step, "train/grad_norm": 1.0 + step % 7, "runtime/start_time": 1.7e9,
-               "runtime/restarts": 0, **more(step)}  # fmt: skip
+               "runtime/restarts": 0, **extra_keys(step)}  # fmt: skip
 
 
 def figures(page: Path) -> list[Any]:
@@ -47,13 +47,13 @@ def points(figure: Any, name: str = "curve") -> list[Any]:
 
 
 def titles(page: Path) -> list[str]:
-    found = re.findall(r'<div class="plot">.*?<h3>(.*?)</h3>', page.read_text(), re.S)
-    return [html.unescape(title) for title in found]
+    headings = re.findall(r'<div class="plot">.*?<h3>(.*?)</h3>', page.read_text(), re.S)
+    return [html.unescape(title) for title in headings]
 
 
 def table(page: Path, name: str) -> list[list[str]]:
     """The rows of a table of the page, by its class or its id, as text."""
-    found = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', page.read_text(), re.S)
-    assert found is not None, name
-    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", found[1], re.S)]
+    match = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', page.read_text(), re.S)
+    assert match is not None, name
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", match[1], re.S)]
     return [[html.unescape(cell) for cell in row] for row in cells]

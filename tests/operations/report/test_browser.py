@@ -17,18 +17,20 @@ pytestmark = pytest.mark.browser
 
 def check(page: Path, width: int = 1200) -> int:
     """The number of plots, each of which shows its curves, alone and after clicks on all boxes."""
-    found = open_page(page, width)
-    assert found["problems"] == [] and found["console"] == [] and found["loaded"] == []
-    assert found["width"] <= width, "nothing reaches over the edge"
-    assert len(found["plots"]) == len(found["clicked"]) == len(titles(page))
-    for plot in (*found["plots"], *found["clicked"]):
+    answers = open_page(page, width)
+    assert answers["problems"] == [] and answers["console"] == [] and answers["loaded"] == []
+    assert answers["width"] <= width, "nothing reaches over the edge"
+    assert len(answers["plots"]) == len(answers["clicked"]) == len(titles(page))
+    for plot in (*answers["plots"], *answers["clicked"]):
         assert plot["width"] > 0.6 * min(width, 500) and plot["height"] > 150
-        assert plot["curves"]["curve"] and all(inside == of > 0 for inside, of in plot["curves"]["curve"]), plot
-    for plot in found["clicked"]:
+        assert plot["curves"]["curve"] and all(
+            num_visible == num_points > 0 for num_visible, num_points in plot["curves"]["curve"]
+        ), plot
+    for plot in answers["clicked"]:
         assert not [name for name in plot["curves"] if name.startswith("event")], "events are hidden by their boxes"
-    assert any(plot["name"].endswith("-log") for plot in found["clicked"]), "the losses have changed their scale"
-    assert len(set(found["zoomed"])) == 1 and found["zoomed"][0] < found["plots"][0]["to"]
-    return len(found["plots"])
+    assert any(plot["name"].endswith("-log") for plot in answers["clicked"]), "the losses have changed their scale"
+    assert len(set(answers["zoomed"])) == 1 and answers["zoomed"][0] < answers["plots"][0]["to"]
+    return len(answers["plots"])
 
 
 def test_a_real_run_on_pairs_wide_and_narrow(tmp_path: Path) -> None:
@@ -40,10 +42,10 @@ def test_a_real_run_on_pairs_wide_and_narrow(tmp_path: Path) -> None:
     run_ranks(run_to_end, 1, values)
     page = write_report([tmp_path / "run"])
     assert check(page, 1200) == check(page, 500) >= 8
-    others = [write_run(tmp_path / name, rows_of(2000), values) for name in ("one", "two")]
-    assert check(write_report([tmp_path / "run", *others], tmp_path / "compared.html")) > 8
-    shown = open_page(page)["plots"][0]["curves"]
-    assert shown["event save"] == [[2, 2]] and shown["event stop"] == [[1, 1]]
+    compared_runs = [write_run(tmp_path / name, rows_of(2000), values) for name in ("one", "two")]
+    assert check(write_report([tmp_path / "run", *compared_runs], tmp_path / "compared.html")) > 8
+    curves = open_page(page)["plots"][0]["curves"]
+    assert curves["event save"] == [[2, 2]] and curves["event stop"] == [[1, 1]]
 
 
 @pytest.mark.parametrize("width", [1200, 500])
@@ -51,16 +53,16 @@ def test_the_load_of_experts_a_layer_at_a_time(width: int, tmp_path: Path) -> No
     values = config(LLAMA, ADAMW, train_iters=6, checkpoint_factor=6, save=str(tmp_path / "run"), moe_num_experts=8,
                     moe_top_k=2, moe_router_type="topk", moe_layer_freq=[0, 1], moe_intermediate_size=16)  # fmt: skip
     run_ranks(run_to_end, 1, values)
-    found = open_page(write_report([tmp_path / "run"]), width)
-    assert found["problems"] == found["console"] == found["loaded"] == [] and found["width"] <= width
-    before, after = found["plots"][-1], found["clicked"][-1]
-    assert before["name"] == after["name"] == "load-0"
-    assert (before["names"], after["names"]) == (["layer 3"], ["layer 5"])
-    for shown in (before, after):
-        assert shown["curves"] == {"load": [[1, 1]]} and (shown["low"], shown["high"]) == (-0.5, 7.5)
-        assert shown["width"] > 0.6 * width and shown["height"] > 80
-    assert len(set(found["zoomed"])) == 1, "with the curves"
-    assert "Experts without a token" in found["text"] and "6 logged steps; 8 experts" in found["text"]
+    answers = open_page(write_report([tmp_path / "run"]), width)
+    assert answers["problems"] == answers["console"] == answers["loaded"] == [] and answers["width"] <= width
+    first_map, clicked_map = answers["plots"][-1], answers["clicked"][-1]
+    assert first_map["name"] == clicked_map["name"] == "load-0"
+    assert (first_map["names"], clicked_map["names"]) == (["layer 3"], ["layer 5"])
+    for load_map in (first_map, clicked_map):
+        assert load_map["curves"] == {"load": [[1, 1]]} and (load_map["low"], load_map["high"]) == (-0.5, 7.5)
+        assert load_map["width"] > 0.6 * width and load_map["height"] > 80
+    assert len(set(answers["zoomed"])) == 1, "with the curves"
+    assert "Experts without a token" in answers["text"] and "6 logged steps; 8 experts" in answers["text"]
 
 
 def test_hostile_text_runs_no_script(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
     page = write_report([save])
     assert page.stat().st_size < 5e6
     assert titles(page) == ["Loss", "Gradient norm"]
-    drawn = figures(page)
-    assert len({figure.x_range.id for figure in drawn}) == 1, "zoomed together"
-    loss, *others = [figure for figure in drawn if not figure.name.endswith("-log")]
+    plots = figures(page)
+    assert len({figure.x_range.id for figure in plots}) == 1, "zoomed together"
+    loss, *other_plots = [figure for figure in plots if not figure.name.endswith("-log")]
     (curve,) = points(loss)
     assert curve["y"].max() == 7.5 and curve["x"][np.argmax(curve["y"])] == 77_777
     assert len(curve["x"]) <= 2002 and curve["x"][0] == 1 and curve["x"][-1] == 100_000
@@ -44,7 +44,7 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
     assert f"{len(curve['x']):,} of 100,000 points" in page.read_text()
     (mean,) = points(loss, "mean")
     assert np.median(mean["y"]) == pytest.approx(2.045, rel=1e-3)
-    assert all(len(points(figure)) == 1 for figure in others)
+    assert all(len(points(figure)) == 1 for figure in other_plots)
     assert ["77,777", "spike"] in [row[:2] for row in table(page, "events")]
 
 
@@ -61,8 +61,12 @@ def test_a_thinned_curve_keeps_ends_and_extremes(count: int) -> None:
 def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path: Path) -> None:
     for name, lr in (("one", 1e-3), ("two", 2e-3), ("three", 1e-3)):
         values = config(MODEL, save=str(tmp_path / name), optimizer={"type": "Adam", "params": {"lr": lr}})
-        more = {"validation/lm_loss": 2.5, "eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
-        write_run(tmp_path / name, rows_of(20, lambda step, more=more: more if step % 10 == 0 else {}), values)
+        extra_metrics = {"validation/lm_loss": 2.5, "eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
+        write_run(
+            tmp_path / name,
+            rows_of(20, lambda step, extra_metrics=extra_metrics: extra_metrics if step % 10 == 0 else {}),
+            values,
+        )
     page = write_report([tmp_path / name for name in ("one", "two", "three")], tmp_path / "compared.html")
     assert titles(page) == ["Loss: training", "Loss: validation", "Scores", "Gradient norm"]
     for figure in figures(page):
@@ -76,7 +80,7 @@ def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path
 
 
 class _Elements(HTMLParser):
-    """Which elements a page has, and what stands outside scripts."""
+    """Collects a page's elements, and the text outside scripts."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -102,16 +106,16 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     page = write_report([save])
     elements, harmless = _Elements(page), _Elements(write_report([write_run(tmp_path / "b", rows_of(3))]))
     assert elements.tags.count("script") == harmless.tags.count("script") and "img" not in elements.tags
-    shown = [text for text in elements.texts if hostile in text]
-    assert len(shown) >= 5, "prompt, answer, reason, configuration, score"
+    hostile_texts = [text for text in elements.texts if hostile in text]
+    assert len(hostile_texts) >= 5, "prompt, answer, reason, configuration, score"
     assert any("alert(1)" in item.label.value for figure in figures(page) for item in figure.legend[0].items)
 
 
 def test_whatever_a_run_has_left_makes_a_page(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", [])
     assert titles(write_report([empty])) == [] and "No metrics have been logged" in (empty / "report.html").read_text()
-    one = write_run(tmp_path / "one", rows_of(1))
-    assert [len(points(figure)[0]["x"]) for figure in figures(write_report([one]))] == [1] * 3
+    single_row = write_run(tmp_path / "one", rows_of(1))
+    assert [len(points(figure)[0]["x"]) for figure in figures(write_report([single_row]))] == [1] * 3
     odd = {3: math.nan, 4: math.inf, 5: -math.inf}
     rows = rows_of(9, lambda step: {"train/grad_norm": math.nan, "train/lm_loss": odd.get(step, 2.0)})
     bad = write_run(tmp_path / "bad", rows)
@@ -123,47 +127,47 @@ def test_whatever_a_run_has_left_makes_a_page(tmp_path: Path) -> None:
     assert "3 NaN or infinite values are not drawn" in page.read_text()
     assert "Without a single finite value: train/grad_norm" in page.read_text()
     assert page == bad / "logs" / "report.html", "no status.json says where it saves"
-    compared = write_report([empty, one, bad], tmp_path / "all.html")
+    compared = write_report([empty, single_row, bad], tmp_path / "all.html")
     assert "they cannot be compared" in compared.read_text() and len(figures(compared)) == 3
 
 
 def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
     kinds = ("chosen", "rejected", "margins", "accuracies")
-    of_pairs = {f"train/rewards/{kind}": 0.5 for kind in kinds} | {"train/logps/chosen": -1.0}
-    page = write_report([write_run(tmp_path / "a", rows_of(3, lambda step: of_pairs))])
+    pair_metrics = {f"train/rewards/{kind}": 0.5 for kind in kinds} | {"train/logps/chosen": -1.0}
+    page = write_report([write_run(tmp_path / "a", rows_of(3, lambda step: pair_metrics))])
     linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
-    drawn = dict(zip(titles(page), linear, strict=True))
-    assert {"Rewards", "Preference accuracy", "Log-probabilities of answers"} <= drawn.keys()
-    labels = [item.label.value for item in drawn["Rewards"].legend[0].items]
+    plots = dict(zip(titles(page), linear, strict=True))
+    assert {"Rewards", "Preference accuracy", "Log-probabilities of answers"} <= plots.keys()
+    labels = [item.label.value for item in plots["Rewards"].legend[0].items]
     assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
 
 
 def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
-    def more(step: int) -> Row:
+    def extra_metrics(step: int) -> Row:
         return {"runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
                 "train/skipped_steps": 2 * (step == 20), "train/spikes": int(step == 70),
                 "train/lm_loss": 9.0 if step == 80 else 2.0 + 0.1 * (step % 3)}  # fmt: skip
 
     status = {"status": "stopped", "reason": "signal SIGTERM", "iteration": 100, "time": "2026-01-02T03:04:05+0000"}
-    save = write_run(tmp_path / "a", rows_of(100, more), None, status)
+    save = write_run(tmp_path / "a", rows_of(100, extra_metrics), None, status)
     for step, text in ((50, '{"created": "2026-01-02T03:04:05+00:00", "validation_loss": 2.5}'), (90, "{")):
         (save / f"global_step{step}").mkdir()
         (save / f"global_step{step}" / "manifest.json").write_text(text)
     (run,) = read_runs([save])
     assert [(event.iteration, event.kind, event.text) for event in events_of(run)] == [
         (0, "start", "first start"),
-        (20, "skipped", "2 steps were left out: not finite"),
+        (20, "skipped", "2 steps were skipped: not finite"),
         (40, "restart", "started again, goes on after its row of iteration 40"),
         (50, "save", "global_step50, validation loss 2.5000"),
         (60, "restart", "restart 1 of deepy.py, goes on after its row of iteration 60"),
-        (70, "spike", "a step was left out: loss far above the recent ones (skip_step_above_sigma)"),
+        (70, "spike", "a step was skipped: loss far above the recent ones (skip_step_above_sigma)"),
         (80, "spike", "loss 9, 2.1 on average before"),
         (90, "save", "global_step90"),
         (100, "stop", "stopped: signal SIGTERM"),
     ]
-    drawn = figures(write_report([save]))[0]
-    assert points(drawn, "event restart")[0]["x"] == [40, 60]
-    assert points(drawn, "event save")[0]["x"] == [50, 90]
+    figure = figures(write_report([save]))[0]
+    assert points(figure, "event restart")[0]["x"] == [40, 60]
+    assert points(figure, "event save")[0]["x"] == [50, 90]
 
 
 def test_what_cannot_be_reported_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +186,7 @@ def test_what_cannot_be_reported_is_said_in_a_line(tmp_path: Path, monkeypatch: 
 
 def test_report_true_needs_bokeh_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     args = NeoXArgs.from_dict(config(MODEL, report=True))
-    with pytest.raises(ConfigError, match="report: is written into save, or log_dir"):
+    with pytest.raises(ConfigError, match="report: the report needs a folder"):
         require_report(args)
     require_report(args.replace(save="there"))
     monkeypatch.setattr("megatron.neox_arguments.optional_packages.find_spec", lambda name: None)
@@ -195,7 +199,7 @@ def test_the_page_at_the_end_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
     args = NeoXArgs.from_dict(config(MODEL, save=str(tmp_path / "gone")))
     with caplog.at_level(logging.WARNING):
         report_at_end(args, tmp_path / "gone" / "logs", logging.getLogger("report"))
-    assert "report: true, but the page was not made: ReportError" in caplog.text
+    assert "report: true, but the report could not be written: ReportError" in caplog.text
     values = config(MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"),
                     log_dir=str(tmp_path / "a"))  # fmt: skip
     logs = write_run(tmp_path / "run", rows_of(2)) / "logs"

@@ -65,14 +65,14 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     page = failed / "run" / "report.html"
     assert ", ".join(titles(page)) == "Loss, Learning rate, Gradient norm, Tokens per second, Utilisation, Perplexity"
-    drawn = figures(page)
-    assert all(len(curve["x"]) > 0 for figure in drawn for curve in points(figure))
-    training, validation = points(drawn[0])[0], points(drawn[0])[-1]
+    plots = figures(page)
+    assert all(len(curve["x"]) > 0 for figure in plots for curve in points(figure))
+    training, validation = points(plots[0])[0], points(plots[0])[-1]
     assert training["x"].tolist() == [1, 2, 4, 5, 6, 7, 8], "of all starts, but for what was no number"
     assert validation["x"].tolist() == [0, 5]
     events = [(row[0], row[1], row[2]) for row in table(page, "events")]
     assert ("0", "start", "first start") in events
-    assert ("3", "skipped", "a step was left out: not finite") in events
+    assert ("3", "skipped", "a step was skipped: not finite") in events
     assert ("5", "restart", "restart 1 of deepy.py, goes on after its row of iteration 5") in events
     assert any(event[:2] == ("5", "save") and event[2].startswith("global_step5, validation loss") for event in events)
     assert any(event[1] == "stop" and event[2] == "failed: RuntimeError: no more <of> this" for event in events)
@@ -83,7 +83,7 @@ def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
 
 
 @pytest.mark.more
-def test_a_run_that_goes_on_and_finishes_writes_it_anew(failed: Path) -> None:
+def test_a_resumed_run_rewrites_it_at_its_end(failed: Path) -> None:
     done = train(failed)
     assert done.returncode == 0, done.stderr
     page = failed / "run" / "report.html"

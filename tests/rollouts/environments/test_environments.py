@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.rollouts.environments.environments import Environment, EnvironmentFailure, Environments, Outcome
-from megatron.rollouts.rewards import RewardError
-from tests.launch.runs import alive, wait_until
+from megatron.methods.reinforcement.environments.environments import (
+    Environment,
+    EnvironmentFailure,
+    Environments,
+    Outcome,
+)
+from megatron.methods.reinforcement.rewards import RewardError
+from tests.launch.runs import alive, wait_for
 
 FILE = Path(__file__).with_name("user_environments.py")
 Open = Callable[[str], Environment]
@@ -20,10 +25,10 @@ Open = Callable[[str], Environment]
 @pytest.fixture(scope="module")
 def opened() -> Iterator[dict[str, Environments]]:
     """Environments by the name of their class, each started once for all tests."""
-    found: dict[str, Environments] = {}
-    yield found
-    for one in found.values():
-        one.close()
+    environments: dict[str, Environments] = {}
+    yield environments
+    for environment in environments.values():
+        environment.close()
 
 
 @pytest.fixture
@@ -39,49 +44,52 @@ def start(opened: dict[str, Environments]) -> Open:
 
 
 def test_conversations_share_nothing(start: Open) -> None:
-    with closing(start("Echo")) as other:
-        with closing(start("Echo")) as one:
-            assert one.reset("p", 1, {"steps": 3}) == " (1)"
-            assert other.reset("p", 2, {}) == " (1)", "what the module holds is each conversation's own"
-            assert (one.step("a"), other.step("x")) == (Outcome("a", 0.5, False), Outcome("x", 0.5, False))
-            assert (one.step("b\n"), other.step("y")) == (Outcome("a/b\n", 0.5, False), Outcome("x/y", 0.5, True))
-        assert other.step("z").observation == "x/y/z", "one's end is not the other's"
+    with closing(start("Echo")) as second_echo:
+        with closing(start("Echo")) as first_echo:
+            assert first_echo.reset("p", 1, {"steps": 3}) == " (1)"
+            assert second_echo.reset("p", 2, {}) == " (1)", "what the module holds is each conversation's own"
+            assert (first_echo.step("a"), second_echo.step("x")) == (Outcome("a", 0.5, False), Outcome("x", 0.5, False))
+            assert (first_echo.step("b\n"), second_echo.step("y")) == (
+                Outcome("a/b\n", 0.5, False),
+                Outcome("x/y", 0.5, True),
+            )
+        assert second_echo.step("z").observation == "x/y/z", "one's end is not the other's"
 
 
 def test_draws_are_the_seed_s(start: Open) -> None:
-    def drawn(seed: int) -> str:
+    def draw(seed: int) -> str:
         with closing(start("Draws")) as environment:
             return str(environment.reset("p", seed, {}))
 
-    assert drawn(5) == drawn(5) != drawn(6)
+    assert draw(5) == draw(5) != draw(6)
 
 
-@pytest.mark.parametrize(("told", "reason"), [
+@pytest.mark.parametrize(("command", "reason"), [
     ("raise", r"ValueError: no such move \(user_environments.py:\d+\)"),
     ("hang", "took longer than 1 s"),
     ("exit", r"SystemExit: 3 \(user_environments.py:\d+\)"),
     ("die", "its process ended"),
     ("pair", r"step returned \('a', 1.0\), not \(observation, reward, done\)"),
-    ("nan", "as reward step returned NaN"),
-    ("text", "as reward step returned '1', no number"),
-    ("nothing", "step returned no observation, and is not done"),
-    ("set", r"step returned \{1\} as observation, no text or list of messages"),
-    ("roles", r"step returned \[\{'content': 'a'\}\] as observation, no text or list of messages"),
-    ("model", "step returned a message of role assistant, which is the model's"),
-    ("bytes", r"step returned '\\udcff', which is no Unicode; decode bytes with errors='replace'"),
+    ("nan", r"step returned NaN \(as reward\)"),
+    ("text", r"step returned '1', not a number \(as reward\)"),
+    ("nothing", "step returned no observation, but done is false; return a text, or done=True"),
+    ("set", r"step returned \{1\} as observation, not a text or list of messages"),
+    ("roles", r"step returned \[\{'content': 'a'\}\] as observation, not a text or list of messages"),
+    ("model", "step returned a message of the model's own role assistant; use another, such as user"),
+    ("bytes", r"step returned '\\udcff', which is not valid Unicode; decode bytes with errors='replace'"),
     ("writes", "something wrote .*observation.* descriptor.*"),
     ("other", r"KeyError: 'other' \(user_environments.py:\d+\)"),
 ])  # fmt: skip
-def test_a_failure_is_named_and_its_own(told: str, reason: str, start: Open) -> None:
-    """Of a step, and of a reset that takes one."""
+def test_a_failure_is_named_and_its_own(command: str, reason: str, start: Open) -> None:
+    """A step fails, and so does a reset that takes a step."""
     with closing(start("Misbehaves")) as bad, closing(start("Misbehaves")) as good:
         good.reset("p", 1, {})
-        if told == "raise":
+        if command == "raise":
             with pytest.raises(EnvironmentFailure, match=reason):
-                bad.reset("p", 1, {"starts": told})
+                bad.reset("p", 1, {"starts": command})
         bad.reset("p", 1, {})
         with pytest.raises(EnvironmentFailure, match=f"^{reason}$"):
-            bad.step(told)
+            bad.step(command)
         assert good.step("fine") == Outcome("a", None, False)
 
 
@@ -155,7 +163,7 @@ def test_what_is_no_environment_is_refused_before_anything(entry: str, reason: s
 
 
 def test_nothing_is_left_of_a_run() -> None:
-    """What an environment has started ends with it, or with all."""
+    """Processes that an environment started end with it, or with all environments."""
     environments = Environments(f"{FILE}:Misbehaves", timeout_s=1.0, workers=1)
     for closed in (Environment.close, lambda _: environments.close()):
         environment = environments.open()
@@ -163,6 +171,6 @@ def test_nothing_is_left_of_a_run() -> None:
         child = int(str(environment.step("child").observation))
         assert alive(child)
         closed(environment)
-        wait_until(lambda child=child: not alive(child))
+        wait_for(lambda child=child: not alive(child))
     with pytest.raises(EnvironmentFailure, match="the run ends"):
         environments.open()

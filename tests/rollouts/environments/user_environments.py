@@ -6,21 +6,21 @@ import subprocess
 import sys
 import time
 
-COUNTED: list[int] = []
+RESET_SEEDS: list[int] = []
 
 
 class Echo:
     """Says what it was told, and is over after as many steps as its row says."""
 
     def reset(self, prompt, seed, steps=2, **columns):
-        COUNTED.append(seed)
-        self.left, self.said = steps, []
-        return f" ({len(COUNTED)})"
+        RESET_SEEDS.append(seed)
+        self.left, self.completions = steps, []
+        return f" ({len(RESET_SEEDS)})"
 
     def step(self, completion):
         self.left -= 1
-        self.said.append(completion)
-        return "/".join(self.said), 0.5, self.left == 0
+        self.completions.append(completion)
+        return "/".join(self.completions), 0.5, self.left == 0
 
 
 class Draws:
@@ -72,17 +72,17 @@ class Closes:
     """Writes down what it was given and that it was closed."""
 
     def reset(self, prompt, seed, file, **columns):
-        self.file, self.given = file, []
+        self.file, self.calls = file, []
 
     def step(self, completion, completion_ids):
-        self.given.append([completion, completion_ids])
+        self.calls.append([completion, completion_ids])
         if completion == "hang":
             time.sleep(60)
         return "go on", None, False
 
     def close(self):
         with open(self.file, "w") as stream:
-            stream.write(repr(self.given))
+            stream.write(repr(self.calls))
 
 
 class Waits(Echo):

@@ -15,11 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
-from megatron.rollouts.rewards.calls import trl_arguments
-from megatron.rollouts.rewards.lane import is_verdict
-from megatron.rollouts.rewards.worker_process import environment
-from tests.launch.runs import alive, wait_until
+from megatron.methods.reinforcement.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
+from megatron.methods.reinforcement.rewards.calls import trl_arguments
+from megatron.methods.reinforcement.rewards.lane import is_verdict
+from megatron.methods.reinforcement.rewards.worker_process import environment
+from tests.launch.runs import alive, wait_for
 
 FILE = Path(__file__).with_name("user_functions.py")
 Score = Callable[..., Scores]
@@ -34,8 +34,8 @@ def opened() -> Iterator[dict[str, RewardFunctions]]:
     """Functions by name, each started once for all tests."""
     functions: dict[str, RewardFunctions] = {}
     yield functions
-    for one in functions.values():
-        one.close()
+    for reward_functions in functions.values():
+        reward_functions.close()
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def score(opened: dict[str, RewardFunctions]) -> Score:
     return with_name
 
 
-def place(text: str, after: int = 0) -> str:
+def place(text: str, lines_later: int = 0) -> str:
     """The file and line in which a text stands, or so many lines later."""
-    before = FILE.read_text().partition(text)[0]
-    return f"{FILE.name}:{before.count(chr(10)) + 1 + after}"
+    prefix = FILE.read_text().partition(text)[0]
+    return f"{FILE.name}:{prefix.count(chr(10)) + 1 + lines_later}"
 
 
 def trl_function(name: str) -> Any:
@@ -72,100 +72,103 @@ def trl_function(name: str) -> Any:
 @pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
 def test_trl_gives_the_same(prompt: Any) -> None:
     """TRL's own code calls a function that notes what it is given, and so does ours."""
-    given: list[dict[str, Any]] = []
-    trainer = Mock(reward_funcs=[lambda **columns: given.append(columns) or [None, 0.5]], environments=None,
+    calls: list[dict[str, Any]] = []
+    trainer = Mock(reward_funcs=[lambda **columns: calls.append(columns) or [None, 0.5]], environments=None,
                    reward_processing_classes=[None], reward_func_names=["noted"])  # fmt: skip
     trainer.accelerator.device = "cpu"
-    ours = {"prompt": prompt, "completion_ids": []}  # are not handed on
-    columns: list[dict[str, Any]] = [{**ours, "answer": "1", "tags": ["x"]}, {**ours, "answer": None, "tags": []}]
+    skipped_columns = {"prompt": prompt, "completion_ids": []}  # are not handed on
+    columns: list[dict[str, Any]] = [
+        {**skipped_columns, "answer": "1", "tags": ["x"]},
+        {**skipped_columns, "answer": None, "tags": []},
+    ]
     answers: list[Any] = ["a", "b"]
     if prompt != "q":
         answers = [[{"role": "assistant", "content": text}] for text in answers]
     rewards = trl_function("_calculate_rewards")(trainer, columns, [prompt] * 2, answers, [[1], [2, 3]])
     for name in ("trainer_state", "log_extra", "log_metric"):
-        del given[0][name]
+        del calls[0][name]
     rows = [[prompt, "a", [1], columns[0], None], [prompt, "b", [2, 3], columns[1], None]]
-    assert trl_arguments(rows) == given[0]
-    said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
-    assert trl_arguments([[*rows[0][:4], said], rows[1]])["completions"] == [said, answers[1]]
+    assert trl_arguments(rows) == calls[0]
+    messages = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    assert trl_arguments([[*rows[0][:4], messages], rows[1]])["completions"] == [messages, answers[1]]
     assert rewards[0].isnan() and rewards[1] == 0.5
 
 
 def test_prompts_of_both_kinds_and_rows_that_lack_a_column(score: Score) -> None:
     completions = [Completion("p", "a", [1], {"value": 3}), Completion([{"role": "user", "content": "p"}], "b", [], {})]
-    assert score("of_each", completions).parts == {"of_each": [3.0, None]}
+    assert score("row_values", completions).parts == {"row_values": [3.0, None]}
 
 
 def test_async_functions_and_numbers_of_other_types(score: Score) -> None:
     assert score("waits", rows([1, 2])).parts == {"waits": [1.5, 1.5]}
-    assert score("of_each", rows(["true", 2, None])).parts == {"of_each": [1.0, 2.0, None]}
+    assert score("row_values", rows(["true", 2, None])).parts == {"row_values": [1.0, 2.0, None]}
 
 
 def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with closing(RewardFunctions([f"{FILE}:prints"], timeout_s=100)) as functions:
-        found = functions.score(rows([1, 2]))
-    assert found.parts == {"prints": [2.0, 2.0]} and found.failures == []
-    said = capfd.readouterr()
-    assert said.err.count("judged") == 2 and "from a child" in said.err and said.out == ""
+        result = functions.score(rows([1, 2]))
+    assert result.parts == {"prints": [2.0, 2.0]} and result.failures == []
+    output = capfd.readouterr()
+    assert output.err.count("judged") == 2 and "from a child" in output.err and output.out == ""
 
 
 @pytest.mark.parametrize(("value", "reason"), [
     ("raise", "KeyError: 'what' ({line})"), ("sys.exit", "SystemExit: enough ({line})"),
     ("hang", "took longer than 1 s"), ("exit", "its process ended (3)"),
     ("segfault", "its process was killed by SIGSEGV"), ("nan", "returned NaN"), ("inf", "returned -inf"),
-    ("list", "returned [1.0, 2.0], no number"), ("12", "returned '12', no number"),
+    ("list", "returned [1.0, 2.0], not a number"), ("12", "returned '12', not a number"),
 ])  # fmt: skip
 def test_a_failure_of_one_row_is_that_rows(score: Score, value: str, reason: str) -> None:
-    found = score("of_each", rows([1.0, value, 0.5, None]))
-    assert found.parts == {"of_each": [1.0, None, 0.5, None]}
-    assert found.failures == [Failure("of_each", 1, reason.format(line=place(f'== "{value}"', 1)))]
+    result = score("row_values", rows([1.0, value, 0.5, None]))
+    assert result.parts == {"row_values": [1.0, None, 0.5, None]}
+    assert result.failures == [Failure("row_values", 1, reason.format(line=place(f'== "{value}"', 1)))]
 
 
 @pytest.mark.parametrize(("value", "reason"), [
     ("short", "returned 1 values for 3 completions"),
-    ("float", "returned 0.5, no list of numbers"),
-    ("text", "returned '12', no list of numbers"),
-    ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, no list of numbers"),
+    ("float", "returned 0.5, not a list of numbers"),
+    ("text", "returned '12', not a list of numbers"),
+    ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, not a list of numbers"),
 ])  # fmt: skip
 def test_what_is_no_list_of_a_number_each_is_a_failure_of_all(score: Score, value: str, reason: str) -> None:
-    found = score("whole_batch", rows([value] * 3))
-    assert found.parts == {"whole_batch": [None] * 3}
-    assert found.failures == [Failure("whole_batch", row, reason) for row in range(3)]
+    result = score("batch_value", rows([value] * 3))
+    assert result.parts == {"batch_value": [None] * 3}
+    assert result.failures == [Failure("batch_value", row, reason) for row in range(3)]
 
 
 @pytest.mark.parametrize("value", ["raise", "hang", "exit"])
 def test_always_hanging_or_dying_is_given_up(score: Score, value: str) -> None:
-    found = score("of_each", rows([value] * 100))
-    assert found.parts["of_each"] == [None] * 100 and len(found.failures) == 100
-    given_up = [one.row for one in found.failures if one.reason.startswith("not tried")]
+    result = score("row_values", rows([value] * 100))
+    assert result.parts["row_values"] == [None] * 100 and len(result.failures) == 100
+    given_up = [failure.row for failure in result.failures if failure.reason.startswith("not tried")]
     assert given_up == ([] if value == "raise" else list(range(4, 100)))
-    assert score("of_each", rows([1.0])).parts["of_each"] == [1.0]
+    assert score("row_values", rows([1.0])).parts["row_values"] == [1.0]
 
 
 def test_only_the_call_for_all_fails(score: Score) -> None:
-    found = score("only_one", rows([1, 1]))
-    assert found.parts == {"only_one": [6.0, 6.0]}
-    (failure,) = found.failures
+    result = score("only_one", rows([1, 1]))
+    assert result.parts == {"only_one": [6.0, 6.0]}
+    (failure,) = result.failures
     assert failure.row is None and failure.reason.startswith("ValueError: too many values to unpack (expected 1)")
     assert f"({place('(text,)')})" in failure.reason and "all 2 completions" in failure.reason
 
 
 def test_slow_rows_have_a_limit_together(score: Score) -> None:
-    found = score("slow", rows([1] * 40))
-    rewards = found.parts["slow"]
-    there = rewards.count(1.0)
-    assert 1 <= there <= 11 and rewards == [1.0] * there + [None] * (40 - there)
-    assert [one.row for one in found.failures] == list(range(there, 40))
+    result = score("slow", rows([1] * 40))
+    rewards = result.parts["slow"]
+    num_scored = rewards.count(1.0)
+    assert 1 <= num_scored <= 11 and rewards == [1.0] * num_scored + [None] * (40 - num_scored)
+    assert [failure.row for failure in result.failures] == list(range(num_scored, 40))
     assert score("slow", rows([1])).parts["slow"] == [1.0]
 
 
 def test_other_functions_keep_their_rewards() -> None:
     completions = [Completion("p", "four", [], {"value": value, "answer": "four"}) for value in (1.0, "exit", 2.0)]
-    entries = [f"{FILE}:of_each", f"{FILE}:length", "exact_match"]
+    entries = [f"{FILE}:row_values", f"{FILE}:length", "exact_match"]
     with closing(RewardFunctions(entries, timeout_s=100, workers=2)) as functions:
-        found = functions.score(completions)
-    assert found.parts == {"of_each": [1.0, None, 2.0], "length": [4.0] * 3, "exact_match": [1.0] * 3}
-    assert found.total([1.0, 0.5, 2.0]) == [5.0, 4.0, 6.0]
+        result = functions.score(completions)
+    assert result.parts == {"row_values": [1.0, None, 2.0], "length": [4.0] * 3, "exact_match": [1.0] * 3}
+    assert result.total([1.0, 0.5, 2.0]) == [5.0, 4.0, 6.0]
     scores = Scores({"a": [1.0, None, None], "b": [None, None, 0.0]}, [], 0.0)
     assert scores.total([2.0, 3.0]) == [2.0, None, 0.0]
     with pytest.raises(ValueError, match="1 weights for 2 reward functions"):
@@ -176,12 +179,14 @@ def test_other_functions_keep_their_rewards() -> None:
     "text", ['{"judged": [[1.0, null], [1.0, null]]}\n', '{"judged"', "\n", "[" * 50_000 + "\n", '{"problem": null}\n']
 )
 def test_what_a_function_writes_to_all_descriptors_is_no_answer(text: str) -> None:
-    """It costs its own reward, and moves no answer to another function."""
+    """The function loses its own reward, and no answer moves to another function."""
     completions = rows([text, text])
     with closing(RewardFunctions([f"{FILE}:writes", f"{FILE}:length"], timeout_s=100)) as functions:
-        found = functions.score(completions)
-    assert found.parts == {"writes": [None, None], "length": [6.0, 6.0]}
-    assert [one.row for one in found.failures] == [0, 1] and all("descriptor" in one.reason for one in found.failures)
+        result = functions.score(completions)
+    assert result.parts == {"writes": [None, None], "length": [6.0, 6.0]}
+    assert [failure.row for failure in result.failures] == [0, 1] and all(
+        "descriptor" in failure.reason for failure in result.failures
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,22 +201,22 @@ def test_answers_of_another_form_are_none(answer: dict[str, Any]) -> None:
 
 
 def test_only_listed_variables_are_passed() -> None:
-    ours = {
+    variables = {
         "PATH": "p", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "HF_HOME": "h", "HTTPS_PROXY": "http://proxy:1",
         "https_proxy": "http://me:secret@proxy:1", "HF_TOKEN": "t", "WANDB_API_KEY": "t", "NEOX_SERVE_TOKEN": "t",
         "AWS_SECRET_ACCESS_KEY": "t", "OPENAI_API_KEY": "t", "RANK": "0", "MASTER_ADDR": "a", "SLURM_PROCID": "0",
     }  # fmt: skip
-    passed = environment(ours, ["OPENAI_API_KEY"])
-    own = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"}
-    listed = {"PATH", "LC_ALL", "OMP_NUM_THREADS", "HF_HOME", "HTTPS_PROXY", "OPENAI_API_KEY"}
-    assert passed.keys() == listed | own and passed["CUDA_VISIBLE_DEVICES"] == ""
+    passed = environment(variables, ["OPENAI_API_KEY"])
+    set_by_worker = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"}
+    allowed = {"PATH", "LC_ALL", "OMP_NUM_THREADS", "HF_HOME", "HTTPS_PROXY", "OPENAI_API_KEY"}
+    assert passed.keys() == allowed | set_by_worker and passed["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_thousand_completions_are_one_call(score: Score) -> None:
     completions = [Completion("p" * 1000, "c" * 2000, list(range(1000)), {}) for _ in range(1000)]
-    found = score("together", completions)
-    assert found.parts["together"] == [1000.0] * 1000 and found.failures == []
-    assert score("together", []).parts == {"together": []}
+    result = score("num_completions", completions)
+    assert result.parts["num_completions"] == [1000.0] * 1000 and result.failures == []
+    assert score("num_completions", []).parts == {"num_completions": []}
 
 
 def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,24 +225,24 @@ def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.Mo
     for name in ("HF_TOKEN", "WANDB_API_KEY", "NEOX_SERVE_TOKEN", "MY_PASSWORD"):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = score("environment", rows([1]))
-    assert found.failures == [] and found.parts == {"environment": [0.0]}  # 1.0: torch is imported
+    result = score("environment", rows([1]))
+    assert result.failures == [] and result.parts == {"environment": [0.0]}  # 1.0: torch is imported
 
 
 def test_close_ends_the_worker_and_its_children(score: Score, opened: dict[str, RewardFunctions]) -> None:
-    found = score("process", rows([1, 2])).parts["process"]
+    pids = score("process", rows([1, 2])).parts["process"]
     opened["process"].close()
-    wait_until(lambda: not any(alive(int(process)) for process in found))  # type: ignore[arg-type]
+    wait_for(lambda: not any(alive(int(process)) for process in pids))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed"):
         score("process", rows([1]))
 
 
 def test_a_schedulers_notice_ends_no_worker(score: Score) -> None:
-    first = score("number", rows([1])).parts["number"]
-    assert first[0] is not None
+    worker_pids = score("number", rows([1])).parts["number"]
+    assert worker_pids[0] is not None
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(int(first[0]), number)
-    assert score("number", rows([1])).parts["number"] == first
+        os.kill(int(worker_pids[0]), number)
+    assert score("number", rows([1])).parts["number"] == worker_pids
     assert score("pool", rows([1])).parts["pool"] == [4.0]
 
 
@@ -247,7 +252,7 @@ def test_no_worker_outlives_its_parent(number: signal.Signals) -> None:
     script = f"""
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it leaves behind without
-from megatron.rollouts.rewards import Completion, RewardFunctions
+from megatron.methods.reinforcement.rewards import Completion, RewardFunctions
 functions = RewardFunctions(["{FILE}:spins"], timeout_s=60)
 functions.check()
 functions.score([Completion("p", "c", [], {{}})])
@@ -259,7 +264,7 @@ functions.score([Completion("p", "c", [], {{}})])
         assert len(workers) == 2
         parent.send_signal(number)
         assert parent.wait(timeout=200) != 0
-        wait_until(lambda: not any(map(alive, workers)))
+        wait_for(lambda: not any(map(alive, workers)))
 
 
 @pytest.mark.parametrize(("entry", "message"), [
@@ -268,8 +273,8 @@ functions.score([Completion("p", "c", [], {{}})])
     ("a.py:two words", "a.py:two words: expected FILE.py:NAME"),
     ("nowhere.py:name", "nowhere.py:name: {cwd}/nowhere.py: no such file"),
     ("{file}:nothing", "{file}:nothing: {file} has no function nothing"),
-    ("{file}:not_a_function", "{file}:not_a_function: not_a_function is no function"),
-    ("{file}:no_kwargs", "{file}:no_kwargs: no_kwargs takes only some columns"),
+    ("{file}:not_a_function", "{file}:not_a_function: not_a_function is not a function"),
+    ("{file}:no_kwargs", "{file}:no_kwargs: reward function no_kwargs has no **kwargs for columns"),
     ("{tmp}/broken.py:f", "{tmp}/broken.py:f: ZeroDivisionError: division by zero (broken.py:2)"),
     ("{tmp}/syntax.py:f", "{tmp}/syntax.py:f: SyntaxError: "),
     ("{tmp}/exits.py:f", "{tmp}/exits.py:f: its process ended (4)"),

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardFunctions
-from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program, start_trial
-from tests.launch.runs import wait_until
+from megatron.methods.reinforcement.rewards import Completion, RewardFunctions
+from megatron.methods.reinforcement.rewards.programs import NoIsolation, prepare_programs, run_program, start_trial
+from tests.launch.runs import wait_for
 
 FORKS = """
 import os, time
@@ -82,7 +84,7 @@ def test_no_program_passes_without_its_tests(program: str) -> None:
     assert not run_program(program, "pass", 20)
 
 
-def test_a_port_outside_is_not_there() -> None:
+def test_a_port_outside_is_closed() -> None:
     """The listener is reached from here, and nothing is from within, by address or by file."""
     connect = "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -159,7 +161,7 @@ def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
 
 
 def test_folders_of_the_run_are_hidden() -> None:
-    """Those that hold Python, or are of the system, stay as far as Python needs them."""
+    """Folders of Python or of the system stay visible as far as Python needs them."""
     program = "import os, numpy\nseen = os.listdir('/usr/share')"
     assert run_program(program, "assert seen != []", 20)
     hidden = ["/usr/share", "/usr", "/", str(Path(sys.prefix).parent)]
@@ -176,10 +178,10 @@ def test_closing_ends_the_program_that_runs() -> None:
     functions = RewardFunctions(["code"], timeout_s=50)
     functions.check()
     completions = [Completion("p", "```python\nwhile True: pass\n```", [], {"tests": "pass"})]
-    before = descendants()
+    processes_before = descendants()
     with ThreadPoolExecutor(1) as thread, all_end():
         scored = thread.submit(functions.score, completions)
-        wait_until(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
+        wait_for(lambda: len(descendants() - processes_before) >= 3)  # the sandbox, its first process, the program
         functions.close()
         scored.exception(100)
 
@@ -194,24 +196,27 @@ def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
         ("x = 2", ["assert x == 2", "assert x =="]),
     ]
     with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
-        found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
-    assert found.parts == {"code": [1.0, 1.0, 0.0, None, None, None]}
-    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(4, "ValueError"), (5, "ValueError")]
-    assert "line 2" in found.failures[1].reason
+        result = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
+    assert result.parts == {"code": [1.0, 1.0, 0.0, None, None, None]}
+    assert [(failure.row, failure.reason.partition(":")[0]) for failure in result.failures] == [
+        (4, "ValueError"),
+        (5, "ValueError"),
+    ]
+    assert "line 2" in result.failures[1].reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
 def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
     script = (
-        "from megatron.rollouts.rewards import RewardFunctions\n"
+        "from megatron.methods.reinforcement.rewards import RewardFunctions\n"
         "try: RewardFunctions(['code'], timeout_s=10).check()\n"
         "except Exception as problem: print(type(problem).__name__, problem)\n"
     )
     libc, drop, sys_admin = ctypes.CDLL(None), 24, 21
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
                           preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0))  # fmt: skip
-    why = "programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
-    assert done.stdout.startswith(f"RewardError code: {why}"), done
+    message = "programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
+    assert done.stdout.startswith(f"RewardError code: {message}"), done
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user already")
@@ -221,51 +226,59 @@ def test_users_need_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"needs {python}, which all users may run")
     monkeypatch.setenv("SECRET_KEY", "1")
     limits = {"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 128}
-    seen = "import os\nseen = os.getuid(), os.getpid() < 10, os.listdir('/tmp')\nopen('a', 'w')\n"
+    program = "import os\nseen = os.getuid(), os.getpid() < 10, os.listdir('/tmp')\nopen('a', 'w')\n"
     tests = "assert seen == (65534, True, []) and found == [], (seen, found)"
     for last, passes in (("", b"passed"), ("\nopen('/var/tmp/x', 'w')", b"")):
         with start_trial(
-            seen + READS_PROC + last, tests, limits, python, user=65534, group=65534, extra_groups=[]
+            program + READS_PROC + last, tests, limits, python, user=65534, group=65534, extra_groups=[]
         ) as process:
             assert process.communicate(timeout=600)[0] == passes
 
 
 def descendants() -> set[tuple[int, str]]:
     """The processes that this one has started, directly or not: number and time of start."""
-    found, parents = {os.getpid()}, {pid: parent for (pid, _), parent in processes().items()}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {(pid, start) for pid, start in processes() if pid in found and pid != os.getpid()}
+    descendant_pids, parents = {os.getpid()}, {pid: parent for (pid, _), parent in processes().items()}
+    while children := {child for child, parent in parents.items() if parent in descendant_pids} - descendant_pids:
+        descendant_pids |= children
+    return {(pid, start) for pid, start in processes() if pid in descendant_pids and pid != os.getpid()}
 
 
 def processes() -> dict[tuple[int, str], int]:
-    found = {}
+    parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:  # it ended
             continue
         if fields[0] != "Z":
-            found[int(stat.parent.name), fields[19]] = int(fields[1])
-    return found
+            parents[int(stat.parent.name), fields[19]] = int(fields[1])
+    return parents
 
 
 @contextmanager
 def all_end() -> Iterator[None]:
     """At the end none runs of the processes that were started within, whoever their parent is by then."""
-    before, seen, done = descendants(), set(), threading.Event()
+    processes_before, started_processes, done = descendants(), set(), threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            seen.update(descendants())
+            started_processes.update(descendants())
             time.sleep(0.02)
+
+    begin = subprocess.Popen.__init__
+
+    def noted(process: subprocess.Popen, *arguments: Any, **options: Any) -> None:
+        begin(process, *arguments, **options)  # it may end before anybody looks
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        started_processes.add((process.pid, fields[19]))
 
     looks = threading.Thread(target=look)
     looks.start()
     try:
-        yield
+        with mock.patch.object(subprocess.Popen, "__init__", noted):
+            yield
     finally:
         done.set()
         looks.join()
-    assert seen - before
-    wait_until(lambda: not (seen - before) & processes().keys())
+    assert started_processes - processes_before
+    wait_for(lambda: not (started_processes - processes_before) & processes().keys())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.rollouts.rewards.programs import run_program
+from megatron.methods.reinforcement.rewards.programs import run_program
 from tests.rollouts.rewards.test_programs import _isolation, all_end
 
 __all__ = ["_isolation"]  # the fixture

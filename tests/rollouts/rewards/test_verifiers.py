@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardError, RewardFunctions
-from megatron.rollouts.rewards.answers import answer, fenced_block, marked_answer
-from megatron.rollouts.rewards.verifiers import arithmetic, exact_match, expression, json_value
+from megatron.methods.reinforcement.rewards import Completion, RewardError, RewardFunctions
+from megatron.methods.reinforcement.rewards.answers import answer, fenced_block, marked_answer
+from megatron.methods.reinforcement.rewards.verifiers import arithmetic, exact_match, expression, json_value
 
 FRACTION = r"\boxed{\frac{3}{4}}"
 LONG = "(" * 400 + "1" + ")" * 400
@@ -18,19 +18,19 @@ LONG = "(" * 400 + "1" + ")" * 400
 
 @pytest.fixture(autouse=True)
 def _none_hangs() -> Iterator[None]:
-    """What takes a second on an idle machine would take hours without the verifiers' own limits."""
+    """Fails a test after a minute: without the verifiers' own limits a test would take hours."""
 
     def hangs(*_: object) -> None:
         raise TimeoutError("it hangs")
 
-    before = signal.signal(signal.SIGALRM, hangs)
+    previous_handler = signal.signal(signal.SIGALRM, hangs)
     signal.alarm(60)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, previous_handler)
 
 
-def shown(value: Any) -> str:
+def truncated_text(value: Any) -> str:
     return str(value)[:40]
 
 
@@ -41,18 +41,18 @@ def shown(value: Any) -> str:
     ("#### 3 #### 4\n", "4"), (r"\boxed{}", ""), ("nothing", None), (r"\boxed{\boxed{1}", "1"),
     (r"\boxed{1} }} \boxed{2}", "2"), ("</answer>1<answer>", None), (r"\boxed{" * 10_000, None),
     ("{" * 100_000 + r"\boxed{1}", "1"), ("<answer>" * 10_000, None),
-], ids=shown)  # fmt: skip
+], ids=truncated_text)  # fmt: skip
 def test_marked_answers(text: str, marked: str | None) -> None:
     assert marked_answer(text) == marked
     assert answer(text) == (text.strip() if marked is None else marked)
 
 
-@pytest.mark.parametrize(("text", "inside"), [
+@pytest.mark.parametrize(("text", "block"), [
     ("```python\na\n```\ntext\n```py\nb\n```", "b\n"), ("```\na\n```\n```js\nb\n```", "a\n"),
     ("```Python title=x\na\n  ```", "a\n"), ("```python\nnever closed", None), ("none", None),
 ])  # fmt: skip
-def test_fenced_blocks(text: str, inside: str | None) -> None:
-    assert fenced_block(text, ("python", "py")) == inside
+def test_fenced_blocks(text: str, block: str | None) -> None:
+    assert fenced_block(text, ("python", "py")) == block
 
 
 Verdicts = dict[Callable[..., float | None], list[tuple[str, Any]]]
@@ -100,8 +100,9 @@ WRONG: Verdicts = {
 
 
 @pytest.mark.parametrize(("reward", "verify", "completion", "expected"), [
-    (reward, verify, *row) for reward, of in ((1.0, RIGHT), (0.0, WRONG)) for verify, rows in of.items() for row in rows
-], ids=lambda value: getattr(value, "__name__", shown(value)))  # fmt: skip
+    (reward, verify, *row) for reward, verdicts in ((1.0, RIGHT), (0.0, WRONG))
+    for verify, rows in verdicts.items() for row in rows
+], ids=lambda value: getattr(value, "__name__", truncated_text(value)))  # fmt: skip
 def test_verdicts(reward: float, verify: Callable[..., float | None], completion: str, expected: Any) -> None:
     assert verify(completion, {"answer": expected}) == reward
 
@@ -122,7 +123,7 @@ def test_verdicts(reward: float, verify: Callable[..., float | None], completion
     ('{"a": "x"}', {"schema": {"type": "object", "required": ["a"]}}, 1.0),
     ('{"b": "x"}', {"schema": {"type": "object", "required": ["a"]}}, 0.0),
     ('{"a": "x"}', {"schema": '{"required": ["a"]}', "answer": {"a": "y"}}, 0.0),
-], ids=shown)  # fmt: skip
+], ids=truncated_text)  # fmt: skip
 def test_json(completion: str, columns: dict[str, Any], reward: float) -> None:
     if "schema" in columns:
         pytest.importorskip("jsonschema")
@@ -136,9 +137,9 @@ def test_a_row_that_cannot_be_compared_with_is_a_failure(name: str, answer: Any,
     rows: list[dict[str, Any]] = [{"answer": answer}, {"answer": None}, {}, {"answer": "1"}]
     with closing(RewardFunctions([name], timeout_s=100)) as functions:
         assert functions.score([Completion("p", "1", [], {"answer": None})]).parts == {name: [None]}
-        found = functions.score([Completion("p", "1", [], row) for row in rows])
-    assert found.parts == {name: [None, None, None, 1.0]}
-    (failure,) = found.failures
+        result = functions.score([Completion("p", "1", [], row) for row in rows])
+    assert result.parts == {name: [None, None, None, 1.0]}
+    (failure,) = result.failures
     assert failure.row == 0 and failure.reason.startswith("ValueError: ") and facts in failure.reason
 
 
@@ -155,5 +156,5 @@ def test_rows_are_shared_among_workers_in_order() -> None:
     texts = [str(row) for row in range(500)]
     completions = [Completion("p", text, [], {"answer": json.dumps(2 * (row // 2))}) for row, text in enumerate(texts)]
     with closing(RewardFunctions(["arithmetic", "json"], timeout_s=100, workers=3)) as functions:
-        found = functions.score(completions)
-    assert found.parts == {"arithmetic": [1.0, 0.0] * 250, "json": [1.0, 0.0] * 250} and found.failures == []
+        result = functions.score(completions)
+    assert result.parts == {"arithmetic": [1.0, 0.0] * 250, "json": [1.0, 0.0] * 250} and result.failures == []

@@ -13,7 +13,7 @@ def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
 
 
-def together(completions, **kwargs):
+def num_completions(completions, **kwargs):
     return [float(len(completions))] * len(completions)
 
 
@@ -29,12 +29,12 @@ def prints(completions, **kwargs):
     return [2.0] * len(completions)
 
 
-def of_each(completions, value, **kwargs):
-    """What the column says, row by row."""
-    return [_of(one) for one in value]
+def row_values(completions, value, **kwargs):
+    """Returns what the column says, row by row."""
+    return [_reward_for(row_value) for row_value in value]
 
 
-def _of(value):
+def _reward_for(value):
     if value == "hang":
         time.sleep(60)
     if value == "exit":
@@ -48,7 +48,7 @@ def _of(value):
     return {"nan": math.nan, "inf": -math.inf, "list": [1.0, 2.0], "true": True}.get(value, value)
 
 
-def whole_batch(completions, value, **kwargs):
+def batch_value(completions, value, **kwargs):
     """Returns for all what the first row's column says."""
     return {"short": [1.0], "float": 0.5, "text": "12", "dict": dict.fromkeys(range(len(value)), 1.0)}[value[0]]
 

@@ -17,6 +17,8 @@ RECORDER = '''
 import json
 from pathlib import Path
 
+import torch
+
 from megatron.callbacks import Callback
 
 FOLDER = Path(__file__).parent
@@ -59,6 +61,28 @@ class Recorder(Callback):
         self.calls.append(["close"])
         (FOLDER / f"calls_{self.rank}.json").write_text(json.dumps(self.calls))
 
+class Counter(Callback):
+    """Counts steps over all starts, in a tensor; `part.json` may let it keep what no checkpoint can."""
+
+    def __init__(self):
+        self.steps, self.part = torch.zeros(1), json.loads((FOLDER / "part.json").read_text())
+
+    def on_step_end(self, run, step):
+        self.steps += step.result is not None
+
+    def on_completed_run(self, run):
+        (FOLDER / f"completed_{run.groups.world_rank}").touch()
+
+    def on_save(self, run, step, ephemeral):
+        (FOLDER / f"steps_{step.iteration}_{run.groups.world_rank}").write_text(str(int(self.steps)))
+
+    def state(self):
+        return {"steps": self.steps.clone(), "names": ["a", None], "path": Path("x") if self.part.get("path") else "x"}
+
+    def load_state(self, state):
+        assert state["names"] == ["a", None] and state["path"] == "x"
+        self.steps = state["steps"]
+
 class NoCallback:
     pass
 
@@ -90,9 +114,9 @@ def test_every_method_is_called(tmp_path: Path) -> None:
         assert code == 0, printed
 
     def step(number: int) -> list[list[Any]]:
-        begun = [["on_step_start", number - 1, 2], ["gradients"]]
+        start_calls = [["on_step_start", number - 1, 2], ["gradients"]]
         evaluated = [["on_validation_end", number], ["on_save", number, False]] if number % 2 == 0 else []
-        return [*begun, *evaluated, ["on_step_end", number, True]]
+        return [*start_calls, *evaluated[:1], ["on_step_end", number, True], *evaluated[1:]]
 
     expected = [["on_train_start", 0], ["on_validation_end", 0], ["on_step_end", 0, False]]
     expected += [call for number in range(1, 5) for call in step(number)] + [["close"]]
@@ -115,6 +139,30 @@ def test_one_rank_asks_for_all(ranks: int, request_: str, tmp_path: Path) -> Non
     if request_ == "stop":
         assert (status["status"], status["iteration"]) == ("stopped", 2 + ranks)
         assert ("enough" if ranks == 1 else "callback of another rank") in status["reason"]
+
+
+def test_a_state_goes_into_checkpoints_and_on(tmp_path: Path) -> None:
+    counters = f"callbacks=[{tmp_path}/mine.py:Counter,{tmp_path}/mine.py:Counter]"
+    for settings in (("exit_interval=2",), ("async_save=true",), ()):
+        argv = arguments(tmp_path, counters, "log_interval=1", f"load={tmp_path}/run", *settings)
+        for code, printed in run_ranks(call_train, 2, argv, init=False):
+            assert code == 0, printed
+    assert {path.name: path.read_text() for path in tmp_path.glob("steps_*")} == {
+        f"steps_{step}_{rank}": str(step) for step in (2, 4) for rank in (0, 1)
+    }
+    assert len(list(tmp_path.glob("completed_*"))) == 2, "the third start has nothing left to do"
+
+
+def refused_state(rank: int, world_size: int, argv: list[str]) -> None:
+    """For the pool: train.py, whose callback's state no checkpoint can hold."""
+    with pytest.raises(TypeError, match=r"Counter.state\(\)\['path'\] is a PosixPath"):
+        call_train(rank, world_size, argv)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_at_the_start(tmp_path: Path) -> None:
+    argv = arguments(tmp_path, f"callbacks=[{tmp_path}/mine.py:Counter]", part={"path": True})
+    run_ranks(refused_state, 1, argv, init=False)
+    assert not (tmp_path / "run" / "latest").exists()
 
 
 def fail(rank: int, world_size: int, argv: list[str]) -> None:
@@ -150,9 +198,9 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         "mine.py": r"mine\.py: .*FILE\.py:CLASS",
     }
     argvs = [arguments(tmp_path, f"callbacks=[{tmp_path}/{entry}]") for entry in wrong]
-    told = run_ranks(call_each, 1, argvs, init=False)[0]
-    for (code, printed), message in zip(told, wrong.values(), strict=True):
+    outcomes = run_ranks(call_each, 1, argvs, init=False)[0]
+    for (code, printed), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 1 and len(printed.strip().splitlines()) == 1, printed
         assert "callbacks: " in printed and re.search(message, printed), printed
     for code, printed in run_ranks(call_train, 2, argvs[0], init=False):
-        assert (code, printed) == told[0]
+        assert (code, printed) == outcomes[0]

@@ -1,4 +1,4 @@
-"""What a run leaves to be read: upstream's log line, metrics, history, summary, and where tokens went."""
+"""Files that a run writes: upstream's log line, metrics, history, summary and router load."""
 
 import json
 import logging
@@ -24,11 +24,12 @@ from megatron.process import metrics_file
 from megatron.process.metrics_file import JsonlLogger, read_lines, read_lines_backwards
 from megatron.process.run_files import Problems
 from megatron.training import loop_state, train
-from megatron.training.callbacks import router_load
-from megatron.training.callbacks.history import history, training_time
-from megatron.training.callbacks.log import LogCallback
-from megatron.training.callbacks.router_load import MOST_LINES, RouterLoad, interval
+from megatron.training.builtin_callbacks import router_load
+from megatron.training.builtin_callbacks.history import history, training_time
+from megatron.training.builtin_callbacks.log import LogCallback
+from megatron.training.builtin_callbacks.router_load import MOST_LINES, RouterLoad, interval
 from megatron.training.loop_state import Stopwatch
+from megatron.training.method import find_method
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
 from tests.pool import run_ranks
@@ -57,7 +58,7 @@ def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[s
     """The lines of a log of steps with these results, and the last row."""
     lines: list[str] = []
     training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), schedule=lambda step: 1e-4 * step,
-                                    logger=SimpleNamespace(info=lines.append),
+                                    logger=SimpleNamespace(info=lines.append), method=find_method(args),
                                     watchdog=SimpleNamespace(restarts=0))  # fmt: skip
     clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
     log = LogCallback(training, tqdm(disable=True), clock)
@@ -109,10 +110,10 @@ def test_readable_flops() -> None:
 
 
 def test_metrics_files_agree(tmp_path: Path) -> None:
-    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4,
+    values = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4,
                    num_layers=2, tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5",
                    log_interval=2)  # fmt: skip
-    run_ranks(run_to_end, 1, given)
+    run_ranks(run_to_end, 1, values)
     rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 2, 4]
     assert rows[1]["consumed_samples"] == 16 and rows[1]["consumed_tokens"] == 512
@@ -127,22 +128,22 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
 
 
 def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
-    given = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
-    run_ranks(run_by_a_clock, 1, given)
+    values = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
+    run_ranks(run_by_a_clock, 1, values)
     assert [row["runtime/iteration_time"] for row in metrics(tmp_path)] == [1.0] * 8
     assert not (tmp_path / "logs" / "router_load.jsonl").exists(), "a dense model has none"
 
 
-def run_by_a_clock(rank: int, world_size: int, given: dict[str, Any]) -> None:
+def run_by_a_clock(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: by its clock a step takes a second, a save a hundred."""
     clock = [0.0]
     loop_state.time = SimpleNamespace(perf_counter=lambda: sum(clock))  # type: ignore[assignment]
-    training = begin(given)
+    training = begin(values)
     save = training.checkpointer.save
 
-    def slow_save(*given: Any, **more: Any) -> None:
+    def slow_save(*args: Any, **kwargs: Any) -> None:
         clock.append(100.0)
-        save(*given, **more)
+        save(*args, **kwargs)
 
     before_steps(training, lambda step: clock.append(1.0))
     training.checkpointer.save = slow_save  # type: ignore[method-assign]
@@ -157,8 +158,8 @@ def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, m
     log = JsonlLogger(path, 2, "a")
     log.write({"iteration": 3, "train/lm_loss": 1.0})
     log.close()
-    kept = b"".join([*rows[:2], damaged, rows[2]])
-    assert path.read_bytes().startswith(kept + b'{"iteration": 3, "train/lm_loss"')
+    retained = b"".join([*rows[:2], damaged, rows[2]])
+    assert path.read_bytes().startswith(retained + b'{"iteration": 3, "train/lm_loss"')
     assert [row["iteration"] for _, row in read_lines(path, Problems())] == [0, 1, 2, 3]
     for block in (1, 7, 64, 1 << 20):
         monkeypatch.setattr(metrics_file, "_BLOCK", block)
@@ -184,8 +185,10 @@ def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
         log = JsonlLogger(path, 0, run)
         log.write({"iteration": 1, "train/lm_loss": 1.0})
         log.close()
-    kept = [json.loads((tmp_path / name).read_text())["run_id"] for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
-    assert kept == ["a", "b"] and json.loads(path.read_text())["run_id"] == "c"
+    backup_ids = [
+        json.loads((tmp_path / name).read_text())["run_id"] for name in ("metrics.1.jsonl", "metrics.2.jsonl")
+    ]
+    assert backup_ids == ["a", "b"] and json.loads(path.read_text())["run_id"] == "c"
 
 
 def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,22 +200,29 @@ def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "rank zero\n"
 
 
-def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Any], str]:
+def wandb_calls(rank: int, world_size: int, values: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Any], str]:
     """For the pool: what a run says to Weights & Biases, which is not installed here."""
     tracker = sys.modules["wandb"] = Mock()
-    run_to_end(rank, world_size, given)
-    _, (_, _, begun), *logged, (last, _, _) = tracker.mock_calls
-    rows = {more["step"]: sorted(row) for _, (row,), more in logged}
-    return {key: begun[key] for key in ("id", "resume", "project", "group")}, rows, last
+    run_to_end(rank, world_size, values)
+    _, (_, _, init_keys), *logged, (last, _, _) = tracker.mock_calls
+    rows = {log_keys["step"]: sorted(row) for _, (row,), log_keys in logged}
+    return {key: init_keys[key] for key in ("id", "resume", "project", "group")}, rows, last
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
-    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2,
+    values = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2,
                    num_layers=2, use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2)  # fmt: skip
-    (first, before, last), (second, after, _) = (run_ranks(wandb_calls, 1, given)[0] for _ in range(2))
-    assert first == second, "one id before and after the restart"
-    assert first == {"id": first["id"], "resume": "allow", "project": "p", "group": "g"}
-    assert [*before] == [1, 2] and [*after] == [3, 4] and "train/lm_loss" in before[1] and last == "init().finish"
+    (first_init, rows_before, last), (second_init, rows_after, _) = (
+        run_ranks(wandb_calls, 1, values)[0] for _ in range(2)
+    )
+    assert first_init == second_init, "one id before and after the restart"
+    assert first_init == {"id": first_init["id"], "resume": "allow", "project": "p", "group": "g"}
+    assert (
+        [*rows_before] == [1, 2]
+        and [*rows_after] == [3, 4]
+        and "train/lm_loss" in rows_before[1]
+        and last == "init().finish"
+    )
 
 
 def test_metrics_of_an_objective() -> None:
@@ -242,23 +252,23 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check(found: Any, schema: Any, where: str = "") -> None:
+def check(value: Any, schema: Any, path: str = "") -> None:
     if isinstance(schema, tuple):
-        assert isinstance(found, schema) and not isinstance(found, bool), f"{where}: {found!r}"
+        assert isinstance(value, schema) and not isinstance(value, bool), f"{path}: {value!r}"
         return
-    assert found.keys() == schema.keys(), where
+    assert value.keys() == schema.keys(), path
     for name, inner in schema.items():
-        check(found[name], inner, f"{where}.{name}")
+        check(value[name], inner, f"{path}.{name}")
 
 
-def given(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def run_keys(save: Path, *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     common = {
         "num_layers": 2, "train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 100,
         "eval_interval": 2, "eval_iters": 1, "save": str(save), "load": str(save), "log_param_norm": True,
         "trainable": {"last_layers": 1, "head": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "lr_scaling": "linear",
     }  # fmt: skip
-    return config(NEOX, common, *parts, **more)
+    return config(NEOX, common, *parts, **overrides)
 
 
 def read(save: Path, name: str) -> Any:
@@ -268,13 +278,13 @@ def read(save: Path, name: str) -> Any:
 @pytest.mark.parametrize("layout", cells(["pp2"], product=["zero1"]))
 def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
-    run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)
+    run_ranks(run_with_signal, ranks, run_keys(tmp_path, keys), signal.SIGTERM, 2, 0)
     stopped = read(tmp_path, "summary")
     assert (stopped["status"], stopped["reason"], stopped["iteration"]) == ("stopped", "signal SIGTERM", 2), (
         "after its save"
     )
     assert [record["iteration"] for record in read(tmp_path, "history")] == [0, 1, 2]
-    run_ranks(run_to_end, ranks, given(tmp_path, keys))
+    run_ranks(run_to_end, ranks, run_keys(tmp_path, keys))
     records, summary = read(tmp_path, "history"), read(tmp_path, "summary")
     assert [record["iteration"] for record in records] == list(range(7)), "each step once"
     rows = metrics(tmp_path)
@@ -282,8 +292,14 @@ def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None
         share = record.pop("trainable_share")
         assert record == {k: v for k, v in row.items() if k != "run_id" and not k.startswith("parameter_norms/")}
         assert share == summary["parameters"]["trainable_share"]
-    wanted = {"train/lm_loss", "validation/lm_loss", "train/learning_rate", "train/grad_norm", "runtime/tokens_per_sec"}
-    assert wanted <= records[6].keys()
+    required = {
+        "train/lm_loss",
+        "validation/lm_loss",
+        "train/learning_rate",
+        "train/grad_norm",
+        "runtime/tokens_per_sec",
+    }
+    assert required <= records[6].keys()
     check(summary, SCHEMA)
     assert summary["status"] == "finished" and summary["run_id"] == stopped["run_id"]
     data = 1 if layout == "pp2" else 2
@@ -304,10 +320,10 @@ def test_history_of_rows() -> None:
          "weight_norms/x": 1.0, "runtime/iteration_time": 0.5, "runtime/tokens_per_sec": 100.0},
         {"iteration": 5, "run_id": "a", "runtime/iteration_time": 2.0, "runtime/tokens_per_sec": 25.0},
     ]  # fmt: skip
-    first, second, _ = history(rows, 0.25)
-    assert first == {"iteration": 0, "validation/lm_loss": 3.0, "trainable_share": 0.25}
-    assert second["train/grad_norm"] is None and second["device/memory_gib_max"] == 2.5
-    assert "weight_norms/x" not in second
+    first_record, second_record, _ = history(rows, 0.25)
+    assert first_record == {"iteration": 0, "validation/lm_loss": 3.0, "trainable_share": 0.25}
+    assert second_record["train/grad_norm"] is None and second_record["device/memory_gib_max"] == 2.5
+    assert "weight_norms/x" not in second_record
     assert training_time(rows) == (4 * 0.5 + 2.0, 4 * 0.5 * 100 + 2.0 * 25)
 
 
@@ -326,21 +342,21 @@ def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, 
     save = tmp_path / "run"
     values = config(LLAMA, ADAMW, MOE, layout, train_iters=6, checkpoint_factor=3, save=str(save), load=str(save))
     run_ranks(run_to_end, ranks, values)
-    found, rows = loads(save), metrics(save)
-    assert [line["iteration"] for line in found] == [1, 2, 3, 4, 5, 6]
-    assert {line["run_id"] for line in found} == {rows[-1]["run_id"]}
-    most = {row["iteration"]: row["train/moe_max_load"] for row in rows if "train/moe_max_load" in row}
-    for line in found:
+    lines, rows = loads(save), metrics(save)
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {line["run_id"] for line in lines} == {rows[-1]["run_id"]}
+    max_loads = {row["iteration"]: row["train/moe_max_load"] for row in rows if "train/moe_max_load" in row}
+    for line in lines:
         assert line["layers"] == [3, 5] and len(line["load"]) == 2
         assert all(len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=2e-3) for layer in line["load"])
-        assert max(map(max, line["load"])) == pytest.approx(most[line["iteration"]], abs=6e-4)
-    assert found[0]["load"] != found[-1]["load"]
+        assert max(map(max, line["load"])) == pytest.approx(max_loads[line["iteration"]], abs=6e-4)
+    assert lines[0]["load"] != lines[-1]["load"]
     if ranks == 1:
         (save / "latest").write_text("global_step3")
         path = save / "logs" / "router_load.jsonl"
         path.write_text(path.read_text().replace('"iteration": 5', '"iteration": 5, "old": 1') + '{"iteration": 7, "lo')
         run_ranks(run_to_end, ranks, values)
-        assert loads(save) == found
+        assert loads(save) == lines
 
 
 @pytest.mark.parametrize(("log_interval", "train_iters", "steps"), [
@@ -370,19 +386,19 @@ def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
     training: Any = SimpleNamespace(engine=SimpleNamespace(routing=routing), args=args)
     file: Any = SimpleNamespace(write=lambda row: events.append(json.dumps(row)), close=lambda: events.append("close"))
     callback = RouterLoad(training, file, [3, 5])
-    after: dict[int, list[str]] = {}
+    events_by_step: dict[int, list[str]] = {}
     for iteration in range(8):
         step = Step(iteration, 8 * iteration, 32, StepResult(torch.zeros(()), None, False) if iteration else None)
         callback.on_step_end(training, step)
         if iteration == 6:
             callback.on_save(training, step, False)
-        after[iteration], events[:] = list(events), []
+        events_by_step[iteration], events[:] = list(events), []
 
     def line(iteration: int) -> str:
         return f'{{"iteration": {iteration}, "layers": [3, 5], "load": [[0.5, 1.5], [2.0, 0.333]]}}'
 
-    told = {iteration: said for iteration, said in after.items() if said}
-    assert told == {3: ["begin"], 4: ["read", line(3)], 6: ["begin", "read", line(6)]}
+    nonempty = {iteration: step_events for iteration, step_events in events_by_step.items() if step_events}
+    assert nonempty == {3: ["begin"], 4: ["read", line(3)], 6: ["begin", "read", line(6)]}
     callback.on_step_end(training, Step(9, 72, 32, StepResult(torch.zeros(()), None, False)))
     callback.on_error(training, RuntimeError())
     callback.close()

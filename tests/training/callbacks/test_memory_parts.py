@@ -15,43 +15,43 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from megatron.model.head import OutputProjection
 from megatron.mpu import ParallelGroups
 from megatron.training import train
-from megatron.training.callbacks.memory_parts import MemoryParts
-from megatron.training.loop import batches_of
+from megatron.training.builtin_callbacks.memory_parts import MemoryParts
 from megatron.training.metrics.memory_tracker import PARTS, MemoryTimeline, MemoryTracker
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import refusals
 from tests.training.preference.test_reference import FLY, PADDED, preferences
-from tests.training.runs import LAYOUTS, LLAMA, before_steps, begin, begun, config
+from tests.training.runs import LAYOUTS, LLAMA, before_steps, begin, begin_each, config
 
 BF16 = {"precision": "bfloat16"}
 ROWS = 2 * 32  # tokens of a micro-batch
 
 
-def tiny(folder: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def tiny(folder: Path, *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     keys = {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "train_iters": 3, "profile_memory": 3}
-    return config(LLAMA, keys, *parts, log_dir=str(folder), **more)
+    return config(LLAMA, keys, *parts, log_dir=str(folder), **overrides)
 
 
 def runs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """For the pool: runs to their ends; of this rank the elements of all and of trained parameters."""
-    found = []
-    for training in begun(configs):
+    counts = []
+    for training in begin_each(configs):
         params = list(training.engine.stage.parameters())
         trained = [param.numel() for param in params if param.requires_grad]
-        found.append({"all": sum(p.numel() for p in params), "trained": sum(trained), "count": len(trained)})
+        counts.append({"all": sum(p.numel() for p in params), "trained": sum(trained), "count": len(trained)})
         train(training)
-    return found
+    return counts
 
 
 def measured(folder: Path) -> list[dict[str, int]]:
     """The parts of each rank, whose sum is the peak."""
-    found = json.loads((folder / "memory_parts.json").read_text())
-    for rank in found["ranks"]:
+    report = json.loads((folder / "memory_parts.json").read_text())
+    for rank in report["ranks"]:
         assert list(rank["parts"]) == list(PARTS) and sum(rank["parts"].values()) == rank["peak"]
-    highest, timeline = max(found["ranks"], key=lambda rank: rank["peak"]), found["timeline"]
-    assert found["iteration"] == 3 and found["device"] == "cpu" and timeline["rank"] == highest["rank"]
+    highest, timeline = max(report["ranks"], key=lambda rank: rank["peak"]), report["timeline"]
+    assert report["iteration"] == 3 and report["device"] == "cpu" and timeline["rank"] == highest["rank"]
     assert max(map(sum, zip(*timeline["parts"].values(), strict=True))) == highest["peak"]
-    return [rank["parts"] for rank in found["ranks"]]
+    return [rank["parts"] for rank in report["ranks"]]
 
 
 def test_what_is_kept_has_the_sizes_of_parameters(tmp_path: Path) -> None:
@@ -73,24 +73,24 @@ def test_what_is_kept_has_the_sizes_of_parameters(tmp_path: Path) -> None:
 def test_logits_and_activations(tmp_path: Path) -> None:
     """Logits and their softmax grow with their columns; what a block keeps is gone where it runs again."""
     cases = {str(vocabulary): {"make_vocab_size_divisible_by": vocabulary} for vocabulary in (384, 512, 640)}
-    longer, again = {"num_layers": 4}, {"checkpoint_activations": True}
-    cases |= {"again": again, "longer": longer, "longer, again": longer | again}
+    longer, recompute = {"num_layers": 4}, {"checkpoint_activations": True}
+    cases |= {"again": recompute, "longer": longer, "longer, again": longer | recompute}
     run_ranks(runs, 1, [tiny(tmp_path / name, keys) for name, keys in cases.items()])
     parts = {name: measured(tmp_path / name)[0] for name in cases}
-    for less, more in (("384", "512"), ("512", "640")):
-        assert parts[more]["logits"] - parts[less]["logits"] == 2 * 4 * 128 * ROWS
-        assert parts[more]["activations"] == parts[less]["activations"]
+    for smaller, larger in (("384", "512"), ("512", "640")):
+        assert parts[larger]["logits"] - parts[smaller]["logits"] == 2 * 4 * 128 * ROWS
+        assert parts[larger]["activations"] == parts[smaller]["activations"]
     assert parts["again"]["activations"] < parts["384"]["activations"] / 3
-    kept = parts["longer, again"]["activations"] - parts["again"]["activations"]
-    assert kept == 2 * 4 * 32 * ROWS, "the inputs of two blocks"
+    block_inputs = parts["longer, again"]["activations"] - parts["again"]["activations"]
+    assert block_inputs == 2 * 4 * 32 * ROWS, "the inputs of two blocks"
     assert parts["longer"]["logits"] == parts["again"]["logits"] == parts["384"]["logits"]
     assert parts["384"]["buffers"] == 2 * 4 * 8 * ROWS, "a table of sines and one of cosines, head_dim wide"
 
 
 def test_every_rank_its_own(tmp_path: Path) -> None:
     names = ("tp2", "pp2", "zero3")
-    found = run_ranks(runs, 2, [tiny(tmp_path / name, LAYOUTS[name][1]) for name in names])
-    for name, *sizes in zip(names, *found, strict=True):
+    counts_by_rank = run_ranks(runs, 2, [tiny(tmp_path / name, LAYOUTS[name][1]) for name in names])
+    for name, *sizes in zip(names, *counts_by_rank, strict=True):
         parts = measured(tmp_path / name)
         for size, part in zip(sizes, parts, strict=True):
             local = size["trained"] // 2 if name == "zero3" else size["trained"]  # DTensors say the whole size
@@ -127,26 +127,26 @@ def peaks(rank: int, world_size: int, values: dict[str, Any], folder: Path) -> t
     engine, steps = training.engine, batches_of(training)
     engine.train_step(next(steps), 0.0)
     batches = next(steps)
-    before = engine.train_step(list(batches), 0.0).loss
+    loss_before = engine.train_step(list(batches), 0.0).loss
     tracker = MemoryTracker(torch.device("cpu"), engine.tensors, False)
     with tracker.watching(engine.stage):
-        under = engine.train_step(list(batches), 0.0).loss
+        tracked_loss = engine.train_step(list(batches), 0.0).loss
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.train_step(list(batches), 0.0)
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    theirs = max(accumulate(change for _, change in changes))
-    found = tracker.timeline()
-    there = sum(values[0] for values in found.bytes_by_part.values()) + found.parts["other"]
-    return found.peak - there, theirs, torch.equal(before, under)
+    profiler_peak = max(accumulate(change for _, change in changes))
+    memory_timeline = tracker.timeline()
+    batch_bytes = sum(values[0] for values in memory_timeline.bytes_by_part.values()) + memory_timeline.parts["other"]
+    return memory_timeline.peak - batch_bytes, profiler_peak, torch.equal(loss_before, tracked_loss)
 
 
 def test_the_peak_is_what_the_profiler_says(tmp_path: Path) -> None:
-    """But for what kernels take within an operation, below a hundredth here. "Other" are the batches."""
-    ((ours, theirs, same),) = run_ranks(peaks, 1, tiny(tmp_path), tmp_path)
-    assert same, "a step under it is the same step"
-    assert 0.99 * theirs <= ours <= theirs
+    """Peaks differ by what kernels take within an operation, below 1 % here. "Other" holds the batches."""
+    ((tracked_peak, profiler_peak, same_step),) = run_ranks(peaks, 1, tiny(tmp_path), tmp_path)
+    assert same_step, "a step under it is the same step"
+    assert 0.99 * profiler_peak <= tracked_peak <= profiler_peak
 
 
 class Projection(OutputProjection):
@@ -159,9 +159,11 @@ class Projection(OutputProjection):
 
 
 def test_a_step_added_up_by_hand() -> None:
-    """At the peak, when the sum is made, there are of 5 rows of 4 `x` and its double, of 3 columns the logits
-    and their squares, the sum, two parameters, and what was gathered. Later the output layer makes the
-    gradient of its input, and Adam its states, which are nobody's here."""
+    """The peak comes when the sum is made.
+
+    5 rows of 4 hold `x` and its double; 5 rows of 3 hold the logits and their squares. The sum, two
+    parameters and the gathered storage are added. Later the output layer makes the gradient of its input,
+    and Adam its states, which belong to no part here."""
     head = Projection()
     frozen = nn.Parameter(torch.ones(6), requires_grad=False)  # 24 bytes, of no one's list
     gathered = torch.ones(100).untyped_storage()
@@ -179,27 +181,29 @@ def test_a_step_added_up_by_hand() -> None:
         del logits
         loss.backward()
         optimizer.step()
-    found = tracker.timeline()
-    assert found.parts == {
+    memory_timeline = tracker.timeline()
+    assert memory_timeline.parts == {
         "weights": 48 + 24, "gradients": 0, "optimizer states": 0, "buffers": 0, "activations": 80 + 60 + 4,
         "logits": 60, "other": 80 + 400,
     }  # fmt: skip
-    assert found.peak == 756 and _get_current_dispatch_mode() is None
-    last = {part: values[-1] for part, values in found.bytes_by_part.items()}
+    assert memory_timeline.peak == 756 and _get_current_dispatch_mode() is None
+    last = {part: values[-1] for part, values in memory_timeline.bytes_by_part.items()}
     assert last["gradients"] == 48 and last["logits"] == 0 and last["other"] == 80 + 2 * 48 + 4
-    assert last["activations"] == 80 + 4 + 80, "the gradient of x, which is no parameter"
-    assert max(found.bytes_by_part["logits"]) == 80
+    assert last["activations"] == 80 + 4 + 80, "the gradient of x, which is not a parameter"
+    assert max(memory_timeline.bytes_by_part["logits"]) == 80
     assert head.weight.grad is not None and not head.weight._backward_hooks, "nothing is left behind"
 
 
 def test_what_a_gpu_has_over_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = MemoryTimeline({"weights": 60, "activations": 30}, 90, 4, [0], {"weights": [60], "activations": [0]})
+    memory_timeline = MemoryTimeline(
+        {"weights": 60, "activations": 30}, 90, 4, [0], {"weights": [60], "activations": [0]}
+    )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
     groups = SimpleNamespace(device=torch.device("cuda:0"), world_rank=3)
     for compiled, name in (("block", "compiled code, allocator, libraries"), (False, "allocator, libraries")):
         callback = object.__new__(MemoryParts)
         callback._training = SimpleNamespace(groups=groups, args=SimpleNamespace(compile=compiled))  # type: ignore[assignment]
-        measured = callback._measured(SimpleNamespace(timeline=lambda: found))  # type: ignore[arg-type]
+        measured = callback._measured(SimpleNamespace(timeline=lambda: memory_timeline))  # type: ignore[arg-type]
         assert measured["peak"] == 100 and measured["rank"] == 3
         assert measured["parts"] == {"weights": 60, "activations": 30, f"other ({name})": 10}
 
@@ -217,20 +221,20 @@ def test_beside_compiled_code_nothing_is_hooked() -> None:
 
 def counted_steps(rank: int, world_size: int, configs: list[dict[str, Any]], failing: int) -> list[list[bool]]:
     """For the pool: of each run which steps were counted; the step `failing` of them fails."""
-    found = []
-    for training in begun(configs):
-        seen = list[bool]()
+    counted_by_run = []
+    for training in begin_each(configs):
+        flags = list[bool]()
 
-        def note(number: int, seen: list[bool] = seen) -> None:
-            seen.append(_get_current_dispatch_mode() is not None)
+        def note(number: int, flags: list[bool] = flags) -> None:
+            flags.append(_get_current_dispatch_mode() is not None)
             if number == failing:
                 raise RuntimeError("on purpose")
 
         before_steps(training, note)
         with suppress(RuntimeError) if failing else nullcontext():
             train(training)
-        found.append([*seen, _get_current_dispatch_mode() is not None])
-    return found
+        counted_by_run.append([*flags, _get_current_dispatch_mode() is not None])
+    return counted_by_run
 
 
 def test_one_step_is_counted(tmp_path: Path) -> None:
@@ -244,7 +248,7 @@ def test_one_step_is_counted(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     nowhere = {key: value for key, value in tiny(tmp_path).items() if key != "log_dir"}
     configs = [nowhere, tiny(tmp_path, profile_memory=4), tiny(tmp_path, compile="block")]
-    folder, late, compiled = run_ranks(refusals, 1, configs, trained=True)[0]
+    folder, late_step, compiled = run_ranks(refusals, 1, configs, trained=True)[0]
     assert "profile_memory: " in folder and "log_dir" in folder
-    assert "profile_memory: 4" in late and "train_iters 3" in late
+    assert "profile_memory: 4" in late_step and "train_iters 3" in late_step
     assert "profile_memory: " in compiled and "compile: false" in compiled

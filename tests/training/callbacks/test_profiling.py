@@ -18,18 +18,18 @@ import megatron
 from megatron.callbacks import Step
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.callbacks.compiled_graphs import CompiledGraphs
-from megatron.training.callbacks.profiling import StepProfiler, record_memory_history
+from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
+from megatron.training.builtin_callbacks.profiling import StepProfiler, record_memory_history
 from megatron.training.evaluation import evaluate, evaluate_objective
-from megatron.training.loop import batches_of
 from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_line, run_metadata
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.preference.test_reference import FLY, PADDED, preferences
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, begun, cells, config, run_to_end
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, begin_each, cells, config, run_to_end
 
 
 def profiler_of(**keys: Any) -> StepProfiler:
-    """Of a process without ranks, which has no collectives to settle."""
+    """Returns the profiler of a process without ranks, which has no collectives to settle."""
     args = NeoXArgs.from_dict(config(NEOX, keys))
     return StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), lambda: None)
 
@@ -42,19 +42,19 @@ def annotated_steps(trace: Path) -> list[str]:
 
 def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any]) -> list[bool]:
     """For the pool: whether each background collective was done as the trace ended; rank 1 comes late."""
-    begun, done = list[dist.Work](), list[bool]()
+    pending, done = list[dist.Work](), list[bool]()
     reduce, stop = dist.all_reduce, torch.profiler.profile.stop_trace
 
-    def all_reduce(*given: Any, async_op: bool = False, **more: Any) -> dist.Work | None:
+    def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> dist.Work | None:
         if async_op and rank == 1:
             time.sleep(0.05)
-        work = reduce(*given, async_op=async_op, **more)
+        work = reduce(*args, async_op=async_op, **kwargs)
         if async_op:
-            begun.append(work)
+            pending.append(work)
         return work
 
     def stop_trace(profile: torch.profiler.profile) -> None:
-        done.extend(work.is_completed() for work in begun)
+        done.extend(work.is_completed() for work in pending)
         stop(profile)
 
     dist.all_reduce, torch.profiler.profile.stop_trace = all_reduce, stop_trace  # type: ignore[method-assign]
@@ -66,10 +66,10 @@ def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any])
 def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
     """Nothing is under way when it ends: torch frees the records that gloo's threads still write to then."""
     ranks, layout = LAYOUTS[name]
-    given = config(NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
+    values = config(NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
                    profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path),
                    log_interval=100)  # fmt: skip
-    for done in run_ranks(profile_with_a_late_rank, ranks, given):
+    for done in run_ranks(profile_with_a_late_rank, ranks, values):
         assert (ranks == 1 or len(done) >= 3) and all(done)
     traces = sorted(tmp_path.glob("*.pt.trace.json"))
     assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
@@ -82,10 +82,10 @@ def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("start", "end", "steps"), [(1, 8, 2), (3, 8, 2), (4, 8, 1), (5, 8, 0), (1, 4, 1)])
 def test_window_of_a_resumed_run(start: int, end: int, steps: int, tmp_path: Path) -> None:
-    where: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path / "profile")}
+    output_keys: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path / "profile")}
     if end == 4:
-        where = {"profile": True, "log_dir": str(tmp_path)}
-    profiler = profiler_of(**where, profile_step_start=3, profile_step_stop=5)
+        output_keys = {"profile": True, "log_dir": str(tmp_path)}
+    profiler = profiler_of(**output_keys, profile_step_start=3, profile_step_stop=5)
     for iteration in range(start, end):
         profiler.before_step(iteration)
     profiler.close()
@@ -128,12 +128,12 @@ def test_git_hash(tmp_path: Path) -> None:
 
 def facts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For the pool: the facts of each model, one norm of it frozen."""
-    found = []
-    for training in begun(configs):
+    metadata = []
+    for training in begin_each(configs):
         for name, param in training.engine.stage.named_parameters():
             param.requires_grad_("post_attention_layernorm.weight" not in name)
-        found.append(run_metadata(training.args, training.groups, training.engine.stage))
-    return found
+        metadata.append(run_metadata(training.args, training.groups, training.engine.stage))
+    return metadata
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -177,15 +177,15 @@ def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
 
     torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits
     training = begin(values)
-    batches, found, eod = batches_of(training), [], training.tokenizer.eod
+    batches, num_graphs, eod = batches_of(training), [], training.tokenizer.eod
     validate: Any = evaluate_objective if "train_impl" in values else evaluate
     for part in ("step", "step", "validation", "step"):
         if part == "step":
             training.engine.train_step(next(batches), 1e-4)
         else:
             validate(training.engine, training.datasets.train, 3, eod)
-        found.append(counters["stats"]["unique_graphs"])
-    return found
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    return num_graphs
 
 
 @pytest.mark.parametrize("kind", cells(["language modelling"], ["DPO"]))

@@ -27,24 +27,27 @@ VALIDATES = {"eval_iters": 3, "train_micro_batch_size_per_gpu": 8}
 
 @dataclass(frozen=True)
 class Phase:
-    """keys: of a run in this folder; batch: module and name of what does a batch; at: the batch that the
-    signal comes in; iteration: where the run ends; constants: of modules, so that batches are small;
-    finished: whether the phase is never left, as a checkpoint; saves: whether there is a model to save yet;
-    before: events before the signal."""
+    """A phase of a run that a signal interrupts.
+
+    keys: of a run in this folder. batch: module and name of the function that does a batch. signal_batch: the
+    batch that the signal comes in. iteration: where the run ends. constants: of modules, so that batches are
+    small. finished: whether the phase always ends, as a checkpoint does. saves: whether there is a model to
+    save yet. events_before: events before the signal.
+    """
 
     keys: Callable[[Path], dict[str, Any]]
     batch: str
-    at: int
+    signal_batch: int
     iteration: int
     number: signal.Signals = signal.SIGTERM
     constants: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
     saves: bool = True
-    before: tuple[str, ...] = ()
+    events_before: tuple[str, ...] = ()
 
 
-def text(**more: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda folder: config(NEOX, SMALL, more, index_cache_dir=str(folder / "maps"))
+def text(**overrides: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: config(NEOX, SMALL, overrides, index_cache_dir=str(folder / "maps"))
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def compared(folder: Path, *parts: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def taught(folder: Path, *parts: dict[str, Any], **distillation: Any) -> dict[str, Any]:
+def student_keys(folder: Path, *parts: dict[str, Any], **distillation: Any) -> dict[str, Any]:
     """By the model that the phase "validation" left."""
     scores = {**distillation, **({"cache_dir": str(folder / "scores")} if distillation.get("cache") else {})}
     return student(str(folder.parent / "validation" / "save"), SMALL, *parts, **scores)
@@ -86,12 +89,12 @@ PHASES = {
     ),
     "index maps": Phase(text(eval_iters=1), "megatron.data.text_sets:build_maps", 1, 0, USR1, saves=False),
     "reference": Phase(
-        compared, "megatron.training.preference.reference:_named", 2, 0, USR1,
-        {"megatron.training.preference.reference:_TOKENS_AT_ONCE": 1},
+        compared, "megatron.training.reference.model:_rows_by_name", 2, 0, USR1,
+        {"megatron.training.reference.model:_TOKENS_AT_ONCE": 1},
     ),
     "teacher": Phase(
-        lambda folder: taught(folder, cache=True, top_k=4), "megatron.training.distillation.cache:_rows_of", 2, 0,
-        USR1, {"megatron.training.distillation.cache:_TOKENS_AT_ONCE": 1},
+        lambda folder: student_keys(folder, cache=True, top_k=4), "megatron.methods.distillation.cache:_rows_of", 2, 0,
+        USR1, {"megatron.methods.distillation.cache:_TOKENS_AT_ONCE": 1},
     ),
     "lm-eval": Phase(
         evaluated, "megatron.evaluation.model_operations:score", 2, 0, signal.SIGINT,
@@ -100,15 +103,16 @@ PHASES = {
     "demos": Phase(demos, BATCHER, 2, 0, constants={ONE_AT_A_TIME: 1}),
     "answers": Phase(lambda folder: rewarded(folder, "wordy"), BATCHER, 2, 0, constants={ONE_AT_A_TIME: 1}),
     "judging": Phase(
-        lambda folder: rewarded(folder, "wordy", "lengths"), "megatron.rollouts.rewards.lane:Lane._receive", 1, 0
+        lambda folder: rewarded(folder, "wordy", "lengths"),
+        "megatron.methods.reinforcement.rewards.lane:Lane._receive", 1, 0,
     ),
     "answers of the student": Phase(
-        lambda folder: taught(folder, LABELLED, {"pack_impl": "unpacked"}, lmbda=1.0, max_new_tokens=8), BATCHER, 2,
-        0, constants={ONE_AT_A_TIME: 1},
+        lambda folder: student_keys(folder, LABELLED, {"pack_impl": "unpacked"}, lmbda=1.0, max_new_tokens=8),
+        BATCHER, 2, 0, constants={ONE_AT_A_TIME: 1},
     ),
     "export": Phase(
         lambda folder: config(LLAMA, SMALL, save_hf=0, async_save=False),
-        "megatron.checkpointing.huggingface.exporting:load_weights", 2, STEPS, before=("saved",),
+        "megatron.checkpointing.huggingface.exporting:load_weights", 2, STEPS, events_before=("saved",),
     ),
     "checkpoint": Phase(
         text(checkpoint_factor=1, async_save=False), "megatron.training.checkpoint.writer:save_tensors", 2, 1,
@@ -121,19 +125,19 @@ class Patched:
     """Attributes of modules and classes, by `module:name`, for a time."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def set(self, place: str, change: Callable[[Any], Any]) -> None:
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         owner = import_module(module)
-        for one in owners:
-            owner = getattr(owner, one)
-        self._before.append((owner, name, getattr(owner, name)))
+        for attribute in owners:
+            owner = getattr(owner, attribute)
+        self._originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, change(getattr(owner, name)))
 
     def undo(self) -> None:
-        for owner, name, value in reversed(self._before):
+        for owner, name, value in reversed(self._originals):
             setattr(owner, name, value)
 
 
@@ -144,13 +148,13 @@ def events_of(phase: Phase, keys: dict[str, Any]) -> tuple[int, list[str]]:
     events, patched = list[str](), Patched()
 
     def recorded(event: str, real: Any) -> Any:
-        def done(*given: Any, **named: Any) -> Any:
+        def done(*args: Any, **kwargs: Any) -> Any:
             events.append(event)
-            if event == "batch" and events.count("batch") == phase.at:
+            if event == "batch" and events.count("batch") == phase.signal_batch:
                 os.kill(os.getpid(), phase.number)
                 while "acknowledged" not in events:  # by the main thread, which this one may not be
                     pass
-            return real(*given, **named)
+            return real(*args, **kwargs)
 
         return done
 
@@ -176,32 +180,34 @@ def train_args(keys: dict[str, Any]) -> Any:
 
 def each_phase(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, tuple[int, list[str]]]:
     """For the pool: all phases, one run after another."""
-    found = {}
+    events_by_phase = {}
     for name in names:
-        own = folder / name
-        own.mkdir()
-        save = {key: str(own / "save") for key in ("save", "load")}
-        found[name] = events_of(PHASES[name], {"checkpoint_factor": 100, **PHASES[name].keys(own), **save})
-    return found
+        phase_folder = folder / name
+        phase_folder.mkdir()
+        save = {key: str(phase_folder / "save") for key in ("save", "load")}
+        events_by_phase[name] = events_of(
+            PHASES[name], {"checkpoint_factor": 100, **PHASES[name].keys(phase_folder), **save}
+        )
+    return events_by_phase
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, list[str]]]]:
+def stopped_phases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, list[str]]]]:
     folder = tmp_path_factory.mktemp("phases")
     return folder, run_ranks(each_phase, 1, folder, list(PHASES), timeout=300, init=False)[0]
 
 
 @pytest.mark.parametrize("name", PHASES)
-def test_a_signal_is_acknowledged_and_obeyed_before_the_next_batch(name: str, found: Any) -> None:
-    phase, (folder, events_by_phase) = PHASES[name], found
+def test_a_signal_is_acknowledged_and_obeyed_before_the_next_batch(name: str, stopped_phases: Any) -> None:
+    phase, (folder, events_by_phase) = PHASES[name], stopped_phases
     code, events = events_by_phase[name]
     save, number = folder / name / "save", phase.number
     assert code == 0
     begins = len(events) - events[::-1].index("acknowledged") - 1
     assert events[begins - 1] == "batch" and events.count("acknowledged") == 1
-    rest = [event for event in events[begins + 1 :] if event != "batch" or not phase.finished]
-    assert rest == ["saved"] * (phase.saves and not phase.before)
-    assert [event for event in events[:begins] if event == "saved"] == list(phase.before)
+    later_events = [event for event in events[begins + 1 :] if event != "batch" or not phase.finished]
+    assert later_events == ["saved"] * (phase.saves and not phase.events_before)
+    assert [event for event in events[:begins] if event == "saved"] == list(phase.events_before)
     assert events.count("step") == phase.iteration
     status = json.loads((save / "status.json").read_text())
     assert (status["status"], status["iteration"]) == ("stopped", phase.iteration)
@@ -210,7 +216,7 @@ def test_a_signal_is_acknowledged_and_obeyed_before_the_next_batch(name: str, fo
         assert (save / "latest").read_text() == f"global_step{phase.iteration}"
 
 
-def again(rank: int, world_size: int, folder: Path, names: list[str]) -> None:
+def restart_phases(rank: int, world_size: int, folder: Path, names: list[str]) -> None:
     """For the pool: the next start of some phases' runs."""
     import train
 
@@ -219,10 +225,10 @@ def again(rank: int, world_size: int, folder: Path, names: list[str]) -> None:
         assert train.main(train_args({"checkpoint_factor": 100, **PHASES[name].keys(folder / name), **save})) == 0
 
 
-def test_what_was_given_up_after_the_last_step_is_made_up_for(found: Any) -> None:
-    folder, _ = found
+def test_what_was_given_up_after_the_last_step_is_made_up_for(stopped_phases: Any) -> None:
+    folder, _ = stopped_phases
     assert not (folder / "export" / "save" / "huggingface" / f"global_step{STEPS}").exists()
-    run_ranks(again, 1, folder, ["test", "export"], init=False)
+    run_ranks(restart_phases, 1, folder, ["test", "export"], init=False)
     assert (folder / "export" / "save" / "huggingface" / f"global_step{STEPS}" / "model.safetensors").is_file()
     rows = metric_rows(folder / "test" / "save", "test/lm_loss")
     assert [row["iteration"] for row in rows] == [STEPS]
@@ -231,10 +237,10 @@ def test_what_was_given_up_after_the_last_step_is_made_up_for(found: Any) -> Non
         assert (status["status"], status["iteration"]) == ("finished", STEPS)
 
 
-def one_is_told(rank: int, world_size: int, keys: dict[str, Any]) -> list[str]:
+def signal_last_rank(rank: int, world_size: int, keys: dict[str, Any]) -> list[str]:
     """For the pool: the last rank gets a signal in the second batch of the validation after step 2."""
-    told = Phase(text(), "megatron.training.evaluation:_values", 8 if rank == world_size - 1 else 10**6, 2)
-    return events_of(told, keys)[1]
+    phase = Phase(text(), "megatron.training.evaluation:_values", 8 if rank == world_size - 1 else 10**6, 2)
+    return events_of(phase, keys)[1]
 
 
 @pytest.mark.parametrize(
@@ -244,9 +250,12 @@ def test_one_ranks_signal_ends_a_phase_of_all(layout: dict[str, Any], tmp_path: 
     """A batch later, for nobody waits."""
     save = {key: str(tmp_path / "save") for key in ("save", "load")}
     keys = config(NEOX, SMALL, layout, save, eval_iters=6, train_micro_batch_size_per_gpu=4)
-    first, last = run_ranks(one_is_told, 2, keys)
-    assert last.count("acknowledged") == 1 and "acknowledged" not in first
-    assert first.count("batch") == last.count("batch") == 6 + 3 and first.count("step") == last.count("step") == 2
+    rank0_events, rank1_events = run_ranks(signal_last_rank, 2, keys)
+    assert rank1_events.count("acknowledged") == 1 and "acknowledged" not in rank0_events
+    assert (
+        rank0_events.count("batch") == rank1_events.count("batch") == 6 + 3
+        and rank0_events.count("step") == rank1_events.count("step") == 2
+    )
     status = json.loads((tmp_path / "save" / "status.json").read_text())
     assert (status["status"], status["iteration"]) == ("stopped", 2)
     assert (tmp_path / "save" / "latest").read_text() == "global_step2"

@@ -16,15 +16,15 @@ from megatron.callbacks import Step, StepResult
 from megatron.mpu import ParallelGroups
 from megatron.process import stop_signals
 from megatron.training import train
-from megatron.training.callbacks import stopping
+from megatron.training.builtin_callbacks import stopping
 from megatron.training.loop_state import LoopState
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, before_steps, begin, config, run_to_end
 
 
-def _values(save: Path, **more: Any) -> dict[str, Any]:
+def _values(save: Path, **overrides: Any) -> dict[str, Any]:
     small = {"num_layers": 2, "train_micro_batch_size_per_gpu": 4, "train_iters": 6, "checkpoint_factor": 100}
-    return config(NEOX, small, save=str(save), load=str(save), **more)
+    return config(NEOX, small, save=str(save), load=str(save), **overrides)
 
 
 def _status(save: Path) -> tuple[str, int, str]:
@@ -32,12 +32,16 @@ def _status(save: Path) -> tuple[str, int, str]:
     return status["status"], status["iteration"], status["reason"]
 
 
-def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: int, at: int, to: int) -> str:
-    """For the pool: rank `to` gets a signal during step `at`; the last line of the log."""
+def run_with_signal(
+    rank: int, world_size: int, values: dict[str, Any], number: int, signal_step: int, signal_rank: int
+) -> str:
+    """For the pool: rank `signal_rank` gets a signal during step `signal_step`; the last line of the log."""
     training, lines, handler = begin(values), [""], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron").addHandler(handler)
-    before_steps(training, lambda step: os.kill(os.getpid(), number) if (step, rank) == (at, to) else None)
+    before_steps(
+        training, lambda step: os.kill(os.getpid(), number) if (step, rank) == (signal_step, signal_rank) else None
+    )
     train(training)
     return lines[-1]
 
@@ -51,19 +55,19 @@ def test_signal_to_one_rank_stops_all(number: signal.Signals, ranks: int, tmp_pa
     assert (tmp_path / "latest").read_text() == f"global_step{stopped}"
 
 
-def two_signals(rank: int, world_size: int, values: dict[str, Any], later: float) -> None:
+def two_signals(rank: int, world_size: int, values: dict[str, Any], delay: float) -> None:
     """For the pool: both in the first step, some seconds apart by its clock."""
     clock, training = [0.0], begin(values)
     stop_signals.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
 
-    def both(step: int) -> None:
+    def signal_twice(step: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         while not training.stopping():
             pass
-        clock[0] += later
+        clock[0] += delay
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before_steps(training, both)
+    before_steps(training, signal_twice)
     train(training)
 
 
@@ -84,13 +88,13 @@ def test_timed_saves_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, state = SimpleNamespace(failed=False), LoopState()
     training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), checkpointer=checkpointer, loop=state)
     stop = stopping.StopCallback(training)
-    before: list[list[int] | None] = [None]
+    previous: list[list[int] | None] = [None]
 
-    def late(values: list[int]) -> list[int] | None:
-        answer, before[0] = before[0], values
+    def exchange_late(values: list[int]) -> list[int] | None:
+        answer, previous[0] = previous[0], values
         return answer
 
-    stop._agreement.exchange = late  # type: ignore[method-assign]
+    stop._agreement.exchange = exchange_late  # type: ignore[method-assign]
     saves, result = [], StepResult(torch.zeros(()), None, False)
     for step in range(1, 31):
         clock[0] += 10.0
@@ -109,7 +113,7 @@ def breaks(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
 
 def test_status_of_a_run_that_breaks(tmp_path: Path) -> None:
-    """What an earlier, finished start wrote does not stay."""
+    """A failed run overwrites the status of an earlier, finished start."""
     run_ranks(run_to_end, 1, _values(tmp_path))
     with pytest.raises(AssertionError, match="broken on purpose"):
         run_ranks(breaks, 2, _values(tmp_path, train_iters=8, no_load_optim=True))

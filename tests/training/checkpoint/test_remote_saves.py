@@ -71,14 +71,14 @@ def bucket(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return Bucket()
 
 
-def values(save: str | Path, staging: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def values(save: str | Path, staging: Path, *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     small = {"num_layers": 2, "train_iters": 4, "train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 2}
     remote = {"remote_staging": str(staging), "remote_patience": 0, "log_dir": str(staging / "logs")}
-    return config(NEOX, ADAMW, TP2, small, remote, *parts, {"save": str(save), **more})
+    return config(NEOX, ADAMW, TP2, small, remote, *parts, {"save": str(save), **overrides})
 
 
-def run(given: dict[str, Any], server: dict[str, str], fn: Any = run_to_end, *more: Any) -> list[Any]:
-    return run_ranks(fn, 2, given, *more, env=server)
+def run(values: dict[str, Any], server: dict[str, str], fn: Any = run_to_end, *args: Any) -> list[Any]:
+    return run_ranks(fn, 2, values, *args, env=server)
 
 
 @pytest.fixture(scope="module")
@@ -87,44 +87,44 @@ def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> S
     return folder / "run", run(values(folder / "run", folder), server)
 
 
-def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], killed: bool) -> int:
+def disturbed_while_sending(rank: int, world_size: int, values: dict[str, Any], killed: bool) -> int:
     """For the pool: while step 4 is sent, rank 0 is killed or rank 1 loses its network. How far it came."""
-    training, upload, nobody = begin(given), ObjectStore.upload, socket.socket()
-    nobody.bind(("127.0.0.1", 0))  # and does not listen
+    training, upload, closed_port = begin(values), ObjectStore.upload, socket.socket()
+    closed_port.bind(("127.0.0.1", 0))  # and does not listen
 
     def disturbed(self: ObjectStore, file: Path, name: str) -> None:
         if killed and rank == 0 and name.startswith("global_step4/optim"):
             os.kill(os.getpid(), signal.SIGKILL)
         if not killed and rank == 1 and "global_step2/" not in name:
-            os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+            os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{closed_port.getsockname()[1]}"
             self = ObjectStore(self.url)
         upload(self, file, name)
 
     ObjectStore.upload = disturbed  # type: ignore[method-assign] # this process is the pool's throw-away fork
     with pytest.raises(CheckpointError, match="earlier ones are untouched") as problem:
         train(training)
-    assert given["save"] in str(problem.value)
+    assert values["save"] in str(problem.value)
     return training.progress.iteration
 
 
 def test_a_run_in_a_bucket(bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path) -> None:
     """Killed while it sends: a machine that has nothing goes on from what was whole, bit for bit as with a
     folder. Files are the same, older ones are deleted, nothing large stays here."""
-    more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
+    keep_keys = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
     with pytest.raises(AssertionError, match="signal 9"):
         run(values(bucket.url, tmp_path / "one", async_save=False), server, disturbed_while_sending, True)
     assert bucket.tags() == {"global_step2", "global_step4"} and bucket.get("latest") == b"global_step2"
     assert ".unfinished_global_step4" in bucket.keys()
-    assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"}
+    assert ObjectStore(bucket.url).finished_names() == {"global_step2", "latest"}
     assert not [path for path in (tmp_path / "one" / "s3").rglob("*.pt") if "global_step2" in path.parts]
     with pytest.raises(CheckpointError, match="global_step4: .*not finished"):
         fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "x")
 
-    here, through = saved
-    went_on = run(values(bucket.url, tmp_path / "two", more), server)
-    assert all(bit_equal(a[1], b[1]) for a, b in zip(through, went_on, strict=True))
+    local_save, full_weights = saved
+    went_on = run(values(bucket.url, tmp_path / "two", keep_keys), server)
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(full_weights, went_on, strict=True))
     assert bucket.tags() == {"global_step4", "huggingface"} and bucket.get("latest") == b"global_step4"
-    names = {str(path.relative_to(here)) for path in here.glob("global_step4/**/*") if path.is_file()}
+    names = {str(path.relative_to(local_save)) for path in local_save.glob("global_step4/**/*") if path.is_file()}
     keys = set(bucket.keys())
     assert {key for key in keys if not key.startswith("huggingface/")} == names | {"latest"}
     assert {"huggingface/global_step4/config.json", "huggingface/global_step4/model.safetensors"} < keys
@@ -134,10 +134,11 @@ def test_a_run_in_a_bucket(bucket: Bucket, saved: Saved, server: dict[str, str],
 
 
 def test_a_lost_network_is_told_at_the_next_step(bucket: Bucket, server: dict[str, str], tmp_path: Path) -> None:
-    given = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=4000, extra_save_iters=[2, 4])
-    came = run(given, server, disturbed_while_sending, False)
-    assert 4 < came[0] < 4000 and came[0] == came[1]
-    assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"} and bucket.get("latest") == b"global_step2"
+    run_values = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=4000, extra_save_iters=[2, 4])
+    iterations = run(run_values, server, disturbed_while_sending, False)
+    assert 4 < iterations[0] < 4000 and iterations[0] == iterations[1]
+    assert ObjectStore(bucket.url).finished_names() == {"global_step2", "latest"}
+    assert bucket.get("latest") == b"global_step2"
 
 
 def sent(bucket: Bucket, saved: Path) -> None:
@@ -171,7 +172,7 @@ def test_tools(bucket: Bucket, saved: Saved, tmp_path: Path, capsys: pytest.Capt
     sent(bucket, saved[0])
     reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])
     assert bucket.get("resharded/latest") == b"global_step4"
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(SystemExit, match="already exists"):
         reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])
     convert_neox_to_hf.main(["--input_dir", f"{bucket.url}/resharded/global_step4", "--output_dir", f"{bucket.url}/hf"])
     assert json.loads(bucket.get("hf/config.json"))["model_type"] == "gpt_neox"
@@ -208,7 +209,7 @@ def test_the_same_step_again(bucket: Bucket, tmp_path: Path) -> None:
             store.finish(tag)
             store.write("latest", tag.encode())
         store.begin("global_step10")
-        assert store.whole() == {"global_step2", "latest"} and store.read("latest") == b"global_step2"
+        assert store.finished_names() == {"global_step2", "latest"} and store.read("latest") == b"global_step2"
         store.begin("global_step12")  # after a kill
         assert store.sizes() == {"latest": 12, "global_step2/old": 1, ".unfinished_global_step12": 0}
     shutil.rmtree(tmp_path / "store")

@@ -54,33 +54,33 @@ NAMES = list(CHAINS)
 STEPS, SAVED = 6, 3
 
 
-def values(save: Path, layout: str, model: str, precision: str, **more: Any) -> dict[str, Any]:
+def values(save: Path, layout: str, model: str, precision: str, **overrides: Any) -> dict[str, Any]:
     kv = {"num_kv_heads": 4} if model == "llama, tied" else {}
     common = {"precision": precision, "train_micro_batch_size_per_gpu": 2, "train_iters": STEPS}
     schedule = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "checkpoint_factor": SAVED}
-    return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **more})
+    return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **overrides})
 
 
 @pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:6], NAMES[6:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
-    through, save = tmp_path / "through", tmp_path / "run"
-    run_ranks(run_to_end, 1, values(through, "one process", model, precision, extra_save_iters=[1]))
-    as_stopped_at(1, through, save)
+    full_run, save = tmp_path / "through", tmp_path / "run"
+    run_ranks(run_to_end, 1, values(full_run, "one process", model, precision, extra_save_iters=[1]))
+    as_stopped_at(1, full_run, save)
     for stop, layout in zip((3, 5), layouts[:-1], strict=False):
         run_ranks(stop_after, LAYOUTS[layout][0], values(save, layout, model, precision, checkpoint_factor=1), stop)
     ranks = LAYOUTS[layouts[-1]][0]
     if name == "a pipeline":
         fresh = tmp_path / "fresh"
-        given = values(fresh, layouts[-1], model, precision, load=str(save), no_load_optim=True)
-        run_ranks(run_to_end, ranks, given)
-        assert losses(fresh) != near(through, losses(fresh), 1e-4), "or it proves little"
+        fresh_values = values(fresh, layouts[-1], model, precision, load=str(save), no_load_optim=True)
+        run_ranks(run_to_end, ranks, fresh_values)
+        assert losses(fresh) != near_losses(full_run, losses(fresh), 1e-4), "or it proves little"
     run_ranks(run_to_end, ranks, values(save, layouts[-1], model, precision))
     # Sums in another order, rounded to 8 bits in bf16.
-    assert losses(save) == near(through, range(2, STEPS + 1), 1e-5 if precision == "fp32" else 1e-3)
+    assert losses(save) == near_losses(full_run, range(2, STEPS + 1), 1e-5 if precision == "fp32" else 1e-3)
 
 
-def near(save: Path, steps: Iterable[int], tolerance: float) -> Any:
+def near_losses(save: Path, steps: Iterable[int], tolerance: float) -> Any:
     """The losses of a run in these steps, relatively."""
     return pytest.approx({step: losses(save)[step] for step in steps}, rel=tolerance)
 
@@ -89,8 +89,8 @@ def near(save: Path, steps: Iterable[int], tolerance: float) -> Any:
 def first_steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints after the first step, by ZeRO stage."""
     folders = [tmp_path_factory.mktemp(f"zero{stage}") for stage in range(4)]
-    more = {"train_micro_batch_size_per_gpu": 4, "exit_interval": 1}
-    runs = [values(folder, "dp4", "neox", "fp32", **zero(stage), **more) for stage, folder in enumerate(folders)]
+    overrides = {"train_micro_batch_size_per_gpu": 4, "exit_interval": 1}
+    runs = [values(folder, "dp4", "neox", "fp32", **zero(stage), **overrides) for stage, folder in enumerate(folders)]
     run_ranks(to_their_ends, 2, runs)
     return [folder / "global_step1" for folder in folders]
 
@@ -100,79 +100,83 @@ def states_of(step: Path) -> dict[Any, Any]:
 
 
 def test_files_are_the_same_from_any_zero_stage(first_steps: list[Path]) -> None:
-    expected, *others = map(states_of, first_steps)
-    for other in others:
-        assert other.keys() == expected.keys()
+    expected, *other_stages = map(states_of, first_steps)
+    for stage_states in other_stages:
+        assert stage_states.keys() == expected.keys()
         for key, states in expected.items():
-            assert states.keys() == other[key].keys()
+            assert states.keys() == stage_states[key].keys()
             for name, state in states.items():
                 assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["step"] == 1.0
-                for what, value in state.items():
-                    assert value.shape == other[key][name][what].shape
-                    assert value.allclose(other[key][name][what], rtol=1e-4, atol=1e-9), (key, name, what)
+                for state_name, value in state.items():
+                    assert value.shape == stage_states[key][name][state_name].shape
+                    assert value.allclose(stage_states[key][name][state_name], rtol=1e-4, atol=1e-9), (
+                        key,
+                        name,
+                        state_name,
+                    )
 
 
 def test_there_and_back_is_bit_equal(first_steps: list[Path], tmp_path: Path) -> None:
     """Loaded at ZeRO 3 and saved at once, the state is the one that a same-layout resume would have."""
     run_ranks(save_at_once, 2, values(tmp_path, "dp4", "neox", "fp32", **zero(3), load=str(first_steps[1].parent)))
-    ours, theirs = states_of(tmp_path / "global_step1"), states_of(first_steps[1])
-    assert ours.keys() == theirs.keys() and all(bit_equal(ours[key], theirs[key]) for key in theirs)
+    resaved, original = states_of(tmp_path / "global_step1"), states_of(first_steps[1])
+    assert resaved.keys() == original.keys() and all(bit_equal(resaved[key], original[key]) for key in original)
 
 
-def save_at_once(rank: int, world_size: int, given: dict[str, Any]) -> None:
+def save_at_once(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: load, and write what was loaded."""
-    training = begin(given)
+    training = begin(values)
     training.checkpointer.save(training.progress)
     training.checkpointer.wait()
 
 
-def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
+def old_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run that writes its state as DeepSpeed keeps it."""
-    saving._by_parameter = lambda args: False
-    run_to_end(rank, world_size, given)
+    saving._is_state_per_parameter = lambda args: False
+    run_to_end(rank, world_size, values)
 
 
-@pytest.mark.parametrize("layout", cells(["dp2 zero2"], product=["one process", "dp4 zero3"]))
+@pytest.mark.parametrize("layout", cells(["one process", "dp2 zero2"], product=["dp4 zero3"]))
 def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     """Earlier checkpoints, and those of 8-bit Adam: their layout goes on, another is told why not."""
-    ranks, through, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"
-    given = values(through, layout, "neox", "fp32", engine="deepspeed")
-    run_ranks(old_run, ranks, given)
-    as_stopped_at(SAVED, through, save)
+    ranks, full_run, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"
+    run_values = values(full_run, layout, "neox", "fp32", engine="deepspeed")
+    run_ranks(old_run, ranks, run_values)
+    as_stopped_at(SAVED, full_run, save)
     assert not list((save / f"global_step{SAVED}").glob("optim_*"))
     (message,) = refused(values(tmp_path / "on", "one process", "neox", "fp32", **PP2, load=str(save)), ranks=2)
     assert re.search(r"pipe_parallel_size: 2 \(program\), .* 1", message)
-    given = {**given, "save": str(save)}
-    (message,) = refused({**given, "engine": "native"}, ranks=ranks)
+    run_values = {**run_values, "save": str(save)}
+    (message,) = refused({**run_values, "engine": "native"}, ranks=ranks)
     assert "layout" in message and "engine: deepspeed" in message
-    run_ranks(run_to_end, ranks, given)
-    expected = losses(through)
+    run_ranks(run_to_end, ranks, run_values)
+    expected = losses(full_run)
     assert losses(save) == {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
 
 
 def test_a_bias_that_balances_can_come_later_and_stay(tmp_path: Path) -> None:
-    """It begins with zeros; a run without it does not read over it."""
-    one, without = ("one process", "experts", "fp32"), {"moe_router_bias_update_rate": None}
-    first, second = tmp_path / "first", tmp_path / "second"
-    run_ranks(run_to_end, 1, values(first, *one, **without, train_iters=1))
-    tuned = values(second, *one, load=str(first), finetune=True, train_iters=2)
+    """The bias begins with zeros; a run without it does not read over it."""
+    cell, no_bias = ("one process", "experts", "fp32"), {"moe_router_bias_update_rate": None}
+    first_save, second_save = tmp_path / "first", tmp_path / "second"
+    run_ranks(run_to_end, 1, values(first_save, *cell, **no_bias, train_iters=1))
+    tuned = values(second_save, *cell, load=str(first_save), finetune=True, train_iters=2)
     steps = run_ranks(run_to_end, 1, tuned)[0][1][2]["mlp.router.expert_bias"] / 0.01
     assert 0.5 < steps.abs().max() < 2.5 and torch.allclose(steps, steps.round(), atol=1e-4)
-    (message,) = refused({**tuned, **without, "load": str(second), "save": None})
+    (message,) = refused({**tuned, **no_bias, "load": str(second_save), "save": None})
     assert "mlp.router.expert_bias" in message and "moe_router_bias_update_rate: 0" in message
 
 
 def test_slices_and_whole_experts_are_not_mixed_up(tmp_path: Path) -> None:
     run_ranks(run_to_end, 2, values(tmp_path, "cut", "experts", "fp32", train_iters=1))
-    for (told,) in run_ranks(refusals, 2, [values(tmp_path, "whole", "experts", "fp32")]):
-        assert "moe_expert_tensor_parallel" in told and "cut" in told
+    for (message,) in run_ranks(refusals, 2, [values(tmp_path, "whole", "experts", "fp32")]):
+        assert "moe_expert_tensor_parallel" in message and "cut" in message
     assert load_tensors(tmp_path / "global_step1" / layer_file(2, 0))["mlp.experts.mlp.w1"].shape == (4 * 24, 32)
 
 
 @pytest.mark.product
 def test_slices_become_whole_experts_by_way_of_one_rank(tmp_path: Path) -> None:
-    cut, one, on = tmp_path / "cut", tmp_path / "one", tmp_path / "on"
-    run_ranks(run_to_end, 2, values(cut, "cut", "experts", "fp32"))
-    reshard_main(["--input_dir", str(cut), "--iteration", str(SAVED), "--output_dir", str(one), "--tp", "1"])
-    run_ranks(run_to_end, 2, values(on, "whole", "experts", "fp32", load=str(one)))
-    assert losses(on) == near(cut, (4, 5, 6), 1e-5)
+    sharded, merged, resumed = tmp_path / "cut", tmp_path / "one", tmp_path / "on"
+    run_ranks(run_to_end, 2, values(sharded, "cut", "experts", "fp32"))
+    reshard_main(["--input_dir", str(sharded), "--iteration", str(SAVED), "--output_dir", str(merged), "--tp", "1"])
+    run_ranks(run_to_end, 2, values(resumed, "whole", "experts", "fp32", load=str(merged)))
+    assert losses(resumed) == near_losses(sharded, (4, 5, 6), 1e-5)

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpointing import Manifest, read_manifest, save_tensors
 from megatron.neox_arguments import UserError
 from megatron.training import train
-from megatron.training.callbacks.saving import SaveCallback
+from megatron.training.builtin_callbacks.saving import SaveCallback
 from tests.model.runs import MIXED
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
@@ -90,14 +90,14 @@ def test_bit_equal(name: str, tmp_path: Path) -> None:
 
 def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
     """A run of six steps that saves at 3, in `through`; from there another goes on, in `resumed`."""
-    through, resumed = tmp_path / "through", tmp_path / "resumed"
-    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
-    as_stopped_at(3, through, resumed)
+    uninterrupted, resumed = tmp_path / "through", tmp_path / "resumed"
+    full_weights = run_ranks(run_to_end, ranks, {**common, "save": str(uninterrupted)})
+    as_stopped_at(3, uninterrupted, resumed)
     went_on = run_ranks(run_to_end, ranks, {**common, "save": str(resumed), "load": str(resumed)})
-    step_losses = losses(through)
+    step_losses = losses(uninterrupted)
     assert len(step_losses) == 6
     assert losses(resumed) == {step: loss for step, loss in step_losses.items() if step > 3}
-    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(full_weights, went_on, strict=True))
 
 
 def as_stopped_at(iteration: int, run: Path, folder: Path) -> None:

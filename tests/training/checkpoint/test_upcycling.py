@@ -11,7 +11,7 @@ import yaml
 
 import megatron.checkpointing.upcycling as upcycling
 from megatron.checkpointing import find_checkpoint, load_checkpoint_args, load_weights, verify
-from megatron.model.init import initial_whole
+from megatron.model.init import initial_weight
 from megatron.model.weight_map import named_params
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
@@ -43,39 +43,41 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in models}
 
 
-def made(tmp_path: Path, source: Path, experts: dict[str, Any], tp: int = 1, *more: str) -> Path:
+def upcycled(tmp_path: Path, source: Path, experts: dict[str, Any], tp: int = 1, *options: str) -> Path:
     (tmp_path / "moe.yml").write_text(yaml.safe_dump(experts))
     argv = ["--input_dir", str(source), "--output_dir", str(tmp_path / "out"), "--experts", str(tmp_path / "moe.yml")]
-    upcycle.main([*argv, "--tp", str(tp), *more])
+    upcycle.main([*argv, "--tp", str(tp), *options])
     return find_checkpoint(tmp_path / "out")
 
 
 def refused(source: Path, out: Path, *settings: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stop:
         upcycle.main(["--input_dir", str(source), "--output_dir", str(out), "--set", *settings])
-    assert str(ended.value.code).startswith("upcycle.py: error: ")
-    return str(ended.value.code)
+    assert str(stop.value.code).startswith("upcycle.py: error: ")
+    return str(stop.value.code)
 
 
 @pytest.mark.parametrize("name", cells(["llama, tp2 cut", "all experts, sinkhorn"], product=["biases, tp2"]))
 def test_the_first_loss_is_the_dense_models(name: str, dense: dict[str, Path], tmp_path: Path) -> None:
     model, experts, ranks, layout = CELLS[name]
     source = dense["neox" if model is NEOX else "llama"]
-    path = made(tmp_path, source, experts, layout.get("model_parallel_size", 1))
+    path = upcycled(tmp_path, source, experts, layout.get("model_parallel_size", 1))
     manifest = verify(path)
     assert path.name == "global_step0" and manifest is not None and manifest.layout.tensor == ranks
     assert not manifest.optimizer and manifest.consumed_samples == 0 and manifest.tokenizer is not None
     common = config(model, ADAMW, {"finetune": True, "train_iters": 2, "checkpoint_factor": 2}, layout)
     run_ranks(run_to_end, ranks, {**common, "load": str(source), "save": str(tmp_path / "dense")})
     run_ranks(run_to_end, ranks, {**common, **experts, "load": str(tmp_path / "out"), "save": str(tmp_path / "moe")})
-    without, with_experts = losses(tmp_path / "dense"), losses(tmp_path / "moe")
-    assert with_experts[1] == pytest.approx(without[1], rel=1e-5)
+    dense_losses, moe_losses = losses(tmp_path / "dense"), losses(tmp_path / "moe")
+    assert moe_losses[1] == pytest.approx(dense_losses[1], rel=1e-5)
     step = tmp_path / "moe" / "global_step2"
     args = load_checkpoint_args(step)[0]
     layer = next(block + 2 for block in range(4) if args.has_experts(block))
     trained = load_weights(step, args, layers=[layer], tensor_rank=0, tensor_size=1)
-    first, second = trained[layer]["mlp.experts.mlp.w1"].unflatten(0, (args.moe_num_experts, -1))[:2]
-    assert (first - second).abs().max() > 1e-4 or args.moe_num_experts == args.moe_top_k, "experts go their own ways"
+    first_expert, second_expert = trained[layer]["mlp.experts.mlp.w1"].unflatten(0, (args.moe_num_experts, -1))[:2]
+    assert (first_expert - second_expert).abs().max() > 1e-4 or args.moe_num_experts == args.moe_top_k, (
+        "experts go their own ways"
+    )
 
 
 def test_the_bits_of_the_source(dense: dict[str, Path], tmp_path: Path) -> None:
@@ -83,11 +85,11 @@ def test_the_bits_of_the_source(dense: dict[str, Path], tmp_path: Path) -> None:
     source = find_checkpoint(dense["bf16"])
     experts = {**EXPERTS, "moe_layer_freq": [0, 1], "moe_expert_bias": True, "moe_router_bias": True,
                "moe_router_bias_update_rate": 0.1}  # fmt: skip
-    path = made(tmp_path, dense["bf16"], experts, 2, "--seed", "5")
+    path = upcycled(tmp_path, dense["bf16"], experts, 2, "--seed", "5")
     args, old_args = load_checkpoint_args(path)[0], load_checkpoint_args(source)[0]
     assert args.seed == 5 and args.tp == 2
-    every = {"layers": range(args.num_layers + 4), "tensor_rank": 0, "tensor_size": 1}
-    new, old = load_weights(path, args, **every), load_weights(source, old_args, **every)
+    full_layers = {"layers": range(args.num_layers + 4), "tensor_rank": 0, "tensor_size": 1}
+    new, old = load_weights(path, args, **full_layers), load_weights(source, old_args, **full_layers)
     for layer, tensors in old.items():
         chosen = layer in (3, 5)
         for name, value in tensors.items():
@@ -96,17 +98,19 @@ def test_the_bits_of_the_source(dense: dict[str, Path], tmp_path: Path) -> None:
         if not chosen:
             assert new[layer].keys() == tensors.keys()
             continue
-        its = {name.removeprefix("mlp."): value for name, value in new[layer].items()}
+        mlp = {name.removeprefix("mlp."): value for name, value in new[layer].items()}
         for kind, suffix in (("weight", ""), ("bias", "_bias")):
             up, gate = tensors[f"mlp.linear1.{kind}"].chunk(2)
             down = tensors[f"mlp.linear2.{kind}"]
-            wanted = {"w1": gate, "w3": up, "w2": down.t() if kind == "weight" else down.unsqueeze(0)}
-            for name, value in wanted.items():
-                copies = its[f"experts.mlp.{name}{suffix}"].unflatten(0, (4, -1))
+            expected = {"w1": gate, "w3": up, "w2": down.t() if kind == "weight" else down.unsqueeze(0)}
+            for name, value in expected.items():
+                copies = mlp[f"experts.mlp.{name}{suffix}"].unflatten(0, (4, -1))
                 assert all(torch.equal(copy, value) for copy in copies), name
-        drawn = initial_whole(named_params(args)[layer, "mlp.router.layer.weight"], layer, args)
-        assert torch.equal(its["router.layer.weight"], drawn.to(its["router.layer.weight"].dtype)) and drawn.std() > 0
-        assert its["router.expert_bias"].dtype == torch.float32 and not its["router.expert_bias"].any()
+        initial = initial_weight(named_params(args)[layer, "mlp.router.layer.weight"], layer, args)
+        assert (
+            torch.equal(mlp["router.layer.weight"], initial.to(mlp["router.layer.weight"].dtype)) and initial.std() > 0
+        )
+        assert mlp["router.expert_bias"].dtype == torch.float32 and not mlp["router.expert_bias"].any()
     assert not torch.equal(new[3]["mlp.router.layer.weight"], new[5]["mlp.router.layer.weight"])
 
 
@@ -143,9 +147,9 @@ def test_an_interrupted_call_leaves_nothing_and_is_made_again(dense: dict[str, P
         return save_layer(folder, layer, *args)
 
     with mock.patch.object(upcycling, "save_layer", killed), pytest.raises(KeyboardInterrupt):
-        made(tmp_path, dense["llama"], EXPERTS)
+        upcycled(tmp_path, dense["llama"], EXPERTS)
     assert layers == [0, 2, 3] and not (tmp_path / "out").exists()
-    verify(made(tmp_path, dense["llama"], EXPERTS))
+    verify(upcycled(tmp_path, dense["llama"], EXPERTS))
 
 
 def test_what_sources_are_refused(dense: dict[str, Path], tmp_path: Path) -> None:
@@ -154,8 +158,8 @@ def test_what_sources_are_refused(dense: dict[str, Path], tmp_path: Path) -> Non
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert "moe_expert_bias: true" in refused(neox, out, *GOOD, "moe_intermediate_size=128")
     assert "moe_intermediate_size: 128" in refused(neox, out, *GOOD, "moe_expert_bias=true")
-    assert "import" in refused(tmp_path / "hf", out, *GOOD)
-    made(tmp_path, llama, EXPERTS)
+    assert "hf_to_neox.py" in refused(tmp_path / "hf", out, *GOOD)
+    upcycled(tmp_path, llama, EXPERTS)
     assert "has experts" in refused(out, tmp_path / "again", *GOOD)
     for full in (out, llama):
         message = refused(llama, full, *GOOD)

@@ -18,25 +18,25 @@ import torch
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError, Manifest, load_tensors, read_manifest, verify
-from megatron.checkpointing.remote_staging import _alone
+from megatron.checkpointing.remote_staging import _locked
 from megatron.training import train
-from megatron.training.callbacks.saving import SaveCallback
+from megatron.training.builtin_callbacks.saving import SaveCallback
 from megatron.training.checkpoint.lock import lock_folder
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import change_file, losses, metrics, refused, stop_after, warnings_of
-from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, cells, config, run_to_end, said
+from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, cells, config, output_of_run, run_to_end
 
 SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
 LAYERS = [f"layer_{i:02d}-model_00-model_states.pt" for i in (0, 2, 3, 5)]
 STATES = [f"optim_layer_{i:02d}-model_00.pt" for i in (0, 2, 3, 5)]
 
 
-def values(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    return {**SMALL, "save": str(tmp_path / "run"), **more}
+def values(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    return {**SMALL, "save": str(tmp_path / "run"), **overrides}
 
 
-def run(given: dict[str, Any], ranks: int = 1) -> Any:
-    return run_ranks(run_to_end, ranks, given)[0][1]
+def run(values: dict[str, Any], ranks: int = 1) -> Any:
+    return run_ranks(run_to_end, ranks, values)[0][1]
 
 
 def steps(folder: Path) -> list[str]:
@@ -76,13 +76,16 @@ def test_files_are_neox_and_whole(trained: Path) -> None:
 
 
 def test_a_run_that_ended_before_its_first_latest_goes_on(trained: Path, tmp_path: Path) -> None:
-    through, first = weights(trained / "global_step4"), (trained / "global_step2" / "manifest.json").read_bytes()
+    full_weights, first_manifest = (
+        weights(trained / "global_step4"),
+        (trained / "global_step2" / "manifest.json").read_bytes(),
+    )
     shutil.rmtree(trained / "global_step4")
     (trained / "latest").unlink()
     run(values(tmp_path))
     assert (trained / "latest").read_text() == "global_step4" and steps(trained) == ["global_step2", "global_step4"]
-    assert (trained / "global_step2" / "manifest.json").read_bytes() == first, "it did not start afresh"
-    assert bit_equal(through, weights(trained / "global_step4"))
+    assert (trained / "global_step2" / "manifest.json").read_bytes() == first_manifest, "it did not start afresh"
+    assert bit_equal(full_weights, weights(trained / "global_step4"))
 
 
 def test_optimizer_files_do_not_tell_of_zero(tmp_path: Path) -> None:
@@ -103,10 +106,10 @@ def test_same_files_for_every_pipe_size(tmp_path: Path) -> None:
 
 
 def test_row_bias_parts_sum_on_disk(tmp_path: Path) -> None:
-    whole = run(values(tmp_path, model_parallel_size=2, train_iters=2), 2)[2]["mlp.linear2.bias"]
+    full_bias = run(values(tmp_path, model_parallel_size=2, train_iters=2), 2)[2]["mlp.linear2.bias"]
     files = [f"run/global_step2/layer_02-model_0{rank}-model_states.pt" for rank in range(2)]
     parts = [load_tensors(tmp_path / file)["mlp.linear2.bias"] for file in files]
-    assert torch.equal(parts[0] + parts[1], whole) and whole.abs().max() > 0
+    assert torch.equal(parts[0] + parts[1], full_bias) and full_bias.abs().max() > 0
 
 
 def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Path) -> None:
@@ -119,9 +122,9 @@ def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Pa
     assert states and not any("exp_avg" in state for state in states), "and those alone"
     rows = metrics(save)
     assert iterations(save) == [1, 2], "fine-tuning starts at iteration 0"
-    first = run(tuned)
+    tuned_weights = run(tuned)
     assert metrics(save)[:2] == rows and iterations(save) == [1, 2, 3, 4], "it went on"
-    assert not bit_equal(first, run({**tuned, "restart": True, "seed": 5})), "restart: true begins again"
+    assert not bit_equal(tuned_weights, run({**tuned, "restart": True, "seed": 5})), "restart: true begins again"
 
 
 def test_iteration_chooses(trained: Path, tmp_path: Path) -> None:
@@ -131,35 +134,39 @@ def test_iteration_chooses(trained: Path, tmp_path: Path) -> None:
 
 
 def test_another_precision_takes_weights_without_optimizer(trained: Path, tmp_path: Path) -> None:
-    given = values(tmp_path / "bf16", load=str(trained), precision="bfloat16", train_iters=5)
-    (message,) = refused(given)
+    run_values = values(tmp_path / "bf16", load=str(trained), precision="bfloat16", train_iters=5)
+    (message,) = refused(run_values)
     assert re.search(r"precision: bf16 \(program\), .* fp32.*no_load_optim: true", message)
-    run({**given, "no_load_optim": True})
+    run({**run_values, "no_load_optim": True})
     assert steps(tmp_path / "bf16" / "run") == ["global_step5"]
 
 
 def test_missing_load_is_refused(tmp_path: Path) -> None:
-    nowhere, first = refused(values(tmp_path, load=str(tmp_path / "no")), values(tmp_path, load=str(tmp_path / "run")))
+    nowhere, first_start = refused(
+        values(tmp_path, load=str(tmp_path / "no")), values(tmp_path, load=str(tmp_path / "run"))
+    )
     assert f"{tmp_path / 'no'}: " in nowhere and "directory" in nowhere
-    assert not first, "load == save and still empty: a first start"
+    assert not first_start, "load == save and still empty: a first start"
 
 
 def test_another_run_is_refused(trained: Path, tmp_path: Path) -> None:
-    other = {"data_path": str(GOLDEN / "dataset" / "corpusB_text_document"), "train_iters": 6}
-    seed, size, data = refused(values(tmp_path, seed=7), values(tmp_path, hidden_size=64), values(tmp_path, **other))
+    other_data = {"data_path": str(GOLDEN / "dataset" / "corpusB_text_document"), "train_iters": 6}
+    seed, size, data = refused(
+        values(tmp_path, seed=7), values(tmp_path, hidden_size=64), values(tmp_path, **other_data)
+    )
     assert re.search(r"seed: 7 \(program\), .* 1234; .*restart: true", seed)
     assert re.search(r"hidden_size: 64 \(program\), .* 32", size)
     assert re.search(r"data_path: idx_sha256 \w+ \(program\), .*allow_changed_data: true", data)
     assert steps(trained) == ["global_step2", "global_step4"]
-    run(values(tmp_path, **other, allow_changed_data=True))
+    run(values(tmp_path, **other_data, allow_changed_data=True))
     assert steps(trained)[-1] == "global_step6"
 
 
-def damage(file: Path, how: str) -> None:
+def damage(file: Path, part: str) -> None:
     content = bytearray(file.read_bytes())
-    if how == "the file":
+    if part == "the file":
         file.unlink()
-    elif how == "the end":
+    elif part == "the end":
         file.write_bytes(content[:-3])
     elif file.name == "manifest.json":  # still JSON, and nothing else would find it
         assert b'"consumed_samples": 32' in content
@@ -171,12 +178,12 @@ def damage(file: Path, how: str) -> None:
 
 def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_steps: Path, tmp_path: Path) -> None:
     files = (LAYERS[2], STATES[1], "mp_rank_00_model_states.pt", "manifest.json")
-    cells = [(name, how) for name in files for how in ("a byte", "the end", "the file")]
+    cells = [(name, part) for name in files for part in ("a byte", "the end", "the file")]
     for i, cell in enumerate(cells):
         damage(shutil.copytree(four_steps, tmp_path / str(i) / "run") / "global_step4" / cell[0], cell[1])
     messages = refused(*(values(tmp_path / str(i), train_iters=5) for i in range(len(cells))))
-    for (name, how), message in zip(cells, messages, strict=True):
-        assert re.search(rf"global_step4[^\n]*{re.escape(name)}", message), (name, how, message)
+    for (name, part), message in zip(cells, messages, strict=True):
+        assert re.search(rf"global_step4[^\n]*{re.escape(name)}", message), (name, part, message)
     assert "checksum" in messages[0]
     for i in (0, len(cells) - 1):
         run(values(tmp_path / str(i), load_fallback=True))
@@ -199,24 +206,24 @@ def spoil(checkpoint: Path, name: str, *key: str) -> None:
 ])  # fmt: skip
 def test_nan_is_named_and_stepped_over_when_told(name: str, key: list[str], trained: Path, tmp_path: Path) -> None:
     spoil(trained / "global_step4", name, *key)
-    given = values(tmp_path, train_iters=5)
-    other = {**given, "load": str(trained), "save": str(tmp_path / "other"), "no_load_optim": True}
-    here, there = refused(given, other)
+    run_values = values(tmp_path, train_iters=5)
+    loaded_values = {**run_values, "load": str(trained), "save": str(tmp_path / "other"), "no_load_optim": True}
+    own_message, load_message = refused(run_values, loaded_values)
     is_state = name.startswith("optim")
-    for message in (here,) if is_state else (here, there):
+    for message in (own_message,) if is_state else (own_message, load_message):
         assert all(fact in message for fact in ("global_step4", name, "/".join(key), "not finite", "iteration"))
         assert ("no_load_optim: true" in message) == is_state
-    assert bool(there) != is_state, "nobody reads it"
-    run({**given, "load_fallback": True})
+    assert bool(load_message) != is_state, "nobody reads it"
+    run({**run_values, "load_fallback": True})
     assert iterations(trained) == [1, 2, 3, 4, 5] and (trained / "latest").read_text() == "global_step5"
 
 
 def test_nan_of_gpt_neox_is_named(trained: Path, tmp_path: Path) -> None:
-    """Its checkpoints have no manifest."""
+    """Checkpoints of GPT-NeoX have no manifest."""
     spoil(trained / "global_step4", LAYERS[1], "attention.dense.bias")
     (trained / "global_step4" / "manifest.json").unlink()
     (message,) = refused({**SMALL, "load": str(trained), "finetune": True})
-    assert re.search(rf"global_step4: {LAYERS[1]} \(attention.dense.bias is not finite\)", message)
+    assert re.search(rf"global_step4: {LAYERS[1]} \(attention.dense.bias is not finite", message)
 
 
 def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
@@ -228,14 +235,14 @@ def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
 
 def lock_after_a_kill(rank: int, world_size: int, save: str) -> None:
     """For the pool: a run with the lock and a worker is killed; another takes the lock while that lives."""
-    (ready, tell), (over, end) = os.pipe(), os.pipe()
+    (ready, tell), (wait_end, end) = os.pipe(), os.pipe()
     run = os.fork()
     if run == 0:
         held = lock_folder(Path(save))
         os.close(end)
         if os.fork() == 0:
             os.write(tell, b"x")
-        os.read(over, 1)  # until this process ends
+        os.read(wait_end, 1)  # until this process ends
         held.close()
         os._exit(0)
     os.read(ready, 1)
@@ -254,26 +261,26 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(tmp_path / "thesis")
     with pytest.raises(CheckpointError, match=r"\.lock: is a link"):
         lock_folder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"\.run\.stamp: is a link"), _alone(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match=r"\.run\.stamp: is a link"), _locked(tmp_path / "run"):
         pass
     assert (tmp_path / "thesis").read_text() == "years of work"
 
 
 def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
-    more = {"train_iters": 2, "lr_decay_iters": 8, "keep_last_n_checkpoints": 1}
-    run(values(tmp_path, **more))
+    keys = {"train_iters": 2, "lr_decay_iters": 8, "keep_last_n_checkpoints": 1}
+    run(values(tmp_path, **keys))
     (tmp_path / "archive").mkdir()
     link = tmp_path / "run" / "global_step2"
     shutil.move(link, tmp_path / "archive")
     link.symlink_to(tmp_path / "archive" / "global_step2")
-    (line,) = run_ranks(warnings_of, 1, values(tmp_path, **{**more, "train_iters": 8}))[0]
+    (line,) = run_ranks(warnings_of, 1, values(tmp_path, **{**keys, "train_iters": 8}))[0]
     assert steps(tmp_path / "run") == ["global_step2", "global_step8"] and link.is_symlink()
     assert verify(tmp_path / "archive" / "global_step2") is not None
     assert line.startswith(f"{link}: is a link") and "keep_last_n_checkpoints" in line
 
 
 def test_changed_keys_are_listed(trained: Path, tmp_path: Path) -> None:
-    lines = run_ranks(said, 1, values(tmp_path, train_iters=6, weight_decay=0.2))[0].splitlines()
+    lines = run_ranks(output_of_run, 1, values(tmp_path, train_iters=6, weight_decay=0.2))[0].splitlines()
     (line,) = [line for line in lines if line.startswith("keys changed")]
     assert "train_iters was 4, is 6" in line and "weight_decay was 0.1, is 0.2" in line
 
@@ -283,9 +290,9 @@ def test_ephemeral_and_best(tmp_path: Path) -> None:
     common = {"checkpoint_factor": 4, "train_iters": 11, "lr_decay_iters": 12, "eval_iters": 1, "eval_interval": 4}
     run(values(tmp_path, **common, ephemeral_save_interval=2, keep_last_n_checkpoints=2, extra_save_iters=[0]))
     assert steps(tmp_path / "run") == ["global_step11", "global_step8"]
-    more = {"keep_last_n_checkpoints": 1, "keep_best_n_checkpoints": 1, "keep_checkpoints_every": 1000}
+    keep_keys = {"keep_last_n_checkpoints": 1, "keep_best_n_checkpoints": 1, "keep_checkpoints_every": 1000}
     rising = {"optimizer": {"type": "SGD", "params": {"lr": 30.0}}}
-    run(values(tmp_path / "best", **common, **rising, **more))
+    run(values(tmp_path / "best", **common, **rising, **keep_keys))
     best = tmp_path / "best" / "run"
     losses = {row["iteration"]: row["validation/lm_loss"] for row in metrics(best) if "validation/lm_loss" in row}
     assert sorted(losses) == [0, 4, 8, 11]
@@ -297,31 +304,31 @@ def test_ephemeral_and_best(tmp_path: Path) -> None:
 
 
 def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
-    through = run_ranks(draws_of, 1, values(tmp_path))[0]
-    later = {"load": str(tmp_path / "run"), "iteration": 2}
-    assert run_ranks(draws_of, 1, values(tmp_path / "b", **later))[0] == through[-2:]
-    fresh = run_ranks(draws_of, 1, values(tmp_path / "c", **later, no_load_rng=True))[0]
-    assert fresh == through[:2], "begun with seed"
-    assert len(set(through)) == len(through) == 5
+    full_draws = run_ranks(draws_of, 1, values(tmp_path))[0]
+    load_keys = {"load": str(tmp_path / "run"), "iteration": 2}
+    assert run_ranks(draws_of, 1, values(tmp_path / "b", **load_keys))[0] == full_draws[-2:]
+    fresh = run_ranks(draws_of, 1, values(tmp_path / "c", **load_keys, no_load_rng=True))[0]
+    assert fresh == full_draws[:2], "begun with seed"
+    assert len(set(full_draws)) == len(full_draws) == 5
 
 
-def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[float, float, float]]:
+def draws_of(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[float, float, float]]:
     """For the pool: what the generators give a callback after each step, whatever they were before."""
-    drawn = list[tuple[float, float, float]]()
+    draws = list[tuple[float, float, float]]()
 
     class Draws(Callback):
         def on_step_end(self, run: TrainingRun, step: Step) -> None:
-            drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+            draws.append((float(torch.rand(())), float(np.random.rand()), random.random()))
 
     for seed in (random.seed, np.random.seed, torch.seed):
         seed()
-    train(begin(given), [Draws()])
-    return drawn
+    train(begin(values), [Draws()])
+    return draws
 
 
-def size_asked_for(rank: int, world_size: int, given: dict[str, Any]) -> int:
+def size_asked_for(rank: int, world_size: int, values: dict[str, Any]) -> int:
     """For the pool: what this rank says that a checkpoint of its run will take of it, bytes; then the run."""
-    training = begin(given)
+    training = begin(values)
     size = training.checkpointer._bytes(optimizer=True)
     train(training)
     return size
@@ -329,8 +336,8 @@ def size_asked_for(rank: int, world_size: int, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
 def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> None:
-    given = values(tmp_path, precision=precision, hidden_size=256, zero_optimization={"stage": 1}, train_iters=1)
-    size = sum(run_ranks(size_asked_for, 2, given))
+    run_values = values(tmp_path, precision=precision, hidden_size=256, zero_optimization={"stage": 1}, train_iters=1)
+    size = sum(run_ranks(size_asked_for, 2, run_values))
     written = sum(file.stat().st_size for file in (tmp_path / "run" / "global_step1").iterdir())
     assert written / 1.1 < size < written * 1.02, (size, written)
 
@@ -339,8 +346,8 @@ def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> N
 WITHOUT_STATE = {"compat_no_save_optim": True}
 
 
-def with_dropout(save: Path, **more: Any) -> dict[str, Any]:
-    return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **more}
+def with_dropout(save: Path, **overrides: Any) -> dict[str, Any]:
+    return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **overrides}
 
 
 @pytest.mark.parametrize("name", cells(["zero3"], product=["pp2"]))
@@ -348,50 +355,50 @@ def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}
     full = run(with_dropout(tmp_path / "full", **common), ranks)
-    given = with_dropout(tmp_path / "less", **common, **WITHOUT_STATE)
-    assert bit_equal(full, run(given, ranks))
-    before, after = (tmp_path / part / "global_step4" for part in ("full", "less"))
-    assert list(before.glob("optim_*")) and not list(after.glob("optim_*"))
-    assert bit_equal(weights(before), weights(after))
-    manifests = [read_manifest(path) for path in (before, after)]
+    stateless = with_dropout(tmp_path / "less", **common, **WITHOUT_STATE)
+    assert bit_equal(full, run(stateless, ranks))
+    with_state, without_state = (tmp_path / part / "global_step4" for part in ("full", "less"))
+    assert list(with_state.glob("optim_*")) and not list(without_state.glob("optim_*"))
+    assert bit_equal(weights(with_state), weights(without_state))
+    manifests = [read_manifest(path) for path in (with_state, without_state)]
     assert [manifest is not None and manifest.optimizer for manifest in manifests] == [True, False]
-    raw = json.loads((before / "manifest.json").read_text())
+    raw = json.loads((with_state / "manifest.json").read_text())
     del raw["optimizer"], raw["checksum"]
     raw["format_version"] = 1
     assert Manifest.from_json(json.dumps(raw)).optimizer, "older ones do not say"
 
-    longer = {**given, "train_iters": 5}
-    elsewhere = {**longer, "save": str(tmp_path / "other"), "load": str(tmp_path / "less")}
-    here, there = refused(longer, elsewhere, ranks=ranks)
-    assert all("no_load_optim: true" in text and "optimizer" in text for text in (here, there))
-    assert "restart: true" in here and "finetune: true" in there
+    longer = {**stateless, "train_iters": 5}
+    loaded_values = {**longer, "save": str(tmp_path / "other"), "load": str(tmp_path / "less")}
+    own_message, load_message = refused(longer, loaded_values, ranks=ranks)
+    assert all("no_load_optim: true" in text and "optimizer" in text for text in (own_message, load_message))
+    assert "restart: true" in own_message and "finetune: true" in load_message
     run({**longer, "no_load_optim": True}, ranks)
     assert sorted(losses(tmp_path / "less")) == [1, 2, 3, 4, 5], "went on at iteration 4"
-    run({**elsewhere, "finetune": True, "train_iters": 1}, ranks)
+    run({**loaded_values, "finetune": True, "train_iters": 1}, ranks)
     assert sorted(losses(tmp_path / "other")) == [1], "began at iteration 0"
 
 
 def test_finished_and_unbegun_runs_need_no_state(tmp_path: Path) -> None:
-    less = with_dropout(tmp_path, **WITHOUT_STATE, extra_save_iters=[0], checkpoint_factor=4)
-    first, rows = run(less), metrics(tmp_path)
-    assert bit_equal(first, run(less)) and metrics(tmp_path) == rows, "left alone"
+    stateless = with_dropout(tmp_path, **WITHOUT_STATE, extra_save_iters=[0], checkpoint_factor=4)
+    first_weights, rows = run(stateless), metrics(tmp_path)
+    assert bit_equal(first_weights, run(stateless)) and metrics(tmp_path) == rows, "left alone"
     # As if the run had ended before its second save
     for path in (tmp_path / "global_step4").iterdir():
         path.rename(tmp_path / path.name)
     (tmp_path / "global_step4").rmdir()
     (tmp_path / "latest").write_text("global_step0")
-    assert bit_equal(first, run(less)), "the state was empty at iteration 0"
+    assert bit_equal(first_weights, run(stateless)), "the state was empty at iteration 0"
 
 
 def test_no_random_states(tmp_path: Path) -> None:
-    through = run(with_dropout(tmp_path / "less", no_save_rng=True))
+    full_weights = run(with_dropout(tmp_path / "less", no_save_rng=True))
     state = load_tensors(tmp_path / "less" / "global_step2" / "mp_rank_00_model_states.pt")
     assert "torch_rng_state" not in state and list((tmp_path / "less" / "global_step2").glob("optim_*"))
-    elsewhere = with_dropout(tmp_path / "on", load=str(tmp_path / "less"), iteration=2)
-    (message,) = refused(elsewhere)
+    loaded_values = with_dropout(tmp_path / "on", load=str(tmp_path / "less"), iteration=2)
+    (message,) = refused(loaded_values)
     assert "random_rng_state" in message and "no_load_rng: true" in message
     # Dropout follows from the batch, not from these states
-    assert bit_equal(through, run({**elsewhere, "no_load_rng": True}))
+    assert bit_equal(full_weights, run({**loaded_values, "no_load_rng": True}))
 
 
 def is_save_iter(args: Any, iteration: int) -> bool:

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, what is refused before it, and that honoured keys change no numbers."""
+"""Keys passed to DeepSpeed, keys refused before it, and that honoured keys change no numbers."""
 
 import io
 from contextlib import redirect_stdout
@@ -22,11 +22,11 @@ def extra(**keys: Any) -> dict[str, Any]:
     return {"deepspeed_extra_args": keys}
 
 
-def told(**more: Any) -> dict[str, Any]:
-    return deepspeed_config(NeoXArgs.from_dict(config(**more)).for_world(2))
+def passed_config(**overrides: Any) -> dict[str, Any]:
+    return deepspeed_config(NeoXArgs.from_dict(config(**overrides)).for_world(2))
 
 
-@pytest.mark.parametrize(("more", "key", "value"), [
+@pytest.mark.parametrize(("overrides", "key", "value"), [
     (zero(3, offload_optimizer=UNPINNED), "offload_optimizer", UNPINNED),
     (zero(3, offload_param=CPU), "offload_param", CPU),
     (zero(1, cpu_offload=True), "offload_optimizer", CPU),
@@ -41,14 +41,14 @@ def told(**more: Any) -> dict[str, Any]:
     ({"communication_data_type": "bf16"}, "communication_data_type", "bf16"),
     (extra(comms_logger=COMMS), "comms_logger", COMMS),
 ])  # fmt: skip
-def test_what_is_passed(more: dict[str, Any], key: str, value: Any) -> None:
+def test_what_is_passed(overrides: dict[str, Any], key: str, value: Any) -> None:
     """value: None: not the key."""
-    passed = told(**more)
+    passed = passed_config(**overrides)
     passed |= passed["zero_optimization"]
     assert passed[key] == value if value is not None else key not in passed
 
 
-@pytest.mark.parametrize(("more", "extra"), [
+@pytest.mark.parametrize(("overrides", "extra"), [
     ({"precision": "bfloat16"}, {"bf16": {"enabled": True}}),
     ({}, {"bf16": {"enabled": False}}),
     ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),  # although ours clips this one itself
@@ -56,11 +56,11 @@ def test_what_is_passed(more: dict[str, Any], key: str, value: Any) -> None:
     ({}, {"train_batch_size": 8, "communication_data_type": "fp32"}),
     ({"dump_state": True}, {"dump_state": True}),
 ])  # fmt: skip
-def test_extra_args_may_repeat(more: dict[str, Any], extra: dict[str, Any]) -> None:
-    assert told(**more, deepspeed_extra_args=extra) == told(**more)
+def test_extra_args_may_repeat(overrides: dict[str, Any], extra: dict[str, Any]) -> None:
+    assert passed_config(**overrides, deepspeed_extra_args=extra) == passed_config(**overrides)
 
 
-@pytest.mark.parametrize(("more", "message"), [
+@pytest.mark.parametrize(("overrides", "message"), [
     (extra(bf16={"enabled": True}), r"\.bf16\.enabled: True .*precision \(program\)"),
     (extra(train_batch_size=4), r"4 .*train_batch_size \(program\): 8"),
     (extra(prescale_gradients=True), r"True .*prescale_gradients \(default\): False"),
@@ -81,9 +81,9 @@ def test_extra_args_may_repeat(more: dict[str, Any], extra: dict[str, Any]) -> N
     (PREDIVIDED | zero(3, reduce_scatter=False), "gradient_predivide_factor: 2.0 .*ZeRO 3"),
     (PREDIVIDED | PRESCALED, "gradient_predivide_factor: prescale_gradients .*remove"),
 ])  # fmt: skip
-def test_refused(more: dict[str, Any], message: str) -> None:
+def test_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        told(**more)
+        passed_config(**overrides)
     assert len(caught.value.problems) == 1
 
 
@@ -100,15 +100,18 @@ KEYS: list[tuple[dict[str, Any], float]] = [
 
 
 def test_two_ranks_are_one_process() -> None:
-    """But for the rounding of the type that gradients travel in, which must show; overlap is exact."""
+    """Results differ by the rounding of the type that gradients travel in. Overlap is exact."""
     common = config(LLAMA, SGD, num_layers=2, train_micro_batch_size_per_gpu=2)
-    one = curves_of({"": common}, 2)[""]
-    given = {i: {**common, **keys, "engine": "deepspeed"} for i, (keys, _) in enumerate(KEYS)}
-    *_, during, after = ours = list(curves_of(given, 2, ranks=2).values())
-    for curve, (keys, limit) in zip(ours, KEYS, strict=True):
-        apart = furthest(curve, one)
-        assert all(far < limit for far in apart) and (max(apart) > 1e-6 or limit == 1e-6), (keys, apart)
-    assert (after.losses, after.norms) == (during.losses, during.norms)
+    one_process = curves_of({"": common}, 2)[""]
+    run_values = {i: {**common, **keys, "engine": "deepspeed"} for i, (keys, _) in enumerate(KEYS)}
+    *_, sequential, overlapped = rank_curves = list(curves_of(run_values, 2, ranks=2).values())
+    for curve, (keys, limit) in zip(rank_curves, KEYS, strict=True):
+        differences = furthest(curve, one_process)
+        assert all(difference < limit for difference in differences) and (max(differences) > 1e-6 or limit == 1e-6), (
+            keys,
+            differences,
+        )
+    assert (overlapped.losses, overlapped.norms) == (sequential.losses, sequential.norms)
 
 
 def outputs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
@@ -124,8 +127,8 @@ def outputs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[s
 
 
 def test_logs_of_deepspeed() -> None:
-    plain = config(LLAMA, SGD, train_micro_batch_size_per_gpu=4, engine="deepspeed")
-    asked = {**plain, "dump_state": True, "comms_logger": {"enabled": True, "prof_all": True}}
-    (silent, logged), (_, of_other_rank) = run_ranks(outputs, 2, [plain, asked])
+    quiet = config(LLAMA, SGD, train_micro_batch_size_per_gpu=4, engine="deepspeed")
+    logging_keys = {**quiet, "dump_state": True, "comms_logger": {"enabled": True, "prof_all": True}}
+    (silent, logged), (_, other_rank_output) = run_ranks(outputs, 2, [quiet, logging_keys])
     facts = ("gradient_predivide_factor", "all_reduce", "Comm. Op")
-    assert all(fact in logged and fact not in silent for fact in facts) and of_other_rank == ""
+    assert all(fact in logged and fact not in silent for fact in facts) and other_rank_output == ""

@@ -30,11 +30,11 @@ def construct(values: dict[str, Any], world_size: int) -> tuple[Engine, int]:
     live, peaks = LiveBytes(), list[int]()
     initialize: Callable[..., Any] = deepspeed.initialize
 
-    def given(**keys: Any) -> Any:
+    def recorded_initialize(**keys: Any) -> Any:
         peaks.append(live.peak)
         return initialize(**keys)
 
-    with mock.patch("deepspeed.initialize", given), mock.patch("megatron.model.init._PIECE", PIECE), live:
+    with mock.patch("deepspeed.initialize", recorded_initialize), mock.patch("megatron.model.init._PIECE", PIECE), live:
         engine = build_engine(args, groups_of(args, world_size), engine=DeepSpeedEngine)
     return engine, peaks[0]
 
@@ -55,9 +55,9 @@ def measured(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
 def test_no_rank_holds_more_than_its_part_and_a_layer() -> None:
     pieces = 3 * 2 * PIECE * 4  # one that is drawn, and two to come: of up to twice the size, in fp32
     layouts = [{"zero_optimization": {"stage": 3}}, {"model_parallel_size": 2}]
-    for (peak, part, layer), (of_tensor, whole, _) in run_ranks(measured, 2, layouts):
+    for (peak, part, layer), (tensor_peak, tensor_part, _) in run_ranks(measured, 2, layouts):
         assert part // 2 * 2 < peak < 1.05 * (part // 2 + layer) * 2 + pieces < part * 2, "in 2 bytes, over 2 ranks"
-        assert whole * 2 < of_tensor < 1.05 * whole * 2 + pieces < whole * 4
+        assert tensor_part * 2 < tensor_peak < 1.05 * tensor_part * 2 + pieces < tensor_part * 4
 
 
 def initial(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[int, Weights, Weights]]:
@@ -80,12 +80,12 @@ def test_master_weights_are_the_initial_values_before_rounding() -> None:
     zero = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_param": {"device": "cpu"}}]
     layouts = [{**model, "zero_optimization": keys} for keys in zero] + [{**model, "model_parallel_size": 2}]
     for layout, *ranks in zip(layouts, *run_ranks(initial, 2, layouts), strict=True):
-        args, parts = small(**layout), {rank: both for rank, *both in ranks}
+        args, parts = small(**layout), {rank: weights_and_master for rank, *weights_and_master in ranks}
         for layer, specs in layer_params(args).items():
             for spec in specs:
                 expected = torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))])
                 held = [[parts[rank][i][layer][spec.name] for rank in sorted(parts)] for i in (0, 1)]
-                weights, master = (unshard(by_rank, spec) for by_rank in held)
+                weights, master = (unshard(rank_parts, spec) for rank_parts in held)
                 assert torch.equal(weights, expected.bfloat16()), (layout, layer, spec.name)
                 trained = (layer, spec.name) in trained_parameters(args)
                 assert torch.equal(master, expected if trained else weights), (layout, layer, spec.name)

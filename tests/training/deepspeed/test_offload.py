@@ -15,7 +15,7 @@ from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitt
 from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
-from tests.training.native.in_turn import TIMEOUT, assert_resumes, cut_off, to_their_ends
+from tests.training.native.in_turn import TIMEOUT, assert_resumes, interrupted_runs, to_their_ends
 from tests.training.runs import LLAMA, Curve, config, curves, furthest, metric_rows
 
 CPU = {"device": "cpu"}
@@ -34,8 +34,9 @@ def compiled_once(rank: int, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def env() -> dict[str, str]:
-    """Of ranks that find DeepSpeedCPUAdam compiled, by one process at a time: a compilation that is killed
-    leaves torch's lock, on which all later ones would wait without end."""
+    """The environment of ranks that find DeepSpeedCPUAdam compiled, by one process at a time.
+
+    A compilation that is killed leaves torch's lock, on which all later ones would wait without end."""
     folder = Path(__file__).resolve().parents[3] / ".cache" / "torch_extensions"
     folder.mkdir(parents=True, exist_ok=True)
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}
@@ -64,34 +65,36 @@ CASES = {
 }
 
 
-def without(values: dict[str, Any]) -> dict[str, Any]:
+def without_offload(values: dict[str, Any]) -> dict[str, Any]:
     optimizer = {**values["optimizer"], "type": "AdamW"}
     return {**values, "optimizer": optimizer, "zero_optimization": {"stage": values["zero_optimization"]["stage"]}}
 
 
-OF_TORCH = [name for name in CASES if "Torch" in name]
-COMPILED = [name for name in CASES if name not in OF_TORCH]
+TORCH_CASES = [name for name in CASES if "Torch" in name]
+COMPILED = [name for name in CASES if name not in TORCH_CASES]
 
 
 @pytest.mark.parametrize("names", [
-    pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
+    pytest.param(TORCH_CASES, id="torch", marks=pytest.mark.more),
     pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
 ])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """fp32 sums are in another order; moments that differ so round to other bf16 weights now and then.
     DeepSpeed's compiled Adam multiplies its powers of beta step by step, and computes them when it goes on,
     which is the last bit of a weight."""
-    env = {} if names == OF_TORCH else request.getfixturevalue("env")
+    env = {} if names == TORCH_CASES else request.getfixturevalue("env")
     for name in names:
         values, save = CASES[name], tmp_path / "plain" / name
-        plain = {**without(values), "save": str(save), "checkpoint_factor": 4}
-        weights = assert_resumes(values, tmp_path / name, ranks=2, within=0.0 if names == OF_TORCH else 1e-6, env=env)
-        others = run_ranks(to_their_ends, 2, [plain], env=env, timeout=TIMEOUT)
+        on_device = {**without_offload(values), "save": str(save), "checkpoint_factor": 4}
+        weights = assert_resumes(
+            values, tmp_path / name, ranks=2, tolerance=0.0 if names == TORCH_CASES else 1e-6, env=env
+        )
+        on_device_weights = run_ranks(to_their_ends, 2, [on_device], env=env, timeout=TIMEOUT)
         # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
         limit = 1e-3 if values["precision"] != "fp32" else 1e-6
-        for ours, [theirs] in zip(weights, others, strict=True):
-            apart = furthest(curve(tmp_path / name / "through", ours), curve(save, theirs))
-            assert all(far < limit for far in apart), (name, apart)
+        for offloaded, [resident] in zip(weights, on_device_weights, strict=True):
+            differences = furthest(curve(tmp_path / name / "through", offloaded), curve(save, resident))
+            assert all(difference < limit for difference in differences), (name, differences)
 
 
 def curve(save: Path, weights: Weights) -> Curve:
@@ -105,19 +108,22 @@ def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> No
     """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 1e-4 away, and
     rounding 1e-6."""
     cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
-    pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
-    pairs.append((cases[0], {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}))
+    pairs = [pair for case in cases for pair in ((case, without_offload(case)), (without_offload(case), case))]
+    pairs.append((cases[0], {**without_offload(cases[0]), "no_load_optim": True, "no_load_rng": True}))
     folders = [tmp_path / str(i) for i in range(len(pairs))]
-    runs = [cut_off(before, folder, then=after) for folder, (before, after) in zip(folders, pairs, strict=True)]
+    runs = [
+        interrupted_runs(first_values, folder, resume_keys=resumed_values)
+        for folder, (first_values, resumed_values) in zip(folders, pairs, strict=True)
+    ]
     run_ranks(to_their_ends, 2, sum(runs, []), env=env, timeout=TIMEOUT)
-    *changed, (lost, kept) = ((losses(folder / "cut"), losses(folder / "through")) for folder in folders)
-    for (now, through), (before, _) in zip(changed, pairs, strict=False):
-        assert now == pytest.approx(through, rel=2e-4 if before["precision"] != "fp32" else 1e-6)
-    assert max(abs(lost[step] / loss - 1) for step, loss in kept.items()) > 2e-5
+    *changed, (lost, uninterrupted) = ((losses(folder / "cut"), losses(folder / "through")) for folder in folders)
+    for (now, expected), (first_values, _) in zip(changed, pairs, strict=False):
+        assert now == pytest.approx(expected, rel=2e-4 if first_values["precision"] != "fp32" else 1e-6)
+    assert max(abs(lost[step] / loss - 1) for step, loss in uninterrupted.items()) > 2e-5
 
 
 def test_torch_state_becomes_the_compiled_adams() -> None:
-    """It counts steps in int, and weight decay is what is configured now."""
+    """The compiled Adam counts steps in int, and weight decay takes the value configured now."""
     param = torch.nn.Parameter(torch.zeros(3))
     saved = torch.optim.AdamW([param], lr=0.1, weight_decay=0.5)
     param.grad = torch.ones(3)

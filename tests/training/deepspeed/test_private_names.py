@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.training.deepspeed.attach import attach_deepspeed
-from megatron.training.deepspeed.private_names import PRIVATE_NAMES, check_deepspeed, check_version, is_there
+from megatron.training.deepspeed.private_names import PRIVATE_NAMES, check_deepspeed, check_version, is_present
 from tests.pool import run_ranks
 
 
@@ -36,8 +36,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(DeepSpeedEngine, "_take_model_step")
     with pytest.raises(RuntimeError, match=r"deepspeed.runtime.engine.DeepSpeedEngine._take_model_step.* grad"):
         check_deepspeed()
-    assert not is_there(PRIVATE_NAMES[0]._replace(name="_grads_of_old"))
-    assert not is_there(PRIVATE_NAMES[0]._replace(where="deepspeed.gone:Engine"))
+    assert not is_present(PRIVATE_NAMES[0]._replace(name="_grads_of_old"))
+    assert not is_present(PRIVATE_NAMES[0]._replace(location="deepspeed.gone:Engine"))
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
     params = list(engine.module.parameters())
     read = (lambda p: safe_get_full_fp32_param(p).clone()) if stage else (lambda p: p.detach().clone())
-    before = [read(p) for p in params]
+    old_weights = [read(p) for p in params]
     dtype = torch.bfloat16 if bf16 else torch.float32
     data_rank = rank if pipe == 1 else engine.grid.get_data_parallel_rank()
     local_batches = [(x.to(dtype), y) for x, y in data[data_rank]]
@@ -87,7 +87,7 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
             engine.backward(loss_fn(engine(x), y))
             engine.step()
         expected = list(reference.parameters())
-    updates = [old - read(p) for old, p in zip(before, params, strict=True)]
+    updates = [old - read(p) for old, p in zip(old_weights, params, strict=True)]
     gradients: list[Any] = [param.grad for param in expected]
     return max(float((u - grad).norm() / grad.norm()) for u, grad in zip(updates, gradients, strict=True))
 
@@ -97,5 +97,5 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
 ])  # fmt: skip
 def test_gradients_of_the_installed_version(ranks: int, layouts: list[tuple[int, int, bool]]) -> None:
     cases = [(*layout, micro_batches) for layout in layouts for micro_batches in (1, 8)]
-    for case, *by_rank in zip(cases, *run_ranks(errors, ranks, cases), strict=True):
-        assert max(by_rank) < (2e-2 if case[2] else 1e-5), case
+    for case, *rank_errors in zip(cases, *run_ranks(errors, ranks, cases), strict=True):
+        assert max(rank_errors) < (2e-2 if case[2] else 1e-5), case

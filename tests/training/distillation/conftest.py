@@ -1,4 +1,4 @@
-"""What tests of distillation share."""
+"""Fixtures of the tests of distillation."""
 
 import shutil
 
@@ -9,6 +9,9 @@ from tests.checkpointing.family_models import random_model
 from tests.pool import run_ranks
 from tests.training.distillation.runs import TOKENIZER, teacher_keys
 from tests.training.runs import run_to_end
+
+# What these tests depend on and no import names (tests/import_graph.py).
+DEPENDS_ON = ("megatron.methods.distillation.method",)
 
 
 @pytest.fixture(scope="session")

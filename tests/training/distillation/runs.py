@@ -17,13 +17,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"num_workers": 1},
     "zero2, offloaded": OFFLOADED,
 }
-"""Of two ranks."""
+"""Keys of layouts of two ranks."""
 
 
-def teacher_keys(**more: Any) -> dict[str, Any]:
+def teacher_keys(**overrides: Any) -> dict[str, Any]:
     return config(NEOX, num_layers=3, hidden_size=48, num_attention_heads=2, train_iters=6, seed=7, **{
         "max_position_embeddings": 64, "optimizer": {"type": "Adam", "params": {"lr": 2e-2}},
-    }, **more)  # fmt: skip
+    }, **overrides)  # fmt: skip
 
 
 def student(teacher: str, *parts: dict[str, Any], **distillation: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.data import DataError
 from megatron.launch import process_info
+from megatron.methods.distillation import cache
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import start
-from megatron.training.distillation import cache
 from tests.pool import run_ranks
 from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, student
 from tests.training.runs import assert_alike, begin, curves_of
@@ -31,8 +31,8 @@ def cached(teacher: str, folder: Path, kind: str = "documents", **layout: Any) -
 def test_cached_equals_on_the_fly(teacher: str, tmp_path: Path) -> None:
     on_the_fly = curves_of({kind: student(teacher, keys, **TOP) for kind, keys in KINDS.items()}, 4)
     assert_alike(curves_of({kind: cached(teacher, tmp_path, kind) for kind in KINDS}, 4), on_the_fly, losses=1e-6)
-    given = {name: cached(teacher, tmp_path / name, kind, **LAYOUTS[name]) for name, kind in KIND_OF.items()}
-    assert_alike(curves_of(given, 4, ranks=2), {name: on_the_fly[kind] for name, kind in KIND_OF.items()})
+    cached_runs = {name: cached(teacher, tmp_path / name, kind, **LAYOUTS[name]) for name, kind in KIND_OF.items()}
+    assert_alike(curves_of(cached_runs, 4, ranks=2), {name: on_the_fly[kind] for name, kind in KIND_OF.items()})
 
 
 def counts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -47,12 +47,12 @@ def counts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tu
 
 def test_what_is_scored_is_found_by_any_run_that_asks_alike(teacher: str, tmp_path: Path) -> None:
     values = cached(teacher, tmp_path)
-    other = {**values, "distillation": {**values["distillation"], "temperature": 1.0}}
-    assert run_ranks(counts, 1, [values, other]) == [[("48", "0")] * 2]
+    other_temperature = {**values, "distillation": {**values["distillation"], "temperature": 1.0}}
+    assert run_ranks(counts, 1, [values, other_temperature]) == [[("48", "0")] * 2]
     assert run_ranks(counts, 2, [{**values, "model_parallel_size": 2, "train_iters": 7}])[0] == [("8", "48")]
 
 
-def cut_off(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, str]]:
+def interrupted_start(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, str]]:
     """For the pool: a start that ends after 16 rows are kept, and what the next one says."""
     add, calls = cache.add_scores, []
 
@@ -67,8 +67,8 @@ def cut_off(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[st
     return counts(rank, world_size, [values])
 
 
-def test_a_start_that_is_cut_off_keeps_what_it_has(teacher: str, tmp_path: Path) -> None:
-    assert run_ranks(cut_off, 1, cached(teacher, tmp_path)) == [[("32", "16")]]
+def test_an_interrupted_start_keeps_its_files(teacher: str, tmp_path: Path) -> None:
+    assert run_ranks(interrupted_start, 1, cached(teacher, tmp_path)) == [[("32", "16")]]
 
 
 def damaged(rank: int, world_size: int, values: dict[str, Any], folder: Path) -> None:

@@ -13,9 +13,9 @@ from megatron.callbacks import Parts
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
-from megatron.training.loop import batches_of
 from tests.mpu.test_distillation import generalized_jsd, with_rest
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.distillation.runs import LABELLED, LAYOUTS, student, teacher_keys
 from tests.training.runs import begin, curves
 
@@ -26,11 +26,11 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def logits_of(stage: Stage, batch: Batch) -> Tensor:
-    """Of every place, `[batch, seq, vocab]` float64."""
+    """Logits of every place, `[batch, seq, vocab]` float64."""
     return cast(Tensor, stage(None, batch)).transpose(0, 1).double()
 
 
-def logits_by(teacher: str) -> Callable[[Batch], Tensor]:
+def teacher_logits_of(teacher: str) -> Callable[[Batch], Tensor]:
     if Path(teacher, "config.json").exists():
         from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def logits_by(teacher: str) -> Callable[[Batch], Tensor]:
     return lambda batch: logits_of(stage, batch)
 
 
-def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def expected_sums(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The sums of divergence and negative log-likelihood, by formulas of others."""
     beta, temperature, top_k = keys.get("beta", 0.0), keys.get("temperature", 1.0), keys.get("top_k")
     trained = batch.loss_weights > 0
@@ -49,19 +49,19 @@ def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str
     if top_k is None:
         return generalized_jsd(student, teacher, beta, temperature).sum(), nll
     ids = teacher.topk(top_k).indices
-    both = (with_rest(one, ids, temperature) for one in (student, teacher))
-    return generalized_jsd(*both, beta, 1.0).sum(), nll
+    log_probs = (with_rest(logits, ids, temperature) for logits in (student, teacher))
+    return generalized_jsd(*log_probs, beta, 1.0).sum(), nll
 
 
 def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For the pool: of each run's first step loss, metrics and gradients, and the same by `of_all_logits`."""
-    others, results = logits_by(runs[0]["distillation"]["teacher"]), []
+    """For the pool: of each run's first step loss, metrics and gradients, and the same by `expected_sums`."""
+    teacher_logits, results = teacher_logits_of(runs[0]["distillation"]["teacher"]), []
     for values in runs:
         training, gradients = begin(values), dict[tuple[int, str], Tensor]()
         step, keys, rows = next(batches_of(training)), values["distillation"], training.args.softmax_rows
 
-        def note(parts: Parts, found: dict[tuple[int, str], Tensor] = gradients) -> None:
-            found.update({name: gradient.double().clone() for name, gradient in parts})
+        def note(parts: Parts, noted: dict[tuple[int, str], Tensor] = gradients) -> None:
+            noted.update({name: gradient.double().clone() for name, gradient in parts})
 
         result = training.engine.train_step(list(step), 0.0, note)
         stage = training.engine.stage
@@ -69,41 +69,41 @@ def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[
         sums, count = [torch.zeros((), dtype=torch.float64)] * 2, sum(int(b.loss_weights.sum()) for b in step)
         for batch in step:
             with torch.no_grad():
-                theirs = others(batch)[..., :rows]
-            of_batch = of_all_logits(logits_of(stage, batch)[..., :rows], theirs, batch, keys)
-            sums = [total + one for total, one in zip(sums, of_batch, strict=True)]
+                teacher_batch_logits = teacher_logits(batch)[..., :rows]
+            batch_sums = expected_sums(logits_of(stage, batch)[..., :rows], teacher_batch_logits, batch, keys)
+            sums = [total + addend for total, addend in zip(sums, batch_sums, strict=True)]
         weight = keys.get("weight", 1.0)
         loss = (weight * sums[0] + (1 - weight) * sums[1]) / count
         expected = torch.autograd.grad(loss, list(params.values()))
         results.append({
-            "ours": [float(result.loss), *(float(result.metrics[name]) for name in ("divergence", "nll"))],
-            "right": [float(loss.detach()), *(float(total.detach()) / count for total in sums)],
+            "actual": [float(result.loss), *(float(result.metrics[name]) for name in ("divergence", "nll"))],
+            "reference": [float(loss.detach()), *(float(total.detach()) / count for total in sums)],
             "gradients": gradients, "expected": dict(zip(params, expected, strict=True)), "rows": rows,
         })  # fmt: skip
         training.engine.close()
     return results
 
 
-def assert_right(found: dict[str, Any]) -> None:
-    assert found["ours"] == pytest.approx(found["right"], rel=1e-5) and found["right"][1] > 0.05
-    assert found["gradients"].keys() == found["expected"].keys()
-    for name, gradient in found["expected"].items():
-        ours, scale = found["gradients"][name].view_as(gradient), float(gradient.abs().max())
-        torch.testing.assert_close(ours, gradient.double(), rtol=0, atol=2e-5 * scale + 1e-9, msg=str(name))
+def assert_right(step: dict[str, Any]) -> None:
+    assert step["actual"] == pytest.approx(step["reference"], rel=1e-5) and step["reference"][1] > 0.05
+    assert step["gradients"].keys() == step["expected"].keys()
+    for name, gradient in step["expected"].items():
+        actual, scale = step["gradients"][name].view_as(gradient), float(gradient.abs().max())
+        torch.testing.assert_close(actual, gradient.double(), rtol=0, atol=2e-5 * scale + 1e-9, msg=str(name))
 
 
 @pytest.mark.parametrize(("engine", "losses"), [("native", [*LOSSES]), ("deepspeed", ["jsd"])])
 def test_the_gradient_is_that_of_all_logits(engine: str, losses: list[str], teacher: str) -> None:
     unclipped = {"engine": engine, "gradient_clipping": 0.0}
     runs = [student(teacher, unclipped, **LOSSES[loss]) for loss in losses]
-    for found in run_ranks(first_steps, 1, [*runs, student(teacher, unclipped, LABELLED, beta=0.5)])[0]:
-        assert_right(found)
+    for step in run_ranks(first_steps, 1, [*runs, student(teacher, unclipped, LABELLED, beta=0.5)])[0]:
+        assert_right(step)
 
 
 def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
-    [found] = run_ranks(first_steps, 1, [student(hf_teacher, {"gradient_clipping": 0.0})])[0]
-    assert_right(found)
-    assert found["rows"] == 381
+    [step] = run_ranks(first_steps, 1, [student(hf_teacher, {"gradient_clipping": 0.0})])[0]
+    assert_right(step)
+    assert step["rows"] == 381
     layouts = [student(hf_teacher, LAYOUTS[name]) for name in ("tp2 sp", "pp2")]
     losses = [part.losses for part in run_ranks(curves, 2, layouts, 1)[0]]
-    assert losses == [pytest.approx(found["right"][:1], rel=1e-5)] * 2
+    assert losses == [pytest.approx(step["reference"][:1], rel=1e-5)] * 2

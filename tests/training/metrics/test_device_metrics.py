@@ -40,22 +40,24 @@ def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tu
     """For the pool: the log lines and the metrics, where NVML of this rank is broken."""
     device_metrics.gpu_uuid = lambda device: f"GPU-{rank}"
     args = NeoXArgs.from_dict(config(NEOX, log_device_metrics="auto")).for_world(world_size)
-    groups, found = init_model_parallel(args, process_info(), logging.getLogger("test")), []
+    groups, outcomes = init_model_parallel(args, process_info(), logging.getLogger("test")), []
     for broken in broken_ranks:
         sys.modules["pynvml"] = fake_nvml(broken=rank == broken)
         lines: list[str] = []
         probe = build_device_metrics(args, groups, SimpleNamespace(info=lines.append))  # type: ignore[arg-type]
         names, values = probe.values() if probe is not None else ([], torch.empty(0))
-        found.append((lines, dict(zip(names, values.tolist(), strict=True))))
-    return found
+        outcomes.append((lines, dict(zip(names, values.tolist(), strict=True))))
+    return outcomes
 
 
 def test_two_ranks() -> None:
-    (both, one_has_none), other_rank = run_ranks(build, 2, [None, 1])
+    (both_work, one_has_none), other_rank = run_ranks(build, 2, [None, 1])
     expected = {"utilization": (40.0, 60.0, 80.0), "memory_gib": (1.0, 2.0, 3.0), "power_watts": (200.0, 250.0, 300.0)}
     kinds = ("min", "mean", "max")
-    wanted = {f"device/{name}_{kind}": row[i] for name, row in expected.items() for i, kind in enumerate(kinds)}
-    assert both[1] == other_rank[0][1] == wanted and both[0] == ["log_device_metrics: auto: on"]
+    expected_metrics = {
+        f"device/{name}_{kind}": row[i] for name, row in expected.items() for i, kind in enumerate(kinds)
+    }
+    assert both_work[1] == other_rank[0][1] == expected_metrics and both_work[0] == ["log_device_metrics: auto: on"]
     assert one_has_none[1] == other_rank[1][1] == {}, "auto is off everywhere"
     [line] = one_has_none[0]
     assert re.search("log_device_metrics.* off.* rank 1.*NVML: Not Found", line)

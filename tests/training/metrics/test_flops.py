@@ -9,7 +9,7 @@ from megatron.model import freeze
 from megatron.model.init import stage_parameters
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.metrics.flops import model_flops, neox_flops
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.stages import make_stage, random_batch, random_weights, small
 from tests.training.runs import LLAMA
 
 ROWS = 3
@@ -28,31 +28,31 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
     # The counter knows only plain attention on CPUs, and counts the whole square, we the causal half.
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
-    stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
+    stage, batch = make_stage(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
     freeze(stage_parameters(stage), args)
     with FlopCounterMode(display=False) as counter:
         stage(None, batch, lambda head: LANGUAGE_MODELLING.loss_sum(head, batch, None)[0]).backward()
     one_product = 2 * ROWS * args.seq_length**2 * args.num_attention_heads * args.head_dim
     square = args.num_layers * 6 * one_product  # two products forward, four backward
-    by_operator = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
-    assert by_operator["aten.bmm"] == square
+    operator_flops = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    assert operator_flops["aten.bmm"] == square
     assert model_flops(args) == pytest.approx(counter.get_total_flops() - square / 2, rel=0.01)
 
 
-def test_model_flops_count_the_whole_step() -> None:
-    one = small(train_micro_batch_size_per_gpu=2).for_world(1)
+def test_model_flops_count_the_full_step() -> None:
+    micro_batch = small(train_micro_batch_size_per_gpu=2).for_world(1)
     step = small(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3).for_world(4)
-    assert model_flops(step) == 12 * model_flops(one)
+    assert model_flops(step) == 12 * model_flops(micro_batch)
 
 
-OF_1_4B: dict[str, Any] = {
+SHAPE_1_4B: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "max_position_embeddings": 2048,
     "padded_vocab_size": 50304,
 }  # fmt: skip
 
 
 def test_both_formulas_on_the_1_4b_shape() -> None:
-    args = small(**OF_1_4B, num_layers=24, train_micro_batch_size_per_gpu=8).for_world(1)
+    args = small(**SHAPE_1_4B, num_layers=24, train_micro_batch_size_per_gpu=8).for_world(1)
     tokens, weights = 8 * 2048, 24 * 12 * 2048**2 + 2048 * 50304
     assert model_flops(args) == 6 * tokens * (weights + 24 * 2048 * 2048)
     # NeoX counts attention's whole square, and the head as if computed again too (arXiv 2104.04473).
@@ -62,7 +62,7 @@ def test_both_formulas_on_the_1_4b_shape() -> None:
 
 def test_formulas_of_mamba() -> None:
     """The 1.4B shape that GPT-NeoX ships: its formula, and the products of a hybrid by hand."""
-    shape: dict[str, Any] = {**OF_1_4B, "train_micro_batch_size_per_gpu": 4, "use_bias_in_attn_linear": False}
+    shape: dict[str, Any] = {**SHAPE_1_4B, "train_micro_batch_size_per_gpu": 4, "use_bias_in_attn_linear": False}
     tokens, inner, rank, head = 4 * 2048, 4096, 128, 2048 * 50304
     mamba = small(**shape, num_layers=48, attention_config=["mamba"] * 48).for_world(1)
     layer = inner * (11 * 16 + 4 * rank + 1) + 6 * inner * 2048 + 2 * inner * 4
@@ -72,6 +72,6 @@ def test_formulas_of_mamba() -> None:
     hybrid = small(**shape, num_layers=3, attention_config=["mamba2", "attention", "mlp"]).for_world(1)
     rows, chunk = 2 * inner + 2 * 8 * 128 + 64, 256
     weights = 2048 * rows + 4 * (inner + 2 * 8 * 128) + inner * 2048 + 12 * 2048**2
-    between = chunk / 2 * (8 * 128 + inner) + 2 * inner * 128 + 2048 * 2048
-    assert model_flops(hybrid) == pytest.approx(6 * tokens * (weights + between + head))
+    chunk_products = chunk / 2 * (8 * 128 + inner) + 2 * inner * 128 + 2048 * 2048
+    assert model_flops(hybrid) == pytest.approx(6 * tokens * (weights + chunk_products + head))
     assert neox_flops(hybrid, 3) == pytest.approx(model_flops(hybrid)), "GPT-NeoX has no such blocks"

@@ -46,11 +46,11 @@ def test_comet_is_told_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(monkeypatch, "comet_ml", use_comet=True, comet_others={"cluster": "x"}, **keys)
     paths = ["ExperimentConfig", "start", "log_parameters", "log_others", "log_metrics", "end"]
     assert [path.removeprefix("start().") for path, _, _ in calls] == paths
-    (_, _, experiment), (_, _, start), (_, (parameters,), _), (_, (others,), _), metrics, _ = calls
+    (_, _, experiment), (_, _, start), (_, (parameters,), _), (_, (other_facts,), _), metrics, _ = calls
     assert experiment.items() >= {"name": "n", "tags": ["a", "b"]}.items()
     expected = {"workspace": "w", "project": "p", "experiment_key": RUN, "mode": "get_or_create", "online": True}
     assert start.items() >= expected.items()
-    assert parameters.items() >= {**FACTS, "hidden_size": 32}.items() and others == {"cluster": "x"}
+    assert parameters.items() >= {**FACTS, "hidden_size": 32}.items() and other_facts == {"cluster": "x"}
     assert metrics[1:] == ((METRICS,), {"step": 3})
 
 
@@ -120,8 +120,8 @@ def test_comet_offline_for_real(tmp_path: Path) -> None:
     for archive in tmp_path.glob(f"{RUN}*.zip"):
         with zipfile.ZipFile(archive) as content:
             payloads = [json.loads(line)["payload"] for line in content.read("messages.json").splitlines()]
-        told = [payload["metric"] for payload in payloads if payload.get("metric")]
-        metrics = [metric for metric in told if metric["metricName"] in METRICS]
+        logged = [payload["metric"] for payload in payloads if payload.get("metric")]
+        metrics = [metric for metric in logged if metric["metricName"] in METRICS]
         steps += {metric["step"] for metric in metrics}
         assert {metric["metricName"]: metric["metricValue"] for metric in metrics} == METRICS
     assert sorted(steps) == [1, 2], "an archive a start"

@@ -38,5 +38,5 @@ def test_known_noise_scale(n_batches: int, poison: bool) -> None:
 
 
 def test_ranks_that_share_the_gradient_agree() -> None:
-    alone = measured(0, 1, 5, offload=False)
-    assert run_ranks(measured, 2, 5, True) == pytest.approx([alone, alone], rel=1e-5)
+    one_process = measured(0, 1, 5, offload=False)
+    assert run_ranks(measured, 2, 5, True) == pytest.approx([one_process, one_process], rel=1e-5)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.training.loop import batches_of
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, OFFLOADED, begin, cells, config
 from tests.training.test_host_sync import steps
@@ -47,35 +47,39 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
 @pytest.mark.parametrize("ranks", cells([2], [4], [-2]))
 def test_same_in_every_layout(ranks: int, one_process: list[dict[str, float]], tmp_path: Path) -> None:
     for layout, row in zip(CELLS[ranks], rows_of(tmp_path, CELLS[ranks], abs(ranks)), strict=True):
-        other = one_process[1 if TIED.items() <= layout.items() else 2 if BF16.items() <= layout.items() else 0]
+        expected_row = one_process[1 if TIED.items() <= layout.items() else 2 if BF16.items() <= layout.items() else 0]
         assert row["iteration"] == 2
         exact = "precision" not in layout
         if exact:
-            assert row["train/noise_scale"] == pytest.approx(other["train/noise_scale"], rel=1e-3), layout
-        ours, theirs = ({name: one[name] for name in one if name.startswith(PREFIXES)} for one in (row, other))
-        assert ours.keys() == theirs.keys()
+            assert row["train/noise_scale"] == pytest.approx(expected_row["train/noise_scale"], rel=1e-3), layout
+        actual, expected = (
+            {name: metrics[name] for name in metrics if name.startswith(PREFIXES)} for metrics in (row, expected_row)
+        )
+        assert actual.keys() == expected.keys()
         tolerance = 1e-4 if exact else 2e-2
-        for metric, value in ours.items():
+        for metric, value in actual.items():
             # A gradient that is rounding (of a key's bias) is noise; bf16 rounds one in 32 to 0 or not.
             noise_floor = 1e-3 * tolerance + 1e-7
             if metric.startswith("pct"):
                 noise_floor = 7.0 if not exact else 1.5 if "query_key_value.bias" in metric else 0.0
-            assert value == pytest.approx(theirs[metric], rel=tolerance, abs=noise_floor), (layout, metric)
-        whole = sum(value**2 for metric, value in ours.items() if metric.startswith("gradient_norms/")) ** 0.5
-        assert whole == pytest.approx(row["train/grad_norm"], rel=1e-4 if exact else 1e-2), layout
+            assert value == pytest.approx(expected[metric], rel=tolerance, abs=noise_floor), (layout, metric)
+        total_norm = sum(value**2 for metric, value in actual.items() if metric.startswith("gradient_norms/")) ** 0.5
+        assert total_norm == pytest.approx(row["train/grad_norm"], rel=1e-4 if exact else 1e-2), layout
 
 
 @pytest.mark.parametrize("name", cells(["pp2", "zero3"], product=["plain", "zero2"]))
 def test_measuring_does_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
-    (reads, names), *others = run_ranks(steps, ranks, config(NEOX, layout, LOGGED, train_micro_batch_size_per_gpu=4))
-    assert reads == 8 and "train/noise_scale" in names and others == [(reads, names)] * (ranks - 1)
+    (reads, names), *other_ranks = run_ranks(
+        steps, ranks, config(NEOX, layout, LOGGED, train_micro_batch_size_per_gpu=4)
+    )
+    assert reads == 8 and "train/noise_scale" in names and other_ranks == [(reads, names)] * (ranks - 1)
 
 
-def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, float]:
+def directly(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, float]:
     """For the pool: after a run what torch says of the same model's first step, without the engine's help."""
-    to_their_ends(rank, world_size, [given])
-    training = begin(given)
+    to_their_ends(rank, world_size, [values])
+    training = begin(values)
     stage, batches, loss = training.engine.stage, next(batches_of(training)), torch.zeros(())
     weight = sum(float(batch.loss_weights.sum()) for batch in batches)
     for batch in batches:
@@ -95,9 +99,9 @@ def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, flo
 
 
 def test_against_torch(tmp_path: Path) -> None:
-    given = config(NEOX, dict.fromkeys(KEYS, True), train_iters=1, num_layers=2, train_micro_batch_size_per_gpu=4)
-    given |= {"gradient_clipping": 0.0, "log_dir": str(tmp_path)}
-    [expected] = run_ranks(directly, 1, given)
+    values = config(NEOX, dict.fromkeys(KEYS, True), train_iters=1, num_layers=2, train_micro_batch_size_per_gpu=4)
+    values |= {"gradient_clipping": 0.0, "log_dir": str(tmp_path)}
+    [expected] = run_ranks(directly, 1, values)
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     for metric, value in expected.items():
         assert row[metric] == pytest.approx(value, rel=1e-4, abs=1e-7), metric

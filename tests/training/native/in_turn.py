@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.generation.on_policy import answers_of
 from megatron.training import train
 from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import begun, bit_equal
+from tests.training.runs import begin_each, bit_equal
 
 TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
 
@@ -20,29 +19,41 @@ TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
 def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:
     """For the pool: the weights after each run with its loop."""
     weights = []
-    for training in begun(configs):
-        train(training, (), answers_of(training) if training.args.distillation is not None else None)
+    for training in begin_each(configs):
+        train(training)
         held = training.engine.weights(master=True)
-        weights.append({layer: {name: one.clone() for name, one in tensors.items()} for layer, tensors in held.items()})
+        weights.append(
+            {layer: {name: tensor.clone() for name, tensor in tensors.items()} for layer, tensors in held.items()}
+        )
     return weights
 
 
-def cut_off(values: dict[str, Any], folder: Path, after: int = 2, then: Mapping[str, Any] = {}) -> list[dict[str, Any]]:
-    """A run in `through`; the same in `cut`, which ends early; one that goes on there, with `then`."""
-    runs = [{**values, "checkpoint_factor": after, "save": str(folder / name)} for name in ("through", "cut", "cut")]
-    return [runs[0], {**runs[1], "exit_interval": after}, {**runs[2], "load": runs[2]["save"], **then}]
+def interrupted_runs(
+    values: dict[str, Any], folder: Path, stop_step: int = 2, resume_keys: Mapping[str, Any] = {}
+) -> list[dict[str, Any]]:
+    """A run in `through`; the same in `cut`, which stops early; one that resumes it, with `resume_keys`."""
+    runs = [
+        {**values, "checkpoint_factor": stop_step, "save": str(folder / name)} for name in ("through", "cut", "cut")
+    ]
+    return [runs[0], {**runs[1], "exit_interval": stop_step}, {**runs[2], "load": runs[2]["save"], **resume_keys}]
 
 
 def assert_resumes(
-    values: dict[str, Any], folder: Path, ranks: int = 1, within: float = 0.0, **of_pool: Any
+    values: dict[str, Any], folder: Path, ranks: int = 1, tolerance: float = 0.0, **pool_options: Any
 ) -> list[Weights]:
-    """A run that ends after two steps goes on as one that does not, whose weights these are: bit for bit, or
-    `within` so much of a weight and a loss."""
-    found = run_ranks(to_their_ends, ranks, cut_off(values, folder), timeout=TIMEOUT, **of_pool)
-    if within:
-        torch.testing.assert_close([one[2] for one in found], [one[0] for one in found], rtol=0, atol=within)
+    """Compares a run that stops after two steps and resumes with one that does not stop.
+
+    Both agree bit for bit, or within `tolerance` of a weight and a loss. Returns the latter's weights."""
+    weights_by_rank = run_ranks(to_their_ends, ranks, interrupted_runs(values, folder), timeout=TIMEOUT, **pool_options)
+    if tolerance:
+        torch.testing.assert_close(
+            [rank_weights[2] for rank_weights in weights_by_rank],
+            [rank_weights[0] for rank_weights in weights_by_rank],
+            rtol=0,
+            atol=tolerance,
+        )
     else:
-        assert all(bit_equal(resumed, through) for through, _, resumed in found)
-    assert losses(folder / "cut") == pytest.approx(losses(folder / "through"), rel=within, abs=0)
+        assert all(bit_equal(resumed, uninterrupted) for uninterrupted, _, resumed in weights_by_rank)
+    assert losses(folder / "cut") == pytest.approx(losses(folder / "through"), rel=tolerance, abs=0)
     assert len(losses(folder / "cut")) == values["train_iters"] > 2
-    return [through for through, _, _ in found]
+    return [uninterrupted for uninterrupted, _, _ in weights_by_rank]

@@ -19,7 +19,7 @@ from tests.pool import run_ranks
 from tests.stand_ins import apex, installed, modules
 from tests.training.checkpoint.test_resume import losses
 from tests.training.native.in_turn import to_their_ends
-from tests.training.runs import ADAMW, LLAMA, NEOX, assert_alike, config, curves, curves_of, whole
+from tests.training.runs import ADAMW, LLAMA, NEOX, assert_alike, config, curves, curves_of, full_curve
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-2}
@@ -54,13 +54,13 @@ def test_apex_adam_clips_skips_and_counts_as_torch(skipped: tuple[int, ...]) -> 
     """Learning rate and scale change as in a run; a skipped step changes nothing, the first one too."""
     generator = torch.Generator().manual_seed(1)
     with installed("apex"):
-        ours, theirs = ApexAdam(_groups(), **OPTIONS), torch.optim.AdamW(_groups(), **OPTIONS, fused=True)
+        apex_adam, torch_adam = ApexAdam(_groups(), **OPTIONS), torch.optim.AdamW(_groups(), **OPTIONS, fused=True)
         for i in range(5):
-            gradients = [torch.randn(param.shape, generator=generator) for param in _params(theirs)]
-            for optimizer in (ours, theirs):
+            gradients = [torch.randn(param.shape, generator=generator) for param in _params(torch_adam)]
+            for optimizer in (apex_adam, torch_adam):
                 _step(optimizer, gradients, 1.0 + 0.5 * i, i in skipped, 0.1 / (1 + i))
-            torch.testing.assert_close(_state(ours), _state(theirs), rtol=2e-5, atol=1e-6)
-        assert {float(state["step"]) for state in ours.state.values()} == {5.0 - len(skipped)}
+            torch.testing.assert_close(_state(apex_adam), _state(torch_adam), rtol=2e-5, atol=1e-6)
+        assert {float(state["step"]) for state in apex_adam.state.values()} == {5.0 - len(skipped)}
 
 
 def test_parameters_at_different_steps_are_refused() -> None:
@@ -83,11 +83,11 @@ def _curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> Any:
 def test_runs_with_apex_equal_those_with_torch() -> None:
     overlapped = {"overlap_optimizer_with_forward": True}  # a FusedAdam for each layer
     cells = [(NEOX, {"zero_optimization": {"stage": 1}}), (LLAMA, {"model_parallel_size": 2, **overlapped})]
-    plain = [config(ADAMW, model, engine="native", train_micro_batch_size_per_gpu=4) for model, _ in cells]
-    given = [{**values, **layout, "apex": True} for values, (_, layout) in zip(plain, cells, strict=True)]
-    by_rank = run_ranks(_curves, 2, given)
-    ours = {i: whole([parts[i] for parts in by_rank], values) for i, values in enumerate(given)}
-    assert_alike(ours, curves_of(dict(enumerate(plain)), 3), norms=1e-4)
+    torch_values = [config(ADAMW, model, engine="native", train_micro_batch_size_per_gpu=4) for model, _ in cells]
+    apex_values = [{**values, **layout, "apex": True} for values, (_, layout) in zip(torch_values, cells, strict=True)]
+    rank_parts = run_ranks(_curves, 2, apex_values)
+    apex_curves = {i: full_curve([parts[i] for parts in rank_parts], values) for i, values in enumerate(apex_values)}
+    assert_alike(apex_curves, curves_of(dict(enumerate(torch_values)), 3), norms=1e-4)
 
 
 def _in_turn(rank: int, world_size: int, configs: list[dict[str, Any]]) -> None:
@@ -99,14 +99,16 @@ def test_checkpoints_go_on_with_the_other_adam(tmp_path: Path) -> None:
     """A step each by torch and apex, two by torch: the losses are those of torch alone."""
     common = config(ADAMW, LLAMA, engine="native", train_micro_batch_size_per_gpu=4, train_iters=4, checkpoint_factor=9)
     turns = {**common, "save": str(tmp_path / "turns"), "load": str(tmp_path / "turns")}
-    parts = [{**turns, "apex": asked, "exit_interval": last} for asked, last in ((False, 1), (True, 2), (False, 4))]
+    parts = [
+        {**turns, "apex": apex_value, "exit_interval": last} for apex_value, last in ((False, 1), (True, 2), (False, 4))
+    ]
     run_ranks(_in_turn, 2, [{**common, "save": str(tmp_path / "torch"), "apex": False}, *parts])
-    expected, ours = losses(tmp_path / "torch"), losses(tmp_path / "turns")
-    assert len(ours) == 4 and ours == pytest.approx(expected, rel=1e-5)
+    expected, actual = losses(tmp_path / "torch"), losses(tmp_path / "turns")
+    assert len(actual) == 4 and actual == pytest.approx(expected, rel=1e-5)
 
 
-def _asks(asked: Any, **keys: Any) -> NeoXArgs:
-    return NeoXArgs.from_dict(config(LLAMA, keys, apex=asked, padded_vocab_size=384))
+def _asks(apex_value: Any, **keys: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict(config(LLAMA, keys, apex=apex_value, padded_vocab_size=384))
 
 
 def test_without_apex() -> None:
@@ -134,8 +136,8 @@ def test_an_apex_without_its_extensions() -> None:
             raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
 
     with modules({**apex.modules(), "apex.optimizers": {"FusedAdam": Bare}}):
-        said = apex_problem(CPU)
-        assert said is not None and "requires cuda extensions" in said
+        problem = apex_problem(CPU)
+        assert problem is not None and "requires cuda extensions" in problem
         assert not uses_apex(_asks("auto"), CPU)
 
 
@@ -144,12 +146,12 @@ def test_an_apex_without_its_extensions() -> None:
     ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, {"FusedLayerNorm", "FusedRMSNorm"}),
     ({"compile": "block"}, {"FusedAdam"}),
 ])  # fmt: skip
-def test_what_auto_chose_is_said(keys: dict[str, Any], chosen: set[str]) -> None:
-    args, said = _asks("auto", **keys), list[str]()
+def test_the_choice_of_auto_is_reported(keys: dict[str, Any], chosen: set[str]) -> None:
+    args, lines = _asks("auto", **keys), list[str]()
     stage = build_stage(args, ParallelGroups.single())
     stage.compiled = args.compile == "block"
     with installed("apex"):
-        use_apex_norms(stage, args, "native", said.append)
-    use_apex_norms(stage, args, "native", said.append)
-    assert [set(re.findall(r"Fused\w+", line)) for line in said] == [chosen, set()]
-    assert said[0].startswith("apex: ") and "not installed" in said[1]
+        use_apex_norms(stage, args, "native", lines.append)
+    use_apex_norms(stage, args, "native", lines.append)
+    assert [set(re.findall(r"Fused\w+", line)) for line in lines] == [chosen, set()]
+    assert lines[0].startswith("apex: ") and "not installed" in lines[1]

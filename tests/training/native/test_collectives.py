@@ -1,4 +1,4 @@
-"""What data ranks send in a step, derived by hand, and when: gradients leave during backward."""
+"""Collectives of data ranks in a step, derived by hand, and their order: gradients leave during backward."""
 
 from collections import Counter
 from functools import partial
@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.training.loop import batches_of
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, begun, config
+from tests.training.batches import batches_of
+from tests.training.runs import LLAMA, begin_each, config
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, SEQ, BLOCKS = 32, 48, 384, 4, 2, 32, 4
-FIRST, LAST = 2, 1 + BLOCKS  # NeoX's index of the first block and of the last
+FIRST_BLOCK, LAST_BLOCK = 2, 1 + BLOCKS  # NeoX's index of the first block and of the last
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 TENSOR, DATA, WORLD = "tensor", "data", "world"
 
@@ -24,7 +24,7 @@ TENSOR, DATA, WORLD = "tensor", "data", "world"
 class Event(NamedTuple):
     """A collective over an axis (size: bytes of its whole tensor), or a pass at a block (size: its index)."""
 
-    what: str
+    kind: str
     size: int
     axis: str = ""
 
@@ -47,26 +47,26 @@ class Recorder(TorchDispatchMode):
             self.events.append(Event(name, size, self.axes[tuple(dist.get_process_group_ranks(group))]))
         return func(*args, **(kwargs or {}))
 
-    def block_hook(self, index: int, module: Any, given: Any, output: tuple[torch.Tensor, Any]) -> None:
+    def block_hook(self, index: int, module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
         self.events.append(Event("forward", index))
         output[0].register_hook(lambda gradient: self.events.append(Event("backward", index)))
 
 
 def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[Event]]:
     """For the pool: the second step of each run."""
-    found = []
-    for training in begun(configs):
+    events_by_run = []
+    for training in begin_each(configs):
         engine, groups = training.engine, training.groups
         axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
         recorder, batches = Recorder(axes), batches_of(training)
         engine.train_step(next(batches), 1e-3)
-        for index in range(FIRST, LAST + 1):
+        for index in range(FIRST_BLOCK, LAST_BLOCK + 1):
             engine.stage.layers[str(index)].register_forward_hook(partial(recorder.block_hook, index))
         step = next(batches)
         with recorder:
             engine.train_step(step, 1e-3)
-        found.append(recorder.events)
-    return found
+        events_by_run.append(recorder.events)
+    return events_by_run
 
 
 # -- by hand -------------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def elements(tensor: int) -> dict[str, int]:
     return {"embedding": VOCAB * HIDDEN // tensor, "block": block, "norm": HIDDEN, "head": VOCAB * HIDDEN // tensor}
 
 
-def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
-    """What a data rank takes part in, in order, over data and world; bf16 weights, fp32 gradients."""
+def expected_collectives(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
+    """Collectives of a data rank, in order, over data and world; bf16 weights, fp32 gradients."""
     size, scalar = elements(tensor), 4
     root = size["embedding"] + size["norm"] + size["head"]
     step = [Event(ALL_REDUCE, scalar, DATA)]  # the weight of the step
@@ -86,8 +86,8 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
         layers = [size["head"], size["norm"], *[size["block"]] * BLOCKS, size["embedding"]]
         step += [Event(ALL_REDUCE, 4 * layer, DATA) for layer in layers]
     for i in range(micro_batches if stage > 0 else 0):
-        gather = [Event(ALL_GATHER, 2 * one, DATA) for one in (root, *[size["block"]] * BLOCKS)]
-        scatter = [Event(REDUCE_SCATTER, 4 * one, DATA) for one in (*[size["block"]] * BLOCKS, root)]
+        gather = [Event(ALL_GATHER, 2 * num_elements, DATA) for num_elements in (root, *[size["block"]] * BLOCKS)]
+        scatter = [Event(REDUCE_SCATTER, 4 * num_elements, DATA) for num_elements in (*[size["block"]] * BLOCKS, root)]
         if stage == 3:
             # Forward, the root's and the last block's again for backward; from there on each block's weights
             # are asked for when the one above begins, before its gradients leave.
@@ -103,27 +103,28 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
 
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:
-    """Of a tensor rank over its group: sums forwards after the attention, the MLP and the embedding,
-    backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label
-    of each token for the cross-entropy."""
+    """Collectives of a tensor rank over its group.
+
+    Sums forwards after the attention, the MLP and the embedding, backwards before the first two and the head
+    (arXiv 1909.08053); every rank's largest logit, sum and label of each token for the cross-entropy."""
     hidden, token = 2 * SEQ * rows * HIDDEN, 4 * SEQ * rows
     sums, gathered = Event(ALL_REDUCE, hidden, TENSOR), Event(ALL_GATHER, tensor * 3 * token, TENSOR)
     return Counter({sums: micro_batches * (4 * BLOCKS + 2), gathered: micro_batches})
 
 
 # -- tests ---------------------------------------------------------------------------------------------------
-def case(stage: int, micro_batches: int, **more: Any) -> dict[str, Any]:
+def case(stage: int, micro_batches: int, **overrides: Any) -> dict[str, Any]:
     """On two data ranks."""
     untied = {"precision": "bfloat16", "no_weight_tying": True, "train_micro_batch_size_per_gpu": 4 // micro_batches}
-    return config(LLAMA, untied, more, engine="native", zero_optimization={"stage": stage})
+    return config(LLAMA, untied, overrides, engine="native", zero_optimization={"stage": stage})
 
 
 CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[tuple[int, int], list[Event]]:
-    return dict(zip(CASES, run_ranks(recorded, 2, [case(*one) for one in CASES])[0], strict=True))
+def recorded_events() -> dict[tuple[int, int], list[Event]]:
+    return dict(zip(CASES, run_ranks(recorded, 2, [case(*cell) for cell in CASES])[0], strict=True))
 
 
 def sent(events: list[Event]) -> list[Event]:
@@ -133,8 +134,8 @@ def sent(events: list[Event]) -> list[Event]:
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
     """A block's gradients leave before the last micro-batch's backward comes to the second block below."""
     kind, size = (ALL_REDUCE if stage == 0 else REDUCE_SCATTER), 4 * elements(1)["block"]
-    last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
-    reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]
+    last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST_BLOCK)) :]
+    reached = [last.index(Event("backward", block)) for block in range(LAST_BLOCK, FIRST_BLOCK - 1, -1)]
     left = [i for i, event in enumerate(last) if event[:2] == (kind, size)]
     assert len(left) == BLOCKS
     for block in range(BLOCKS - 2):
@@ -142,20 +143,20 @@ def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), CASES)
-def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]) -> None:
-    events = seen[stage, micro_batches]
-    assert sent(events) == by_hand(stage, micro_batches)
+def test_collectives(stage: int, micro_batches: int, recorded_events: dict[tuple[int, int], list[Event]]) -> None:
+    events = recorded_events[stage, micro_batches]
+    assert sent(events) == expected_collectives(stage, micro_batches)
     assert_gradients_leave_early(events, stage)
     if stage < 2:  # until the last micro-batch begins, all that is sent are weights and the step's weight
-        last = max(i for i, event in enumerate(events) if event == Event("forward", FIRST))
-        assert {event.what for event in sent(events[:last]) if event.size > 8} <= {ALL_GATHER}
+        last = max(i for i, event in enumerate(events) if event == Event("forward", FIRST_BLOCK))
+        assert {event.kind for event in sent(events[:last]) if event.size > 8} <= {ALL_GATHER}
 
 
 @pytest.mark.more
 def test_with_tensor_ranks() -> None:
-    tensor, given = 2, [case(2, count, model_parallel_size=2) for count in (1, 2)]
-    for found in run_ranks(recorded, 4, given):
-        for count, events in enumerate(found, 1):
-            assert sent(events) == by_hand(2, count, tensor)
+    tensor, configs = 2, [case(2, count, model_parallel_size=2) for count in (1, 2)]
+    for events_by_run in run_ranks(recorded, 4, configs):
+        for count, events in enumerate(events_by_run, 1):
+            assert sent(events) == expected_collectives(2, count, tensor)
             over_tensor = Counter(event for event in events if event.axis == TENSOR)
             assert over_tensor == tensor_by_hand(count, 4 // count, tensor)

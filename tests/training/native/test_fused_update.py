@@ -1,4 +1,4 @@
-"""AdamW in one pass beside AdamW between copies: the same bits in runs, and where it cannot be had."""
+"""AdamW in one pass beside AdamW between copies: the same bits in runs, and where it is not available."""
 
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ STEPS = 8
 EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk"}
 
 
-def values(save: Path, *more: dict[str, Any]) -> dict[str, Any]:
+def values(save: Path, *parts: dict[str, Any]) -> dict[str, Any]:
     common = {"precision": "bfloat16", "train_micro_batch_size_per_gpu": 8, "train_iters": STEPS, "hidden_dropout": 0.1}
     saved = {"save": str(save), "checkpoint_factor": 100, "engine": "native", "lr_decay_style": "cosine"}
-    return config(ADAMW, NEOX, common, saved, *more)
+    return config(ADAMW, NEOX, common, saved, *parts)
 
 
-@pytest.mark.parametrize("more", [
+@pytest.mark.parametrize("overrides", [
     {}, {"gradient_clipping": 0.0, "log_grad_norm": True, "log_interval": 1}, {"trainable": {"last_layers": 1}},
     {**LLAMA, "no_weight_tying": False}, {**LLAMA, **EXPERTS},
 ], ids=["clipped", "norms of gradients", "frozen", "tied", "experts"])  # fmt: skip
-def test_the_bits_of_separate_passes(more: dict[str, Any], tmp_path: Path) -> None:
-    runs = [values(tmp_path / name, more, {"fused_update": name == "fused"}) for name in ("separate", "fused")]
+def test_the_bits_of_separate_passes(overrides: dict[str, Any], tmp_path: Path) -> None:
+    runs = [values(tmp_path / name, overrides, {"fused_update": name == "fused"}) for name in ("separate", "fused")]
     ((separate, fused),) = run_ranks(to_their_ends, 1, runs, timeout=TIMEOUT)
     assert bit_equal(separate, fused)
     assert losses(tmp_path / "fused") == losses(tmp_path / "separate") and len(losses(tmp_path / "fused")) == STEPS
@@ -38,14 +38,16 @@ def test_goes_on_as_without_an_end(tmp_path: Path) -> None:
     assert_resumes(values(tmp_path, {"fused_update": True, "train_iters": 4}), tmp_path)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_goes_on_from_the_other_update(first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_goes_on_from_the_other_update(fused_first: bool, tmp_path: Path) -> None:
     """State is the same on disk: a run that changes over ends with the weights of one that does not."""
-    through = values(tmp_path / "through", {"fused_update": first, "train_iters": 4})
-    cut = values(tmp_path / "cut", {"fused_update": first, "train_iters": 4})
-    other = {**cut, "load": cut["save"], "fused_update": not first}
-    ((whole, _, changed),) = run_ranks(to_their_ends, 1, [through, {**cut, "exit_interval": 2}, other], timeout=TIMEOUT)
-    assert bit_equal(whole, changed)
+    uninterrupted = values(tmp_path / "through", {"fused_update": fused_first, "train_iters": 4})
+    interrupted = values(tmp_path / "cut", {"fused_update": fused_first, "train_iters": 4})
+    resumed = {**interrupted, "load": interrupted["save"], "fused_update": not fused_first}
+    ((full_weights, _, resumed_weights),) = run_ranks(
+        to_their_ends, 1, [uninterrupted, {**interrupted, "exit_interval": 2}, resumed], timeout=TIMEOUT
+    )
+    assert bit_equal(full_weights, resumed_weights)
 
 
 def updated(skip: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -60,9 +62,9 @@ def updated(skip: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    skipped, taken = updated(1.0), updated(0.0)
-    assert (float(skipped[2]["step"]), float(taken[2]["step"])) == (1.0, 2.0)
-    assert torch.equal(skipped[1], skipped[0].bfloat16()) and not torch.equal(skipped[0], taken[0])
+    skipped, applied = updated(1.0), updated(0.0)
+    assert (float(skipped[2]["step"]), float(applied[2]["step"])) == (1.0, 2.0)
+    assert torch.equal(skipped[1], skipped[0].bfloat16()) and not torch.equal(skipped[0], applied[0])
     torch.testing.assert_close(skipped[2]["exp_avg"], torch.full((9,), 0.1 * 2.0 / 4.0))
 
 

@@ -11,23 +11,34 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
-from megatron.training.native.optimizers import build_optimizer
-from megatron.training.native.shards import WholeWeights
+from megatron.training.native.optimizers import build_native_optimizer
+from megatron.training.native.shards import ReplicatedWeights
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
-from tests.training.runs import LAYOUTS as OF_TWO
-from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begun, bit_equal, cells, config, curves, whole
+from tests.training.runs import LAYOUTS as TWO_RANK_LAYOUTS
+from tests.training.runs import (
+    LLAMA,
+    NEOX,
+    Part,
+    assert_alike,
+    begin_each,
+    bit_equal,
+    cells,
+    config,
+    curves,
+    full_curve,
+)
 
 LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 
 
-def made(model: dict[str, Any], **params: Any) -> tuple[NeoXArgs, WholeWeights, Any]:
+def model_and_optimizer(model_keys: dict[str, Any], **params: Any) -> tuple[NeoXArgs, ReplicatedWeights, Any]:
     """A model of one process and its optimizer."""
     optimizer = {"type": "Muon", "params": {"lr": LR, **params}}
-    args = NeoXArgs.from_dict(config(model, optimizer=optimizer, padded_vocab_size=384)).for_world(1)
+    args = NeoXArgs.from_dict(config(model_keys, optimizer=optimizer, padded_vocab_size=384)).for_world(1)
     groups = ParallelGroups.single()
-    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    return args, weights, build_optimizer(weights, weights.trained, args, groups)
+    weights = ReplicatedWeights(build_stage(args, groups), args, groups, torch.float32)
+    return args, weights, build_native_optimizer(weights, weights.trained, args, groups)
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
@@ -44,21 +55,21 @@ def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
 
 @pytest.mark.parametrize(("model", "adjust"), [(NEOX, "original"), (LLAMA, "match_rms_adamw"), (LLAMA, "original")])
 def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
-    args, weights, ours = made(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
-    for group in ours.param_groups[1:]:
+    args, weights, engine_muon = model_and_optimizer(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
+    for group in engine_muon.param_groups[1:]:
         group["lr"] = ADAMW_LR
 
     def parts(name: str, tensor: Tensor) -> list[Tensor]:
         return [p.reshape(-1, p.shape[-1]) if p.dim() > 1 else p for p in projections(name, tensor.detach(), args)]
 
-    matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
+    matrices, adamw_params = list[nn.Parameter](), list[nn.Parameter]()
     twins: list[tuple[Any, list[nn.Parameter]]] = []
     for held in weights.trained:
         twins.append((held, [nn.Parameter(part.clone()) for part in parts(held.name, held.local)]))
         in_block = 2 <= held.layer < 2 + args.num_layers
-        (matrices if in_block and held.local.dim() == 2 else rest).extend(twins[-1][1])
+        (matrices if in_block and held.local.dim() == 2 else adamw_params).extend(twins[-1][1])
     muon = torch.optim.Muon(matrices, LR, DECAY, adjust_lr_fn=adjust)
-    decays = [{"params": [p], "weight_decay": DECAY if p.dim() == 2 else 0.0} for p in rest]
+    decays = [{"params": [p], "weight_decay": DECAY if p.dim() == 2 else 0.0} for p in adamw_params]
     adamw = torch.optim.AdamW(decays, ADAMW_LR, (0.9, 0.95), 1e-8)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -66,7 +77,7 @@ def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
             held.local.grad = torch.randn(held.local.shape, generator=generator)
             for param, grad in zip(params, parts(held.name, held.local.grad), strict=True):
                 param.grad = grad.clone()
-        for optimizer in (ours, muon, adamw):
+        for optimizer in (engine_muon, muon, adamw):
             optimizer.step()
     for held, params in twins:
         for param, part in zip(params, parts(held.name, held.local), strict=True):
@@ -75,23 +86,23 @@ def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    _, weights, optimizer = made(NEOX)
+    _, weights, optimizer = model_and_optimizer(NEOX)
     optimizer.grad_scale = torch.tensor(2.0)
     for skip, value in ((0.0, 1.0), (1.0, float("nan"))):
         for held in weights.trained:
             held.local.grad = torch.full_like(held.local, value)
-        before = [held.local.detach().clone() for held in weights.trained]
+        old_weights = [held.local.detach().clone() for held in weights.trained]
         moments = [{k: v.clone() for k, v in optimizer.state[s.local].items()} for s in weights.trained]
         optimizer.found_inf = torch.tensor(skip)
         optimizer.step()
-        assert {not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)} == {skip == 0.0}
+        assert {not torch.equal(s.local, b) for s, b in zip(weights.trained, old_weights, strict=True)} == {skip == 0.0}
     for held, state in zip(weights.trained, moments, strict=True):
         assert all(torch.equal(optimizer.state[held.local][key], value) for key, value in state.items())
 
 
 MODELS = {"neox": NEOX, "llama": LLAMA}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: OF_TWO[name] for name in ("dp2", "zero1", "zero3")},
+    **{name: TWO_RANK_LAYOUTS[name] for name in ("dp2", "zero1", "zero3")},
     "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
     "dp4 zero3 by twos": (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
     "dp2 x tp2 zero2": (4, {"model_parallel_size": 2, "zero_optimization": {"stage": 2}}),
@@ -106,7 +117,7 @@ def slow(model: str, layout: dict[str, Any]) -> dict[str, Any]:
 def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Part]:
     """For the pool: by model, this rank's weights after steps with the same gradients in any layout."""
     results = {}
-    for model, training in zip(MODELS, begun(slow(model, layout) for model in MODELS), strict=True):
+    for model, training in zip(MODELS, begin_each(slow(model, layout) for model in MODELS), strict=True):
         engine, groups = training.engine, training.groups
         assert isinstance(engine, NativeEngine)
         for step in range(2):
@@ -127,20 +138,22 @@ def in_layout(rank: int, world_size: int, layout: dict[str, Any]) -> tuple[dict[
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[dict[str, Part], dict[str, Part]]:
+def one_process() -> tuple[dict[str, Part], dict[str, Part]]:
     return run_ranks(in_layout, 1, {})[0]
 
 
 @pytest.mark.parametrize("name", cells(["zero3", "tp2 sp"], ["dp2 x tp2 zero2"], ["dp2", "zero1", "dp4 zero3 by twos"]))
-def test_layouts(name: str, alone: tuple[dict[str, Part], dict[str, Part]]) -> None:
+def test_layouts(name: str, one_process: tuple[dict[str, Part], dict[str, Part]]) -> None:
     """The same gradients give the same bits: gathered whole, a matrix is what one process has. Gradients that
     differ in their last bits are rounded to other bf16 numbers: weights are as near as lr times 2^-9."""
     ranks, layout = LAYOUTS[name]
-    found = run_ranks(in_layout, ranks, layout, timeout=TIMEOUT)
+    parts_by_rank = run_ranks(in_layout, ranks, layout, timeout=TIMEOUT)
     for model in MODELS:
-        given, run = (whole([parts[i][model] for parts in found], slow(model, layout)) for i in (0, 1))
-        one, curve = (whole([parts[model]], slow(model, {})) for parts in alone)
-        assert bit_equal(one.weights, given.weights), model
+        given_grads, run = (
+            full_curve([parts[i][model] for parts in parts_by_rank], slow(model, layout)) for i in (0, 1)
+        )
+        reference_grads, curve = (full_curve([parts[model]], slow(model, {})) for parts in one_process)
+        assert bit_equal(reference_grads.weights, given_grads.weights), model
         assert_alike({model: run}, {model: curve}, norms=1e-4, weights=1e-3)
 
 

@@ -20,10 +20,10 @@ STEPS = 5
 PARTS = [("deepspeed", 1, 1), ("native", 3, 2), ("deepspeed", 3, 3), ("native", 0, STEPS)]  # stage, last step
 
 
-def values(save: Path, **more: Any) -> dict[str, Any]:
+def values(save: Path, **overrides: Any) -> dict[str, Any]:
     common = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "hidden_dropout": 0.1}
     saved = {"save": str(save), "load": str(save), "checkpoint_factor": 100}
-    return config(ADAMW, LLAMA, common, saved, {"lr_decay_style": "cosine"}, more)
+    return config(ADAMW, LLAMA, common, saved, {"lr_decay_style": "cosine"}, overrides)
 
 
 def engine_of(save: Path, step: str) -> str | None:
@@ -34,27 +34,28 @@ def engine_of(save: Path, step: str) -> str | None:
 @pytest.mark.parametrize("precision", cells(["fp32"], ["bfloat16"]))
 def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
     """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
-    through, save = tmp_path / "through", tmp_path / "turns"
-    runs = [values(through, precision=precision, engine="deepspeed", **zero(1))]
+    uninterrupted, save = tmp_path / "through", tmp_path / "turns"
+    runs = [values(uninterrupted, precision=precision, engine="deepspeed", **zero(1))]
     for engine, stage, last in PARTS:
         runs.append(values(save, precision=precision, engine=engine, exit_interval=last, **zero(stage)))
     run_ranks(to_their_ends, 2, runs, timeout=TIMEOUT)
     assert [engine_of(save, f"global_step{last}") for _, _, last in PARTS] == [engine for engine, _, _ in PARTS]
     # bf16 gradients are summed in another order, and its losses have 8 bits.
-    assert losses(save) == pytest.approx(losses(through), rel=1e-5 if precision == "fp32" else 1e-3)
+    assert losses(save) == pytest.approx(losses(uninterrupted), rel=1e-5 if precision == "fp32" else 1e-3)
 
 
 def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
     """One that is found under `save` alone, too."""
-    given = values(tmp_path, load=None, train_micro_batch_size_per_gpu=8)
-    run_ranks(to_their_ends, 1, [{**given, "engine": "deepspeed", "exit_interval": 1}, {**given, "exit_interval": 2}])
+    run_values = values(tmp_path, load=None, train_micro_batch_size_per_gpu=8)
+    runs = [{**run_values, "engine": "deepspeed", "exit_interval": 1}, {**run_values, "exit_interval": 2}]
+    run_ranks(to_their_ends, 1, runs)
     assert engine_of(tmp_path, "global_step1") == engine_of(tmp_path, "global_step2") == "deepspeed"
 
 
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
 
-@pytest.mark.parametrize(("more", "gpus", "recorded", "name", "reason"), [
+@pytest.mark.parametrize(("overrides", "gpus", "recorded", "name", "reason"), [
     ({}, 0, None, "native", "auto: on CPUs"),
     ({}, 1, None, "native", "auto: on one GPU"),
     ({}, 2, None, "deepspeed", "auto: on several GPUs"),
@@ -66,34 +67,41 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "deepspeed", "auto: precision .* fp16"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, None, "deepspeed", "cpu_offload"),
 ], ids=str)  # fmt: skip
-def test_choice(more: dict[str, Any], gpus: int, recorded: str | None, name: str, reason: str) -> None:
-    args = NeoXArgs.from_dict(config(NEOX, more)).for_world(gpus or 2)
+def test_choice(overrides: dict[str, Any], gpus: int, recorded: str | None, name: str, reason: str) -> None:
+    args = NeoXArgs.from_dict(config(NEOX, overrides)).for_world(gpus or 2)
     choice = choose_engine(args, gpus > 0, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
 
 
-@pytest.mark.parametrize(("before", "after"), cells([("AdamW", "Muon")], [("Lion", "SGD")], [("Muon", "AdamW")]))
-def test_another_optimizers_state_is_refused(before: str, after: str, tmp_path: Path) -> None:
-    def given(kind: str, **more: Any) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("saved_type", "loaded_type"), cells([("AdamW", "Muon")], [("Lion", "SGD")], [("Muon", "AdamW")])
+)
+def test_another_optimizers_state_is_refused(saved_type: str, loaded_type: str, tmp_path: Path) -> None:
+    def with_optimizer(kind: str, **overrides: Any) -> dict[str, Any]:
         optimizer = {"type": kind, "params": {"lr": 1e-3}}
-        return values(tmp_path, optimizer=optimizer, train_micro_batch_size_per_gpu=8, **more)
+        return values(tmp_path, optimizer=optimizer, train_micro_batch_size_per_gpu=8, **overrides)
 
-    run_ranks(to_their_ends, 1, [given(before, exit_interval=1)])
-    assert_refused((given(after), rf"optimizer.type: {after} .*{re.escape(str(tmp_path))}.* {before}.*no_load_optim"))
-    run_ranks(to_their_ends, 1, [given(after, no_load_optim=True, exit_interval=2)])
+    run_ranks(to_their_ends, 1, [with_optimizer(saved_type, exit_interval=1)])
+    assert_refused(
+        (
+            with_optimizer(loaded_type),
+            rf"optimizer.type: {loaded_type} .*{re.escape(str(tmp_path))}.* {saved_type}.*no_load_optim",
+        )
+    )
+    run_ranks(to_their_ends, 1, [with_optimizer(loaded_type, no_load_optim=True, exit_interval=2)])
 
 
 @pytest.mark.parametrize("tensor", cells([], [1], [2]))
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     common = {"precision": "bfloat16", "model_parallel_size": tensor, "train_micro_batch_size_per_gpu": 2}
-    by_twos = {**common, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    stopped = values(tmp_path / "stopped", **by_twos)
+    grouped = {**common, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    stopped = values(tmp_path / "stopped", **grouped)
     common |= {"load": stopped["load"], "zero_optimization": {"stage": 1}}
-    others = [values(tmp_path / engine, **common, engine=engine) for engine in ("native", "deepspeed")]
-    runs = [values(tmp_path / "through", **by_twos), {**stopped, "exit_interval": 2}, *others, stopped]
-    for through, *_, resumed in run_ranks(to_their_ends, 4 * tensor, runs, timeout=TIMEOUT):
-        assert bit_equal(resumed, through)
+    ungrouped = [values(tmp_path / engine, **common, engine=engine) for engine in ("native", "deepspeed")]
+    runs = [values(tmp_path / "through", **grouped), {**stopped, "exit_interval": 2}, *ungrouped, stopped]
+    for uninterrupted, *_, resumed in run_ranks(to_their_ends, 4 * tensor, runs, timeout=TIMEOUT):
+        assert bit_equal(resumed, uninterrupted)
     expected = losses(tmp_path / "through")
     for engine in ("native", "deepspeed"):
         now = losses(tmp_path / engine)
@@ -101,8 +109,8 @@ def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
 
 
 def test_keys_without_effect_are_named() -> None:
-    given = zero(1, overlap_comm=True, reduce_bucket_size=5e8, zero_hpz_partition_size=1)
-    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, given)).for_world(1))
+    zero_keys = zero(1, overlap_comm=True, reduce_bucket_size=5e8, zero_hpz_partition_size=1)
+    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, zero_keys)).for_world(1))
     assert {*re.findall(r"\w+_\w+", note)} == {"zero_optimization", "reduce_bucket_size", "overlap_comm"}
     assert NativeEngine.notes(NeoXArgs.from_dict(config(NEOX)).for_world(1)) == []
 
@@ -122,6 +130,6 @@ def test_an_unknown_engine_of_a_checkpoint() -> None:
 def test_an_engine_says_what_it_leaves_to_the_other() -> None:
     pipeline = config(NEOX, engine="native", pipe_parallel_size=2, comms_logger={"enabled": True})
     muon = config(NEOX, engine="deepspeed", optimizer={"type": "Muon", "params": {"lr": 1e-3}})
-    for of_native, of_deepspeed in run_ranks(refusals, 2, [pipeline, muon]):
-        assert re.search("pipe_parallel_size 2.* engine: deepspeed", of_native)
-        assert "comms_logger" in of_native and re.search("Muon.* engine: native", of_deepspeed)
+    for native_message, deepspeed_message in run_ranks(refusals, 2, [pipeline, muon]):
+        assert re.search("pipe_parallel_size 2.* engine: deepspeed", native_message)
+        assert "comms_logger" in native_message and re.search("Muon.* engine: native", deepspeed_message)

@@ -15,12 +15,12 @@ def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
     """Chosen answers are even tokens, rejected ones odd; prompts tell nothing."""
     random, paths = np.random.default_rng(0), {}
     prompts = [random.integers(0, 300, random.integers(1, 6)) for _ in range(count)]
-    for side, rest in (("pos", 0), ("neg", 1)):
+    for side, parity in (("pos", 0), ("neg", 1)):
         for kind in ("", "_label"):
             with IndexedDatasetWriter(str(folder / f"{side}{kind}"), np.int32) as writer:
-                answers = np.random.default_rng(rest)
+                answers = np.random.default_rng(parity)
                 for prompt in prompts:
-                    answer = answers.integers(0, 150, answers.integers(2, 8)) * 2 + rest
+                    answer = answers.integers(0, 150, answers.integers(2, 8)) * 2 + parity
                     masked = np.full_like(prompt, -100) if kind else prompt
                     writer.add_document(np.concatenate([masked, answer]).astype(np.int32))
             paths[f"{side}_train{kind}_data_paths"] = [str(folder / f"{side}{kind}")]
@@ -28,10 +28,10 @@ def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
     return paths
 
 
-def pairwise(data: dict[str, Any], *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def pairwise(data: dict[str, Any], *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     """A run of DPO on pairs, unless `parts` say otherwise; without keys that are None."""
     common = {"data_path": None, "split": None, "eod_mask_loss": False, "dataset_impl": "pairwise"}
-    values = config(LLAMA, ADAMW, data, common, {"train_impl": "dpo", "train_batch_size": 4}, *parts, **more)
+    values = config(LLAMA, ADAMW, data, common, {"train_impl": "dpo", "train_batch_size": 4}, *parts, **overrides)
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -1,7 +1,6 @@
 """Preferences: the same step in every layout, ln 2 where the policy is its own reference."""
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.evaluation import evaluate_objective
 from megatron.training.parallelize import parallelize
-from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
-from tests.model.stages import groups_of, random_weights, small, stage_with
+from tests.model.runs import LLAMA, LR, SGD, Step, full_weights
+from tests.model.stages import groups_of, make_stage, random_weights, small
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import scores, step_loss
 from tests.pool import run_ranks
@@ -56,7 +56,7 @@ def pair_batches(packed: bool) -> list[Batch]:
         rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
         pair = documents[2 * i : 2 * i + 2]
         batch = (shared_in_rows if packed and i in (0, 3) else in_rows)(pair, rows, length, [1.0, 1.0])
-        batches.append(replace(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
+        batches.append(with_responses(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
     return batches
 
 
@@ -65,16 +65,22 @@ def kto_batches(packed: bool) -> list[Batch]:
     for i in range(4):
         prompt, answer, good = ANSWERS[i]
         batch = in_rows([(prompt, answer)], [[0]], 20, [1.0 if good else -1.0])
-        others = in_rows(MISMATCHED[i : i + 2], [[1, 0]] if packed else [[0], [1]], 32, [1.0, float(i != 2)])
-        others = replace(others, reference_logprobs=torch.tensor([-60.0, -80.0]))
-        batches.append(replace(batch, reference_logprobs=torch.tensor([-25.0 - 5 * i]), kl_batch=others))
+        mismatched = in_rows(MISMATCHED[i : i + 2], [[1, 0]] if packed else [[0], [1]], 32, [1.0, float(i != 2)])
+        mismatched = with_responses(mismatched, reference_logprobs=torch.tensor([-60.0, -80.0]))
+        sums = torch.tensor([-25.0 - 5 * i])
+        batches.append(with_responses(batch, reference_logprobs=sums, kl_batch=mismatched))
     return batches
 
 
 def from_policy(engine: Engine) -> Any:
     def fill(batches: list[Batch]) -> list[Batch]:
-        filled = [replace(b, reference_logprobs=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
-        return [b if b.kl_batch is None else replace(b, kl_batch=fill([b.kl_batch])[0]) for b in filled]
+        pairs = zip(batches, engine.scores(batches), strict=True)
+        filled = [with_responses(b, reference_logprobs=sums) for b, sums in pairs]
+        kl_batches = [batch_responses(b).kl_batch for b in filled]
+        return [
+            b if kl is None else with_responses(b, kl_batch=fill([kl])[0])
+            for b, kl in zip(filled, kl_batches, strict=True)
+        ]
 
     return fill
 
@@ -87,7 +93,7 @@ def run(rank: int, world_size: int, cells: list[tuple[dict[str, Any], str, bool]
         keys = {**LLAMA, **SGD, **layout, "gradient_accumulation_steps": 4 // data, "seq_length": 32}
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
-        stage = stage_with(args, random_weights(args), groups)
+        stage = make_stage(args, random_weights(args), groups)
         engine = parallelize(stage, OBJECTIVES[name], args, groups, choose_engine(args, False).load())
         batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
         engine.use_reference(from_policy(engine))
@@ -117,18 +123,18 @@ def assert_same(ranks: list[Run], expected: Run) -> None:
         assert rank.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
         assert rank.at_start == pytest.approx(expected.at_start, abs=1e-6)
     args = small(**LLAMA, **SGD, seq_length=32)
-    ours, theirs = whole_weights(args, [rank.step for rank in ranks]), whole_weights(args, [expected.step])
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    actual, expected_weights = full_weights(args, [rank.step for rank in ranks]), full_weights(args, [expected.step])
+    torch.testing.assert_close(actual, expected_weights, rtol=1e-5, atol=2e-5)
 
 
 # One objective in all layouts of two ranks by `make test`; both looks of all in one process, below.
-FIRST, SECOND = ("dpo", "packed"), ("kto", "padded")
-OTHERS = [cell for cell in product(OBJECTIVES, LOOK) if cell not in (FIRST, SECOND)]
+DEFAULT_CELL, MORE_CELL = ("dpo", "packed"), ("kto", "padded")
+PRODUCT_CELLS = [cell for cell in product(OBJECTIVES, LOOK) if cell not in (DEFAULT_CELL, MORE_CELL)]
 
 
-@pytest.mark.parametrize(("name", "look"), cells([FIRST], [SECOND], OTHERS))
+@pytest.mark.parametrize(("name", "look"), cells([DEFAULT_CELL], [MORE_CELL], PRODUCT_CELLS))
 def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]) -> None:
-    for size in (2,) if (name, look) == FIRST else (2, 4):
+    for size in (2,) if (name, look) == DEFAULT_CELL else (2, 4):
         runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS if world == size]
         for ranks in zip(*run_ranks(run, size, runs), strict=True):
             assert_same(list(ranks), single[name, False])  # padded: packing changes nothing either
@@ -150,10 +156,10 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
     """DPO of long pairs, weights bf16, activations `dtype`; `sums` bfloat16: of torch's log-probabilities."""
     args = small(**LLAMA, seq_length=400, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(4, 60, (4, 3, 360), generator=generator).tolist()
-    documents = documents_of([(prompt[:20], chosen, rejected[:180]) for prompt, chosen, rejected in drawn])
+    samples = torch.randint(4, 60, (4, 3, 360), generator=generator).tolist()
+    documents = documents_of([(prompt[:20], chosen, rejected[:180]) for prompt, chosen, rejected in samples])
     batch = in_rows(documents, [[i] for i in range(8)], 400, [1.0] * 8)
-    reference, policy = (stage_with(args, random_weights(args)) for _ in range(2))
+    reference, policy = (make_stage(args, random_weights(args)) for _ in range(2))
     with torch.no_grad():
         for param in policy.parameters():
             param += 0.02 * torch.randn(param.shape, generator=generator)
@@ -166,9 +172,9 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
                 logprobs = stage(None, batch).log_softmax(-1).transpose(0, 1)
                 label_logprobs = logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
                 document_logprobs.append((label_logprobs * batch.loss_weights).sum(1))
-            above = (document_logprobs[0] - document_logprobs[1]).float()
-            return -torch.nn.functional.logsigmoid(0.1 * (above[0::2] - above[1::2])).mean()
-        batch = replace(batch, reference_logprobs=scores(lambda b: reference(None, b), [batch])[0])
+            log_ratios = (document_logprobs[0] - document_logprobs[1]).float()
+            return -torch.nn.functional.logsigmoid(0.1 * (log_ratios[0::2] - log_ratios[1::2])).mean()
+        batch = with_responses(batch, reference_logprobs=scores(lambda b: reference(None, b), [batch])[0])
         return step_loss(dpo({"sigmoid": 1.0}, PairSettings(0.1)), lambda b: policy(None, b), [batch])[0]
 
 

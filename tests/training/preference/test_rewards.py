@@ -17,8 +17,8 @@ from tests.training.checkpoint.test_resume import assert_goes_on, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LLAMA, TABLE, Curve, bit_equal, cells, config, curves, run_to_end
 
-TOGETHER = ["tp2 sp", "pp2", "zero3"]
-LAYOUTS = {name: TABLE[name] for name in (*TOGETHER, "tp2", "dp2", "zero1", "zero1, deepspeed", "zero3, deepspeed")}
+MORE_LAYOUTS = ["tp2 sp", "pp2", "zero3"]
+LAYOUTS = {name: TABLE[name] for name in (*MORE_LAYOUTS, "tp2", "dp2", "zero1", "zero1, deepspeed", "zero3, deepspeed")}
 LAYOUTS |= {"tp2 sp, deepspeed": (2, TABLE["tp2 sp"][1] | {"engine": "deepspeed"}), "tp2 pp2 sp": TABLE["tp2 pp2 sp"]}
 
 
@@ -30,13 +30,13 @@ def reward_data(folder: Path, count: int = 24) -> dict[str, Any]:
     return {**pairs(folder, count), **margins}
 
 
-def values_of(data: dict[str, Any], *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return pairwise(data, {"train_impl": "rm", "center_rewards_coefficient": 0.01}, *parts, **more)
+def values_of(data: dict[str, Any], *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    return pairwise(data, {"train_impl": "rm", "center_rewards_coefficient": 0.01}, *parts, **overrides)
 
 
-def packed(folder: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def packed(folder: Path, *parts: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     keys = {"pack_impl": "best_fit", "train_micro_batch_size_per_gpu": 4}
-    return values_of(reward_data(folder), keys, *parts, **more)
+    return values_of(reward_data(folder), keys, *parts, **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
 
 
 @pytest.mark.parametrize("names", [
-    TOGETHER, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in TOGETHER),
+    MORE_LAYOUTS, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in MORE_LAYOUTS),
 ], ids=" and ".join)  # fmt: skip
 def test_layouts_equal_one_process(names: list[str], one_process: tuple[dict[str, Any], Curve]) -> None:
     values, expected = one_process
@@ -71,8 +71,8 @@ def test_padded_pairs_and_shared_prompts_train_the_same(train_impl: str, tmp_pat
         keys |= {"train_batch_size": rows, "train_micro_batch_size_per_gpu": 1}
         ((part,),) = run_ranks(curves, 1, [keys], 3)
         ends.append((rows, part))
-    (alone, padded), (few, shared) = ends
-    assert alone == 12 > few
+    (num_padded_rows, padded), (num_shared_rows, shared) = ends
+    assert num_padded_rows == 12 > num_shared_rows
     assert shared.losses == pytest.approx(padded.losses, rel=1e-5) and padded.losses[2] < padded.losses[0]
     torch.testing.assert_close(shared.weights, padded.weights, rtol=1e-4, atol=1e-5)
 
@@ -85,7 +85,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_validated(name: str, tmp_path: Path) -
     assert_goes_on(ranks, packed(tmp_path, layout, precision, steps, train_micro_batch_size_per_gpu=2), tmp_path)
     lines = (tmp_path / "resumed/logs/metrics.jsonl").read_text()
     names = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "pos_values", "neg_values")
-    assert all(f'"{at}/{name}"' in lines for at in ("train", "validation") for name in names)
+    assert all(f'"{prefix}/{name}"' in lines for prefix in ("train", "validation") for name in names)
     files = sorted((tmp_path / "through/global_step6").glob("layer_08-model_*-model_states.pt"))
     shapes = [tuple(load_tensors(file)["rm_linear.weight"].shape) for file in files]
     tensor = layout.get("model_parallel_size", 1)
@@ -99,35 +99,35 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
     keys = packed(tmp_path, saved, load=str(language), finetune=True, save=str(tmp_path / "reward"))
     ((_, trained),) = run_ranks(run_to_end, 1, keys)
     exported = tmp_path / "reward/huggingface/global_step2"
-    elsewhere = {**keys, "save": str(tmp_path / "other")}
+    other_run = {**keys, "save": str(tmp_path / "other")}
     hf = str(language / "huggingface/global_step2")
-    (parts,) = run_ranks(curves, 1, [elsewhere, {**elsewhere, "load": hf}, {**elsewhere, "load": str(exported)}], 0)
+    (parts,) = run_ranks(curves, 1, [other_run, {**other_run, "load": hf}, {**other_run, "load": str(exported)}], 0)
     stored = {int(file.name[6:8]): load_tensors(file) for file in find_checkpoint(language).glob("layer_*")}
-    for begun in (parts[0].weights, parts[1].weights):
-        head = begun.pop(8)["rm_linear.weight"]
-        assert bit_equal(begun, {layer: stored[layer] for layer in begun})
+    for initial in (parts[0].weights, parts[1].weights):
+        head = initial.pop(8)["rm_linear.weight"]
+        assert bit_equal(initial, {layer: stored[layer] for layer in initial})
         assert 0.012 < float(head.std()) < 0.028, "normal, init_method_std 0.02"
     assert bit_equal(parts[2].weights, trained)
 
     bare = {key: value for key, value in keys.items() if key not in ("finetune", "save", "save_hf")}
-    plain = config(LLAMA, ADAMW, train_iters=2, load=str(tmp_path / "reward"), finetune=True)
-    for place, message in zip((language, tmp_path / "reward"), refused(bare, plain), strict=True):
+    language_run = config(LLAMA, ADAMW, train_iters=2, load=str(tmp_path / "reward"), finetune=True)
+    for place, message in zip((language, tmp_path / "reward"), refused(bare, language_run), strict=True):
         assert str(place) in message and "reward model" in message and "scores" in message
 
 
 SIDES = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
 
 
-@pytest.mark.parametrize(("changes", "told"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"score_head": False}, "score_head: .*train_impl rm"),
     ({"max_length": 33}, "max_length: .*32"),
     ({"compat_pack_impl": True, "pack_impl": "unpacked"}, "compat_pack_impl: "),
     ({"train_reward_data_paths": ["a", "b"]}, "train_reward_data_paths: .*1 pos_train_data_paths"),
     ({"dpo_beta": 0.3, "dpo_loss_type": "ipo"}, "dpo_loss_type: .*train_impl: dpo.*rm"),
 ])  # fmt: skip
-def test_refused(changes: dict[str, Any], told: str) -> None:
+def test_refused(changes: dict[str, Any], message: str) -> None:
     keys = {**values_of(SIDES, pack_impl="best_fit"), "train_micro_batch_size_per_gpu": 1, **changes}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(keys)
 
 

@@ -1,0 +1,192 @@
+"""Captures decode steps as CUDA graphs (`decode_cuda_graphs`).
+
+The host launches one graph instead of each kernel: launching small kernels takes longer than running them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from megatron.data import Batch
+from megatron.model import InferenceContext, KVCache, Model
+from megatron.mpu import HeadInput, Linear
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
+from megatron.mpu.products import PlainProduct
+
+_TOKEN, _POSITION, _SLOT, _STATE, _TABLE = range(5)  # columns of `_Step.inputs`; the table takes the rest
+_ROWS = 8  # above so many rows graphs are of multiples of it, below of powers of 2
+_BLOCKS = 8  # graphs are of multiples of so many blocks at least
+
+
+def captures_decode(model: Model, log: Callable[[str], None] | None = None) -> bool:
+    """Returns whether to capture this model's decode steps as CUDA graphs: `decode_cuda_graphs`, or a choice
+    for `auto`.
+
+    log: called with a line about the choice for `auto`. Raises ConfigError if the key is true and the steps
+        cannot be captured.
+    """
+    setting = model.args.decode_cuda_graphs
+    if setting is False:
+        return False
+    problem = _problem(model)
+    if setting is True:
+        if problem is not None:
+            raise model.args.error("decode_cuda_graphs", f"true: {problem}; set it to false or auto")
+        return True
+    problem = problem or not_run_on("decode_cuda_graphs: true", capability_of(model.groups.device))
+    if log is not None and model.groups.device.type == "cuda":
+        log(f"decode_cuda_graphs: auto chose {'true' if problem is None else f'false ({problem})'}")
+    return problem is None
+
+
+def _problem(model: Model) -> str | None:
+    """Returns the reason why the decode steps of a model cannot be captured; None if they can."""
+    args, modules = model.args, list(model.stage.modules())
+    sharded = model.lockstep or any(isinstance(module, FSDPModule) for module in modules)
+    unquantized = all(isinstance(module.product, PlainProduct) for module in modules if isinstance(module, Linear))
+    problems = {
+        "CUDA graphs need a GPU": model.groups.device.type != "cuda",
+        "without a cache (recompute: true) there are no decode steps": args.recompute,
+        "pipeline stages wait for each other (pipe_parallel_size)": args.pp > 1,
+        "collectives of tensor ranks are not captured (model_parallel_size)": args.tp > 1,
+        "experts are not captured": any(args.has_experts(block) for block in range(args.num_layers)),
+        "weights are sharded over ranks (ZeRO 3, expert parallelism, fully_shard)": sharded,
+        "products in FP8 and of quantised weights are not captured (precision_fp8, lora.quantization)": not unquantized,
+        "each row has its own LoRA adapter": model.adapter_rows is not None,
+        "LongRoPE copies its factors from the host": (args.rope_scaling or {}).get("rope_type") == "longrope",
+    }
+    return next((problem for problem, applies in problems.items() if applies), None)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The inputs of one decode step, on the host.
+
+    tokens, positions: `[rows]` int64, the last token of each row and its position.
+    slots, table, states: as in `CacheRows`; slots `[rows]` and table `[rows, blocks]` are int64.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    table: np.ndarray
+    states: Sequence[int] | None
+
+
+class CapturedDecode:
+    """Runs decode steps over one KV cache, with a CUDA graph for each padded number of rows and blocks.
+
+    Numbers of rows and blocks are padded to a few values, which limits the number of graphs. Padding rows
+    write to slot 0, which no request uses, and to the state `spare_state`. Graphs hold the addresses of
+    weights and cache, so they see later changes of the values. The first step of a shape runs uncaptured, the
+    second is captured.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, maximum_rows: int, capacity: int, spare_state: int) -> None:
+        """capacity: number of KV-cache blocks of the longest text. spare_state: index of the Mamba state that
+        padding rows write to."""
+        self.model, self.cache = model, cache
+        self.maximum_rows, self.capacity, self.spare_state = maximum_rows, capacity, spare_state
+        self.pool = torch.cuda.graph_pool_handle() if model.groups.device.type == "cuda" else None
+        self.steps: dict[tuple[int, int], _Step] = {}
+
+    def logits(self, rows: DecodeRows) -> Tensor:
+        """Returns the logits of each row's next token, `[rows, 1, vocab]`; valid until the next call."""
+        count, blocks = rows.table.shape
+        key = padded_rows(count, self.maximum_rows), padded_blocks(blocks, self.capacity)
+        if key not in self.steps:
+            self.steps[key] = _Step(self, *key)
+        return self.steps[key](rows)[:count]
+
+
+class _Step:
+    """The decode step for one padded number of rows and blocks: called with `DecodeRows`, it returns logits.
+
+    All its inputs are copied to the device as one tensor.
+    """
+
+    def __init__(self, decode: CapturedDecode, rows: int, blocks: int) -> None:
+        device, shape = decode.model.groups.device, (rows, _TABLE + blocks)
+        self.decode = decode
+        self.host = torch.zeros(shape, dtype=torch.long, pin_memory=device.type == "cuda")
+        self.inputs = torch.zeros(shape, dtype=torch.long, device=device)
+        self.last = torch.zeros(rows, dtype=torch.long, device=device)
+        self.logit_positions = torch.arange(rows, device=device)
+        self.ran = False
+        self.launch: Callable[[], None] | None = None
+        self.result: Tensor | None = None
+
+    def __call__(self, rows: DecodeRows) -> Tensor:
+        count, blocks = rows.table.shape
+        # The host has read the tokens of the step before, so the copy before has ended.
+        values = self.host.numpy()
+        values[:] = 0
+        values[:, _STATE] = self.decode.spare_state
+        values[:count, _TOKEN], values[:count, _POSITION] = rows.tokens, rows.positions
+        if blocks:
+            values[:count, _SLOT] = rows.slots
+        if rows.states is not None:
+            values[:count, _STATE] = rows.states
+        values[:count, _TABLE : _TABLE + blocks] = rows.table
+        self.inputs.copy_(self.host, non_blocking=True)
+        if not self.ran:  # what is made once, by kernels and caches, is made now
+            self.ran = True
+            return self._run()
+        if self.launch is None:
+            self.launch, self.result = cuda_graph(self._run, self.decode.pool)
+        self.launch()
+        assert self.result is not None
+        return self.result
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        model, cache = self.decode.model, self.decode.cache
+        tokens, positions = self.inputs[:, _TOKEN : _TOKEN + 1], self.inputs[:, _POSITION : _POSITION + 1]
+        states = self.inputs[:, _STATE].contiguous() if model.args.mamba_blocks else None
+        table = self.inputs[:, _TABLE:].contiguous()
+        slots = self.inputs[:, _SLOT].contiguous() if model.args.attends else self.inputs[:0, _SLOT]
+        # Buffers of its own: those that other steps share are replaced by larger ones.
+        view = cache.with_rows(slots, table, states=states, room={})
+        batch = Batch(tokens, labels=tokens, loss_weights=tokens, positions=positions)
+        context = InferenceContext(cache=view, last_tokens=self.last, logit_positions=self.logit_positions)
+        logits = model.stage(None, batch, HeadInput.logits, context)
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+def padded_rows(rows: int, maximum_rows: int) -> int:
+    """Returns the number of rows, padding included, of the CUDA graph that is used for `rows` rows.
+
+    Up to `_ROWS` it is the next power of two, above it the next multiple of `_ROWS`, and never more than
+    `maximum_rows`.
+    """
+    padded = 1 << (rows - 1).bit_length() if rows <= _ROWS else -(-rows // _ROWS) * _ROWS
+    return min(padded, maximum_rows)
+
+
+def padded_blocks(blocks: int, capacity: int) -> int:
+    """Returns the number of blocks per row, padding included, of the CUDA graph that is used for `blocks`
+    blocks.
+
+    Above 32 blocks, padding adds at most a quarter. capacity: upper limit, the blocks of the longest text.
+    """
+    unit = max(_BLOCKS, (1 << max(blocks - 1, 0).bit_length()) // 8)
+    return min(-(-blocks // unit) * unit, capacity)
+
+
+def cuda_graph(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+    """Captures `run` as a CUDA graph. Returns a function that replays the graph, and the tensor that holds
+    the result after each replay.
+
+    pool: the memory pool that all graphs share.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: threads beside this one may wait for events of theirs (NCCL's, copies to the host).
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph.replay, result

@@ -1,0 +1,111 @@
+"""Several adapters over one model, of which each row of a batch takes its own."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.adapters import AdapterSource, BaseWeights, check_base, open_adapter, open_base
+from megatron.distributed import run_on_each_rank
+from megatron.model import Model
+from megatron.model.lora import low_rank
+from megatron.model.weight_map import named_params
+from megatron.mpu import Linear, ParamSpec, shard
+from megatron.mpu.lora import AdapterRows, AdapterStack
+from megatron.neox_arguments.values.lora_settings import copied_modules
+
+_Parts = list[tuple[Tensor, Tensor, Tensor | None] | None]
+
+
+def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: logging.Logger) -> Model:
+    """Returns the model with several LoRA adapters. `Request.adapter` chooses one of them for each row of a
+    batch.
+
+    adapter_paths: path of each adapter by its name, of our checkpoints or in peft's format; the first is
+        adapter number 1. All ranks call it together.
+
+    Raises CheckpointError for an adapter of other base weights, or with trained copies of embedding or head
+    (modules_to_save), which a batch cannot mix.
+    """
+    chosen = AdapterRows()
+
+    def open_all() -> tuple[BaseWeights, list[AdapterSource]]:
+        return open_base(model.source, model.args), [open_adapter(path, model.args) for path in adapter_paths.values()]
+
+    base, sources = run_on_each_rank(model.groups, open_all)
+    base.verify(model.groups)
+    for source in sources:
+        source.verify(model.groups)
+
+    def attach() -> None:
+        for name, source in zip(adapter_paths, sources, strict=True):
+            check_base(source, base)
+            if copies := copied_modules(source.args):
+                raise CheckpointError(
+                    f"{source.path}: adapter {name} has full copies of {', '.join(sorted(copies))} (modules_to_save), "
+                    "so it cannot be served beside other adapters; serve it alone: --adapter PATH"
+                )
+        modules, specs = [source.modules() for source in sources], named_params(model.args)
+        for index, layer in model.stage.layers.items():
+            linears = {name: module for name, module in layer.named_modules() if isinstance(module, Linear)}
+            if not any(spec.index == int(index) for spec in model.stage.blocks):
+                continue
+            weights, values = base.read(int(index)), [source.read(int(index)) for source in sources]
+            for name, linear in linears.items():
+                parts: _Parts = []
+                for adapter_modules, read in zip(modules, values, strict=True):
+                    full_linear = adapter_modules[int(index)].get_submodule(name)
+                    assert isinstance(full_linear, Linear)
+                    adapter_weights = {key.removeprefix(f"{name}."): value for key, value in read.items()}
+                    parts.append(
+                        low_rank(full_linear, weights[f"{name}.weight"], adapter_weights)
+                        if full_linear.adapters
+                        else None
+                    )
+                if any(part is not None for part in parts):
+                    linear.stack = _stack(model, linear, specs[int(index), f"{name}.weight"], parts, chosen)
+
+    run_on_each_rank(model.groups, attach)
+    logger.info(
+        f"adapters, by the name of a model: {', '.join(f'{name} of {path}' for name, path in adapter_paths.items())}"
+    )
+    return replace(model, adapter_rows=chosen)
+
+
+def _stack(model: Model, linear: Linear, spec: ParamSpec, parts: _Parts, chosen: AdapterRows) -> AdapterStack:
+    """Returns this rank's shards of all adapters of one linear layer, stacked by adapter number. Number 0
+    changes nothing.
+
+    parts: (A, B, gain or None) of each adapter; None for an adapter without weights for this layer.
+    """
+    (rows, columns), groups = spec.shape, model.groups
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+    max_rank = max(len(part[0]) for part in parts if part is not None)
+    row_spec = replace(spec, shape=(rows, max_rank))
+
+    def shard_rows(value: Tensor) -> Tensor:
+        return shard(value, row_spec, rank, size) if spec.axis == 0 else value
+
+    stacked_a, stacked_b = [torch.zeros(max_rank, columns)], [torch.zeros(rows, max_rank)]
+    gains = [torch.ones(rows)]
+    for part in parts:
+        a, b, gain = part if part is not None else (torch.zeros(0, columns), torch.zeros(0, rows), None)
+        missing = (0, 0, 0, max_rank - len(a))
+        stacked_a.append(F.pad(a, missing))
+        stacked_b.append(F.pad(b, missing).t())
+        gains.append(torch.ones(rows) if gain is None else gain)
+    parts_of_a = [
+        shard(a, replace(spec, shape=(max_rank, columns)), rank, size) if spec.axis == 1 else a for a in stacked_a
+    ]
+    with_gains = any(part is not None and part[2] is not None for part in parts)
+    on, dtype = groups.device, model.dtype
+    return AdapterStack(
+        torch.stack(parts_of_a).to(on, dtype),
+        torch.stack([shard_rows(b).t() for b in stacked_b]).to(on, dtype),
+        torch.stack([shard_rows(gain[:, None])[:, 0] for gain in gains]).to(on, dtype) if with_gains else None,
+        chosen,
+    )

@@ -1,0 +1,1 @@
+"""Distillation: learns from a teacher's distributions."""

@@ -1,0 +1,236 @@
+"""Caches the teacher's most likely tokens on disk before the first step, so that training needs no teacher.
+
+The folder is named by the teacher and its settings; rows in it are found by their content.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.checkpointing import replace_file
+from megatron.data import DataError, Datasets, SampleSet, collation
+from megatron.data.files import sync, temporary
+from megatron.data.packed_dataset import TokenSample
+from megatron.data.set_config import index_cache_dir, masked_token_ids
+from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks_of, run_on_each_rank
+from megatron.methods.distillation.description import TeacherDescription, teacher_args
+from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.objective import teacher_values
+from megatron.methods.distillation.teacher import Teacher, with_top_tokens
+from megatron.methods.distillation.teacher_scores import (
+    ROWS,
+    Shard,
+    TeacherScoredDataset,
+    TeacherScores,
+    digest_of_tokens,
+    row_name,
+    token_type,
+    trained_places,
+)
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
+from megatron.tokenizer import Tokenizer
+from megatron.training.reference.cache import describe_reference, digest_of
+
+_TOKENS_AT_ONCE = 1 << 17  # of a data-parallel rank; what an interruption loses
+_SAY_EVERY = 30.0  # seconds
+
+
+def describe_scores(
+    args: NeoXArgs, description: TeacherDescription, tokenizer: Tokenizer, groups: ParallelGroups
+) -> dict[str, Any]:
+    """Returns all settings on which the teacher's scores of a row depend, besides the row's tokens. The ranks
+    share the work."""
+    method_keys = DistillationKeys.read_from(args)
+    assert method_keys.distillation is not None
+    record = describe_reference(teacher_args(args, description), description.source, tokenizer, groups)
+    keys = ("seq_length", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    reading = {key: getattr(args, key) for key in keys} | {"masked": list(masked_token_ids(args))}
+    scores = {key: method_keys.distillation[key] for key in ("temperature", "top_k")} | {"columns": args.softmax_rows}
+    return record | {"scope": "most likely tokens of trained places", "rows": reading, "scores": scores}
+
+
+def scores_folder(args: NeoXArgs, record: dict[str, Any]) -> Path:
+    """Returns the folder of these scores in `distillation.cache_dir`, else in `teacher_cache` next to the
+    index maps."""
+    keys = DistillationKeys.read_from(args)
+    assert keys.distillation is not None
+    cache_dir = keys.distillation["cache_dir"]
+    first_path = (args.train_data_paths or (args.data_path or "",))[0]
+    return Path(cache_dir or index_cache_dir(args, first_path).parent / "teacher_cache") / digest_of(record)
+
+
+def read_scores(folder: Path, k: int) -> TeacherScores:
+    """Returns all scores of a folder. Raises DataError for a damaged file."""
+    shards = []
+    for file in sorted(folder.glob("rows-*.npy")):
+        top = file.with_name(file.name.replace("rows-", "top-", 1))
+        try:
+            rows, tokens = np.load(file, allow_pickle=False), np.load(top, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as problem:
+            raise DataError(f"{file}: damaged ({problem}); delete it, it is rebuilt") from problem
+        is_complete = rows.dtype == ROWS and tokens.dtype == token_type(k) and len(tokens) == rows["count"].sum()
+        if not is_complete or file.stem != f"rows-{digest_of_tokens(rows).decode()}":
+            raise DataError(f"{file}: damaged; delete it, it is rebuilt")
+        shards.append(Shard(top, rows, tokens))
+    return TeacherScores(shards)
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write the description of the scores into their folder. Raises DataError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "about.json", (json.dumps(record, indent=1) + "\n").encode())
+    except OSError as problem:
+        raise _not_writable(folder, problem) from problem
+
+
+def add_scores(folder: Path, scored: list[tuple[bytes, np.ndarray]]) -> None:
+    """Write scores of rows into new files of the folder. Raises DataError.
+
+    scored: for each row its name and its tokens, of `token_type`.
+    """
+    counts = [len(tokens) for _, tokens in scored]
+    firsts = np.cumsum([0, *counts])[:-1]
+    entries = [(name, start, len(t), digest_of_tokens(t)) for (name, t), start in zip(scored, firsts, strict=True)]
+    rows = np.array(entries, ROWS)
+    name = digest_of_tokens(rows).decode()
+    try:
+        for kind, array in (("top", np.concatenate([tokens for _, tokens in scored])), ("rows", rows)):
+            target = folder / f"{kind}-{name}.npy"
+            with temporary(target).open("wb") as file:
+                np.save(file, array)
+            sync(temporary(target))
+            temporary(target).replace(target)
+        sync(folder)
+    except OSError as problem:
+        raise _not_writable(folder, problem) from problem
+
+
+def _not_writable(folder: Path, problem: OSError) -> DataError:
+    return DataError(
+        f"{folder}: scores of the teacher cannot be written here ({problem.strerror}); set distillation.cache_dir to a "
+        "folder that can be written"
+    )
+
+
+class TeacherCache:
+    """Computes missing scores. All ranks call `fill` together."""
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        description: TeacherDescription,
+        tokenizer: Tokenizer,
+        logger: logging.Logger,
+        watchdog: Watchdog,
+    ) -> None:
+        keys = DistillationKeys.read_from(args)
+        assert keys.distillation is not None
+        self.args, self.groups, self.logger, self.watchdog = args, groups, logger, watchdog
+        self.k: int = keys.distillation["top_k"]
+        self.record = describe_scores(args, description, tokenizer, groups)
+        self.folder = scores_folder(args, self.record)
+        self.collate = collation(args, tokenizer.eod)
+        self.make_teacher: Callable[[], Teacher] = lambda: Teacher(args, description, groups, logger)
+        self.teacher: Teacher | None = None
+
+    def fill(self, datasets: Datasets) -> Datasets:
+        """Returns the datasets with the teacher's top tokens for every training row.
+
+        The teacher scores rows that the cache lacks, and the cache keeps them. Counts are logged.
+        """
+        dataset, args = datasets.train, self.args
+        assert dataset is not None and args.train_iters is not None
+        size = min(args.train_iters * args.train_batch_size, len(dataset))
+        cached = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
+        computed, names = self._compute(dataset, size, cached)
+        self.teacher = None
+        self.logger.info(f"distillation: {computed} rows scored, {len(names) - computed} found in {self.folder}")
+        scores = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
+        return replace(datasets, train=TeacherScoredDataset(dataset, scores))  # type: ignore[arg-type]
+
+    def _compute(self, dataset: SampleSet, size: int, cached: TeacherScores) -> tuple[int, set[bytes]]:
+        """Score missing rows; return (rows scored, names of all rows of the first `size` samples)."""
+        rank, ranks = self.groups.rank("data"), self.groups.size("data")
+        step = max(1, _TOKENS_AT_ONCE // self.args.seq_length) * ranks
+        names: set[bytes] = set()
+        computed, logged_at = 0, time.monotonic()
+        for start in range(0, size, step):
+            self.watchdog.now("asking the teacher")
+            numbers = range(start + rank, min(start + step, size), ranks)
+            rows = run_on_each_rank(self.groups, partial(_rows_of, dataset, numbers))
+            everyone = self._from_data_ranks(list(rows))
+            done = names.union(*everyone[:rank])  # each row is the work of the first rank that has it
+            missing = {name: row for name, row in rows.items() if name not in done and name not in cached}
+            names.update(*everyone)
+            computed += self._add(missing)
+            if time.monotonic() - logged_at > _SAY_EVERY:
+                self.logger.info(f"distillation: {min(start + step, size)} of {size} rows are scored")
+                logged_at = time.monotonic()
+        return computed, names
+
+    def _add(self, rows: dict[bytes, TokenSample]) -> int:
+        """Score rows and write their scores to the cache; returns the number of rows of all data ranks.
+
+        Data ranks may have different numbers of rows.
+        """
+        counts = self._from_data_ranks(len(rows))
+        if not sum(counts):
+            return 0
+        if self.teacher is None:
+            on_rank_zero(self.groups, lambda: write_record(self.folder, self.record))
+            self.teacher = self.make_teacher()
+        scored = self._score(rows)
+        writes = self.groups.is_last_stage and self.groups.rank("tensor") == 0 and bool(scored)
+        run_on_each_rank(self.groups, lambda: add_scores(self.folder, scored) if writes else None)
+        return sum(counts)
+
+    def _score(self, rows: dict[bytes, TokenSample]) -> list[tuple[bytes, np.ndarray]]:
+        """Returns name and tokens of each row; [] on stages before the last."""
+        assert self.teacher is not None
+        size, named_rows = self.args.train_micro_batch_size_per_gpu, list(rows.items())
+        scored: list[tuple[bytes, np.ndarray]] = []
+        parts = [named_rows[i : i + size] for i in range(0, len(named_rows), size)]
+        at_once = 4 * self.groups.size("pipe")  # keeps the stages of a pipeline busy
+        for start in range(0, len(parts), at_once):
+            chunk = parts[start : start + at_once]
+            # All of one shape: the last is filled up with its first row
+            filled = [[row for _, row in part + part[:1] * (size - len(part))] for part in chunk]
+            batches = [self.collate(samples).to(self.groups.device) for samples in filled]
+            for part, batch, top in zip(chunk, batches, self.teacher.top_tokens(batches), strict=False):
+                values = teacher_values(with_top_tokens(batch, top))
+                assert values.top_ids is not None and values.top_logprobs is not None
+                ids, logprobs = values.top_ids.cpu().numpy(), values.top_logprobs.cpu().numpy()
+                for (name, row), row_ids, row_logprobs in zip(part, ids, logprobs, strict=False):
+                    places = trained_places(row)
+                    tokens = np.empty(len(places), token_type(self.k))
+                    tokens["ids"], tokens["logprobs"] = row_ids[places], row_logprobs[places]
+                    scored.append((name, tokens))
+        run_on_each_rank(self.groups, lambda: _check_finite(scored))
+        return scored
+
+    def _from_data_ranks(self, value: object) -> list:
+        return run_on_all_ranks_of(self.groups.group("data"), self.groups.size("data"), lambda: value)
+
+
+def _rows_of(dataset: SampleSet, numbers: range) -> dict[bytes, TokenSample]:
+    """Returns the distinct rows of these samples. Raises StopRequested after a stop signal."""
+    look_for_stop()
+    rows = [dataset[number] for number in numbers]
+    return {row_name(row): row for row in rows if isinstance(row, TokenSample)}
+
+
+def _check_finite(scored: list[tuple[bytes, np.ndarray]]) -> None:
+    bad = sum(not np.isfinite(tokens["logprobs"]).all() for _, tokens in scored)
+    if bad:
+        raise DataError(f"distillation: the teacher's log-probabilities are not finite in {bad} of {len(scored)} rows")

@@ -1,0 +1,9 @@
+"""Tells configuration and data of distillation."""
+
+from megatron.methods.distillation.keys import DistillationKeys
+from megatron.neox_arguments.methods import MethodDeclaration
+
+METHOD = MethodDeclaration(
+    lambda args: args.train_impl == "normal" and DistillationKeys.read_from(args).distillation is not None,
+    DistillationKeys,
+)

@@ -1,0 +1,144 @@
+"""Describes the model of `distillation.teacher`: its configuration in this run's layout, and whether both
+models share a vocabulary. Nothing is loaded yet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
+from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
+from megatron.checkpointing.layout import is_tag
+from megatron.methods.distillation.keys import DistillationKeys
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.architectures import (
+    MambaKeys,
+    MoEKeys,
+    MuPKeys,
+    OtherArchitectureKeys,
+    TransformerEngineKeys,
+)
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.fp8 import FP8Keys
+from megatron.neox_arguments.keys.model import ModelKeys
+from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
+
+_OWNERS = tuple(
+    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
+)
+# Model keys that set how, and at what length, the model is computed: these are the run's, not the teacher's
+_RUN_KEYS = (
+    "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
+_KEY = "distillation.teacher"
+
+
+@dataclass(frozen=True)
+class TeacherDescription:
+    """The teacher of a run, not loaded yet.
+
+    source: where its weights are.
+    keys: the model keys of its own configuration; None stands for a key's default.
+    rows: rows of its vocabulary that take part in its softmax; None: all.
+    """
+
+    source: CheckpointSource
+    keys: Mapping[str, Any]
+    rows: int | None
+
+    @property
+    def path(self) -> Path:
+        """The folder of its weights."""
+        assert self.source.path is not None
+        return self.source.path
+
+
+def describe_teacher(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
+    """Returns the teacher of a run. Raises ConfigError if its files cannot be read, or its tokenizer differs
+    from the student's."""
+    try:
+        return _describe(args, tokenizer)
+    except CheckpointError as problem:
+        raise args.error(_KEY, str(problem)) from problem
+
+
+def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
+    method_keys = DistillationKeys.read_from(args)
+    assert method_keys.distillation is not None
+    name = method_keys.distillation["teacher"]
+    if is_hf(name):
+        path = find_hf(name)
+        folder = HFFolder(path)
+        source = CheckpointSource(path, False, is_hf=True)
+        keys: Mapping[str, Any] = from_hf(folder.config, folder.get)[0]
+        is_same_tokenizer, rows = reads_same_tokens(path, tokenizer), real_rows(source, tokenizer.vocab_size)
+    else:
+        path = Path(name) if is_tag(Path(name).name) else find_checkpoint(name)
+        source, manifest = CheckpointSource(path, False), read_manifest(path)
+        saved, _ = load_checkpoint_args(path)
+        keys, rows = saved.user_values, saved.softmax_rows
+        if saved.mask_padded_vocab == "auto":
+            rows = real_rows(source, tokenizer.vocab_size)
+        is_same_tokenizer = manifest is None or manifest.tokenizer in (None, tokenizer.fingerprint())
+    if not is_same_tokenizer:
+        raise args.error(_KEY, f"{path} was trained with another tokenizer than vocab_file {args.cite('vocab_file')}")
+    if keys.get("score_head") or keys.get("train_impl") == "rm":
+        raise args.error(_KEY, f"{path} is a reward model, which gives scores and no text; name a language model")
+    if keys.get("lora") is not None:
+        raise args.error(_KEY, f"{path} has adapters; merge them (tools/ckpts/adapter.py merge) and name the result")
+    model_keys = [
+        key for key, declaration in keys_of(type(args)).items()
+        if declaration.owner in _OWNERS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
+    ]  # fmt: skip
+    return TeacherDescription(source, {key: thaw(keys.get(key)) for key in model_keys}, rows)
+
+
+def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | None, tokenizer: Tokenizer) -> NeoXArgs:
+    """Returns the student's configuration with the softmax limited to vocabulary rows that both models have.
+
+    real: from `real_rows`, for the student. Raises ConfigError if the student's softmax would still have more
+    rows than the teacher's, or too few for `top_k`.
+    """
+    row_counts = [rows for rows in (real, teacher.rows) if rows is not None]
+    args = mask_padding(args, min(row_counts, default=None), tokenizer.vocab_size)
+    keys = DistillationKeys.read_from(args)
+    student_rows = args.softmax_rows or args.padded_vocab_size or 0
+    assert keys.distillation is not None
+    if (keys.distillation["top_k"] or 0) >= student_rows:
+        raise args.error(
+            "distillation.top_k",
+            f"must be below the {student_rows} rows of the vocabulary; remove it to compare all rows",
+        )
+    if teacher.rows is not None and student_rows > teacher.rows:
+        raise args.error(
+            "mask_padded_vocab", f"{student_rows} rows take part in the softmax, but {teacher.path} has "
+            f"{teacher.rows}; remove mask_padded_vocab, or write {teacher.rows}"
+        )  # fmt: skip
+    return args
+
+
+def teacher_args(args: NeoXArgs, teacher: TeacherDescription) -> NeoXArgs:
+    """Returns the teacher's configuration: its own model, the student's layout, precision and kernels.
+
+    Adapters, `trainable`, FP8 and NEFTune of the student are off.
+
+    args: the student's, with `padded_vocab_size` and `softmax_rows` known. Raises ConfigError for a teacher
+    that cannot run in this layout or at this length, or whose rows of vocabulary are split differently.
+    """
+    positions = teacher.keys["max_position_embeddings"] - (teacher.keys["opt_pos_emb_offset"] or 0)
+    if args.seq_length > positions:
+        raise args.error(
+            _KEY, f"{teacher.path} reads {positions} tokens, but seq_length is {args.cite('seq_length')}; lower that"
+        )  # fmt: skip
+    fp8 = {name: None for name, key in keys_of(type(args)).items() if key.owner == FP8Keys.__name__}
+    model_values = {**teacher.keys, "mask_padded_vocab": args.softmax_rows or False}
+    try:
+        return args.replace(
+            **fp8, **model_values, distillation=None, lora=None, trainable=None, neftune_noise_alpha=None
+        )
+    except ConfigError as problem:
+        raise args.error(_KEY, f"{teacher.path} cannot run with this model's settings: {problem}") from problem

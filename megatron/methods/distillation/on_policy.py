@@ -1,0 +1,115 @@
+"""Answers that a model writes while it is trained, in place of those of the data (`distillation.lmbda`)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.callbacks import TrainingRun
+from megatron.data import Batch, collation
+from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import TokenSample
+from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
+from megatron.generation.batching.requests import Event
+from megatron.generation.complete import complete
+from megatron.generation.sampling import SamplingParams
+from megatron.generation.stopping import looks_for_stop
+from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.objective import with_teacher_values
+from megatron.model import Model
+from megatron.mpu import mix_seed
+
+Prompt = tuple[list[int], int]  # tokens, and the seed of the answer
+
+
+class OnPolicy:
+    """Replaces the tokens after each row's prompt by an answer of the model that is trained.
+
+    The prompt of a row ends before its first trained token.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        args = run.args
+        keys = DistillationKeys.read_from(args)
+        assert keys.distillation is not None
+        self.run, self.width = run, args.seq_length + 1
+        self.max_new_tokens: int = keys.distillation["max_new_tokens"]
+        self.sampling = SamplingParams(temperature=keys.distillation["temperature"])
+        self.collate = collation(args, run.tokenizer.eod)
+
+    def __call__(self, batches: list[Batch]) -> list[Batch]:
+        """Returns the micro-batches with the tokens after each prompt replaced by an answer from the current
+        weights.
+
+        An answer ends by itself, after `max_new_tokens`, or at the end of the row. Rows without a trained
+        token keep their tokens. All ranks call it together. Raises StopRequested after a stop signal.
+        """
+        prompts = [prompt for batch in batches for prompt in _prompts(batch)]
+        with self.run.watchdog.phase("answering prompts of the step"), self.run.inference() as model:
+            # What one data rank gives up for a stop signal all give up
+            answers = iter(run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts)))
+        return [self._with_answers(batch, [next(answers) for _ in _prompts(batch)]) for batch in batches]
+
+    def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:
+        """Returns the model's answers to this data rank's prompts, as token ids with the stop token at their
+        end."""
+        offset, everyone = 0, prompts
+        if model.lockstep:  # all ranks write all answers
+            groups = model.groups
+            shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: prompts)
+            rank = groups.rank("data")
+            offset, everyone = sum(map(len, shares[:rank])), [prompt for share in shares for prompt in share]
+        answers: list[list[int]] = [[] for _ in everyone]
+        look_for_stop = looks_for_stop(self.run, model)
+
+        def take(event: Event) -> None:
+            answers[event.id].extend(event.tokens)
+            look_for_stop(event)
+
+        if everyone:
+            complete(
+                model,
+                [tokens for tokens, _ in everyone],
+                self.sampling,
+                maximum_tokens=[min(self.max_new_tokens, self.width - len(tokens)) for tokens, _ in everyone],
+                seeds=[seed for _, seed in everyone],
+                stop_token_ids=tuple({*model.stop_token_ids, self.run.tokenizer.eos}),
+                on_event=take,
+            )
+        return answers[offset : offset + len(prompts)]
+
+    def _with_answers(self, batch: Batch, answers: Sequence[list[int]]) -> Batch:
+        rows, waiting = [], iter(answers)
+        for number, prompt in enumerate(_prompt_lengths(batch)):
+            if not prompt:
+                rows.append(self._row(batch.tokens[number].tolist(), []))
+                continue
+            rows.append(self._row(batch.tokens[number, :prompt].tolist(), next(waiting)))
+        return with_teacher_values(self.collate(rows, seed=batch.seed), is_on_policy=True)
+
+    def _row(self, prompt: list[int], answer: list[int]) -> TokenSample:
+        tokens, labels = np.zeros(self.width, np.int64), np.full(self.width, MASKED, np.int64)
+        filled = len(prompt) + len(answer)
+        tokens[:filled] = prompt + answer
+        labels[len(prompt) : filled] = answer
+        begins = np.zeros(self.width, bool)
+        begins[0] = begins[filled : filled + 1] = True
+        return TokenSample(tokens, labels, begins, True, None, filled)
+
+
+def _prompt_lengths(batch: Batch) -> list[int]:
+    """Returns the number of tokens before the first trained token of each row; 0 if no token is trained."""
+    trained = batch.loss_weights.numpy() > 0
+    return [int(np.argmax(row)) + 1 if row.any() else 0 for row in trained]
+
+
+def _prompts(batch: Batch) -> list[Prompt]:
+    """Returns the prompt of each row that has a trained token, as (tokens, seed of its answer).
+
+    The seed depends on micro-batch and row, not on the layout.
+    """
+    lengths = _prompt_lengths(batch)
+    return [
+        (batch.tokens[number, :length].tolist(), mix_seed(batch.seed, "on_policy", number))
+        for number, length in enumerate(lengths)
+        if length
+    ]

@@ -1,0 +1,1 @@
+"""KTO: answers that are judged desirable or undesirable."""

@@ -1,0 +1,1 @@
+"""Next-token prediction: pretraining and supervised fine-tuning."""

@@ -1,0 +1,1 @@
+"""Online preference training: pairs of answers that the model writes (online DPO)."""

@@ -1,0 +1,14 @@
+"""Tells configuration and data of preference training on answers that the model writes."""
+
+from dataclasses import replace
+
+from megatron.methods.reinforcement.declaration import METHOD as REINFORCEMENT
+from megatron.neox_arguments.methods import MethodDeclaration
+
+METHOD: MethodDeclaration = replace(  # prompts, answers and their order are those of reinforcement learning
+    REINFORCEMENT,
+    trains=lambda args: args.train_impl == "dpo" and args.dataset_impl == "online",
+    keys=None,
+    needs_reference=lambda args: False,  # its losses say so
+    loss_temperature=lambda args: None,
+)

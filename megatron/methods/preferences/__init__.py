@@ -1,0 +1,1 @@
+"""Preference training: pairs of answers (DPO and its relatives)."""

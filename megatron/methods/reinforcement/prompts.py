@@ -1,0 +1,153 @@
+"""Prompts of reinforcement learning: rows of JSON files, their order in a run, and their tokens."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data import DataError
+from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
+from megatron.data.sampler import data_seed
+from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A line of a prompt file.
+
+    prompt: a text, or messages for the chat template.
+    columns: the other fields.
+    place: FILE:LINE.
+    settings: of the chat template.
+    """
+
+    prompt: str | Messages
+    columns: Mapping[str, Any]
+    place: str
+    settings: TemplateSettings = TemplateSettings()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be answered. number: its index in the run's order; tokens: its tokens as the model reads
+    them."""
+
+    number: int
+    row: PromptRow
+    tokens: list[int]
+
+
+def read_rows(files: Sequence[str], key: str = "prompt", chat: bool = False) -> list[PromptRow]:
+    """Reads the rows of all files. key: the field that holds the prompt; chat: a text becomes a user message.
+    Raises DataError with file and line."""
+    rows = []
+    for name in files:
+        try:
+            lines = Path(name).read_text(encoding="utf-8").split("\n")  # JSON may hold other separators of lines
+        except (OSError, UnicodeDecodeError) as problem:
+            raise DataError(f"rollout.prompts: {name}: cannot be read ({problem})") from problem
+        rows += [_row(line, f"{name}:{number}", key, chat) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"rollout.prompts: {', '.join(files)}: holds no prompt")
+    return rows
+
+
+def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
+    try:
+        entry = json.loads(line)
+    except ValueError as problem:
+        raise DataError(f"{place}: is no JSON ({problem}); a line is one prompt") from problem
+    prompt: Any = entry.get(key) if isinstance(entry, dict) else None
+    if not prompt or not isinstance(prompt, str | list):
+        expected_form = f'{{"{key}": text or [{{"role": ..., "content": ...}}, ...], ...}}'
+        raise DataError(f"{place}: expected {expected_form} (rollout.prompt_key: {key})")
+    columns = {name: value for name, value in entry.items() if name != key}
+    if isinstance(prompt, str) and not chat:
+        return PromptRow(prompt, columns, place)
+    try:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else conversation(prompt, key)
+        return PromptRow(with_system(messages, row_system(entry)), columns, place, template_settings(entry))
+    except DataError as problem:
+        raise DataError(f"{place}: {problem} (rollout.prompt_key: {key})") from None
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Maps prompt numbers to rows. Each epoch takes all rows, with `shuffle` in another random order."""
+
+    rows: int
+    seed: int
+    shuffle: bool
+
+    def row(self, number: int) -> int:
+        """Returns the row of prompt `number`."""
+        epoch, place = divmod(number, self.rows)
+        if not self.shuffle:
+            return place
+        return int(_permutation(self.rows, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=2)
+def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Holds the prompts of a run in order. tokens: of each row."""
+
+    rows: Sequence[PromptRow]
+    tokens: Sequence[list[int]]
+    order: PromptOrder
+
+    @classmethod
+    def from_args(cls, args: NeoXArgs, rows: Sequence[PromptRow], tokens: Sequence[list[int]]) -> "Prompts":
+        """Builds the prompts that `rollout` asks for. tokens: as returned by `tokens_of`."""
+        keys = ReinforcementKeys.read_from(args)
+        assert keys.rollout is not None
+        return cls(rows, tokens, PromptOrder(len(rows), data_seed(args), keys.rollout["shuffle"]))
+
+    def __getitem__(self, number: int) -> Prompt:
+        """Returns prompt `number` of the run."""
+        index = self.order.row(number)
+        return Prompt(number, self.rows[index], self.tokens[index])
+
+
+def tokens_of(
+    args: NeoXArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages, TemplateSettings], list[int]]
+) -> list[list[int]]:
+    """Tokenises the prompt of each row. `rollout.max_prompt_length` truncates long prompts on the left.
+    Raises DataError for a prompt that is empty, too long, or refused by the chat template."""
+    tokens = []
+    for row in rows:
+        look_for_stop()
+        try:
+            tokens.append(fitted(args, tokenize(row.prompt, row.settings)))
+        except ValueError as problem:
+            raise DataError(f"{row.place}: {problem}") from problem
+    return tokens
+
+
+def fitted(args: NeoXArgs, tokens: list[int]) -> list[int]:
+    """Truncates a prompt on the left to `rollout.max_prompt_length` tokens. Raises ValueError for a prompt
+    that is empty, or too long where that key is unset."""
+    keys = ReinforcementKeys.read_from(args)
+    assert keys.rollout is not None
+    maximum = keys.rollout["max_prompt_length"]
+    longest = args.seq_length - 1 if maximum is None else maximum
+    if len(tokens) > longest and maximum is None:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and a row of seq_length holds {longest} beside an answer; set "
+            "rollout.max_prompt_length, with which prompts lose their beginning, or a longer seq_length"
+        )
+    if not tokens:
+        raise ValueError("the prompt has no token")
+    return tokens[-longest:]

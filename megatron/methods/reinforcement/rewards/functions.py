@@ -1,0 +1,148 @@
+"""`RewardFunctions`: the reward functions of a run, spread over worker processes."""
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.methods.reinforcement.rewards.lane import Judged, Lane, NotLoaded
+from megatron.methods.reinforcement.rewards.scores import Completion, Failure, Scores
+from megatron.methods.reinforcement.rewards.verifiers import VERIFIERS
+from megatron.neox_arguments import UserError
+
+T = TypeVar("T")
+
+
+class RewardError(UserError, ValueError):
+    """Raised if a reward function cannot be used; the message begins with its entry in the configuration."""
+
+
+class RewardFunctions:
+    """Runs reward functions in worker processes.
+
+    Each is given by an entry: `FILE.py:NAME`, a function with TRL's signature, or the name of a verifier. A
+    user's function gets all completions of a call at once, always in the same worker. The completions of a
+    verifier are distributed over all workers.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        timeout_s: float,
+        workers: int = 1,
+        pairwise: bool = False,
+        variables: Collection[str] = (),
+        hidden: Sequence[str] = (),
+    ) -> None:
+        """Reads the entries. Starts no worker: `check` or `score` does.
+
+        timeout_s: for one call of a user's function, and for one completion by a verifier. pairwise:
+        functions are judges, which compare two completions and return the index (0 or 1) of the better one.
+        variables: environment variables that functions get besides the usual ones. hidden: folders that a
+        model's programs may not see, such as those with their tests. Raises RewardError for an invalid
+        entry."""
+        self._entries: dict[str, str] = {}
+        self._lanes = [Lane(timeout_s, variables) for _ in range(max(1, workers))]
+        for entry in functions:
+            key, file = _key(entry), entry.rpartition(":")[0]
+            if key in self._entries:
+                raise RewardError(f"{entry}: {self._entries[key]} has this name already; rename one of the functions")
+            if pairwise and not file:
+                raise RewardError(f"{entry}: expected FILE.py:NAME")
+            if file:
+                lane = self._lanes[len(self._entries) % len(self._lanes)]
+                kind = "judge" if pairwise else "file"
+                lane.add(key, {kind: str(Path(file).expanduser().resolve()), "name": key})
+            else:
+                for lane in self._lanes:
+                    lane.add(key, {"verifier": key, "hidden": list(hidden)})
+            self._entries[key] = entry
+
+    def check(self, columns: Collection[str] | None = None) -> None:
+        """Starts the workers and loads all functions. columns: the fields of prompt rows, None if unknown.
+        Raises RewardError for the first function that does not work or needs a field that no row has."""
+        if columns is not None:
+            self._require(columns)
+        try:
+            self._in_threads(Lane.start, self._lanes)
+        except NotLoaded as problem:
+            raise RewardError(f"{self._entries.get(problem.key, 'rewards')}: {problem.reason}") from None
+
+    def score(self, completions: Sequence[Completion]) -> Scores:
+        """Scores completions with all functions. Their exceptions are returned as failures, not raised."""
+        started = time.monotonic()
+        judged = self._judge(completions) if completions else {key: {} for key in self._entries}
+        rows = range(len(completions))
+        failures = [
+            Failure(key, row if row in rows else None, problem)
+            for key, judged_rows in judged.items()
+            for row, (_, problem) in judged_rows.items()
+            if problem is not None
+        ]
+        parts = {key: [judged_rows[row][0] for row in rows] for key, judged_rows in judged.items()}
+        return Scores(parts, failures, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Ends the workers; `score` cannot be called afterwards."""
+        for lane in self._lanes:
+            lane.close()
+
+    def _judge(self, completions: Sequence[Completion]) -> dict[str, dict[int, Judged]]:
+        """Returns (reward, problem) by function and row.
+
+        The row ALL_ROWS has the problem if only the call with all completions failed."""
+        rows = [
+            [
+                judged_completion.prompt,
+                judged_completion.completion,
+                judged_completion.completion_ids,
+                dict(judged_completion.columns),
+                judged_completion.messages,
+            ]
+            for judged_completion in completions
+        ]
+        message = json.dumps({"completions": rows}).encode()
+        shares = [range(number, len(rows), len(self._lanes)) for number in range(len(self._lanes))]
+        judged: dict[str, dict[int, Judged]] = {key: {} for key in self._entries}
+        for lane_judged in self._in_threads(
+            partial(Lane.judge, completions=message, number=len(rows)), self._lanes, shares
+        ):
+            for key, judged_rows in lane_judged.items():
+                judged[key].update(judged_rows)
+        return {key: dict(sorted(judged_rows.items())) for key, judged_rows in judged.items()}
+
+    def _in_threads(self, function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        """Calls `function` for all lanes in parallel; returns the results. An exception ends all workers."""
+        with ThreadPoolExecutor(len(self._lanes)) as pool:
+            try:
+                return list(pool.map(function, *arguments))
+            except BaseException:  # KeyboardInterrupt too; the threads would wait for the workers
+                self.close()
+                raise
+
+    def _require(self, prompt_columns: Collection[str]) -> None:
+        for key, entry in self._entries.items():
+            if entry != key:  # a function of the user's
+                continue
+            columns = VERIFIERS[key].columns
+            if not set(prompt_columns).intersection(columns):
+                column_names = " or ".join(columns)
+                fix = "add it to the file of prompts (null in rows that this verifier must skip)"
+                raise RewardError(f"{entry}: no row of the prompts has a field {column_names}; {fix}")
+            if key == "json" and "schema" in prompt_columns and find_spec("jsonschema") is None:
+                raise RewardError(f"{entry}: rows with a schema need jsonschema: pip install jsonschema")
+
+
+def _key(entry: str) -> str:
+    """Returns NAME of `FILE.py:NAME`, or the name of a verifier. Raises RewardError for other entries."""
+    file, colon, name = entry.rpartition(":")
+    if not colon and entry in VERIFIERS:
+        return entry
+    if not file or not name.isidentifier():
+        raise RewardError(f"{entry}: expected FILE.py:NAME or one of {', '.join(sorted(VERIFIERS))}")
+    return name

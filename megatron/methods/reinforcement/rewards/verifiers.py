@@ -1,0 +1,173 @@
+"""Verifiers: pure functions that compare a completion with its prompt row and return 1.0 or 0.0."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron.methods.reinforcement.rewards.answers import answer, fenced_block, marked_answer
+from megatron.methods.reinforcement.rewards.equality import NotRational, Undefined, equal, rational
+from megatron.methods.reinforcement.rewards.formulas import NoFormula, parse
+from megatron.methods.reinforcement.rewards.programs import prepare_programs, run_program
+
+Columns = Mapping[str, Any]
+Verify = Callable[[str, Columns], float]
+_NUMBER = re.compile(
+    r"(?<![\w)])-?\\[dtc]?frac\s*\{-?\d+\}\s*\{\d+\}"
+    r"|(?:(?<![\w).])[-−])?\$?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?"
+)
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A built-in verifier.
+
+    columns: fields it reads; a row with none of them gets no reward. prepare: from (seconds per completion,
+    hidden folders) to the function that judges. It raises an exception if this machine lacks something."""
+
+    columns: tuple[str, ...]
+    prepare: Callable[[float, Sequence[str]], Verify]
+
+
+def exact_match(completion: str, columns: Columns) -> float:
+    """Returns 1 if the completion's answer is the row's `answer` as text, ignoring outer white space; else 0.
+
+    Both are normalised to Unicode NFC. Case counts."""
+    return float(_text(answer(completion)) == _text(answer(_expected(columns))))
+
+
+def arithmetic(completion: str, columns: Columns) -> float:
+    """Returns 1 if the completion's answer equals the row's `answer` as rational number, else 0.
+
+    Raises ValueError if the row's answer is not a number."""
+    expected = _number(_expected(columns))
+    if expected is None:
+        raise ValueError(f"the row's answer {_expected(columns)[:40]!r} is not a number")
+    return float(_number(completion) == expected)
+
+
+def expression(completion: str, columns: Columns) -> float:
+    """Returns 1 if the completion's answer equals the row's `answer` as formula, else 0.
+
+    If one of them is not a formula, they are compared as texts without white space."""
+    actual, expected = answer(completion), answer(_expected(columns))
+    try:
+        is_equal = equal(parse(actual), parse(expected))
+    except NoFormula:
+        is_equal = None
+    return float("".join(_text(actual).split()) == "".join(_text(expected).split()) if is_equal is None else is_equal)
+
+
+def json_value(completion: str, columns: Columns) -> float:
+    """Returns 1 if the completion's JSON equals the row's `answer` and is valid by its `schema`, else 0.
+
+    A row may have only one of the two fields, as a JSON value or as text. Of the completion the last fenced
+    JSON block counts, else the full text."""
+    try:
+        value = _parsed_json(_block_or_text(completion, ("json",)))
+    except (ValueError, RecursionError):
+        return 0.0
+    expected, schema = columns.get("answer"), columns.get("schema")
+    if expected is not None and not _same_json(value, _given_json(expected, "answer")):
+        return 0.0
+    if schema is not None:
+        from jsonschema import Draft202012Validator, validators  # optional; its absence is found before
+
+        schema = _given_json(schema, "schema")
+        return float(validators.validator_for(schema, default=Draft202012Validator)(schema).is_valid(value))
+    return 1.0
+
+
+def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
+    prepare_programs(hidden)
+
+    def code(completion: str, columns: Columns) -> float:
+        tests = columns["tests"]
+        tests = "\n".join(tests) if isinstance(tests, list) else tests
+        if not isinstance(tests, str):
+            raise ValueError("the row's tests must be a text or a list of texts")
+        try:
+            compile(tests, "tests", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # whatever answers do
+            raise ValueError(f"the row's tests are not valid Python: {problem}") from None
+        program = _block_or_text(completion, ("python", "py", "python3"))
+        return float(run_program(program, tests, timeout_s, hidden))
+
+    return code
+
+
+def _expected(columns: Columns) -> str:
+    """Returns the row's `answer` as text. Raises ValueError unless it is a text or a number."""
+    value = columns["answer"]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"the row's answer must be a text or a number, not {type(value).__name__}")
+    return str(value)
+
+
+def _text(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def _number(text: str) -> Fraction | None:
+    """Converts the marked answer, or the full text without one, to a number.
+
+    If it is not a number as a whole, the last number in it counts; None if it has none."""
+    marked = marked_answer(text)
+    text = text.strip() if marked is None else marked
+    last = [match.group() for match in _NUMBER.finditer(text[-10_000:])][-1:]
+    for part in (text, *last):
+        try:
+            return rational(parse(part), {})
+        except Undefined:
+            return None
+        except (NoFormula, NotRational):
+            continue
+    return None
+
+
+def _block_or_text(text: str, languages: tuple[str, ...]) -> str:
+    block = fenced_block(text, languages)
+    return text if block is None else block
+
+
+def _parsed_json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not valid JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _given_json(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return _parsed_json(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the row's {column} is a text, but not valid JSON") from None
+
+
+def _same_json(value: Any, expected: Any) -> bool:
+    """Returns whether two JSON values are equal. Unlike in Python, true does not equal 1."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same_json, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same_json(value[name], expected[name]) for name in value)
+    return bool(value == expected)
+
+
+def _ready(verify: Verify) -> Callable[[float, Sequence[str]], Verify]:
+    return lambda timeout_s, hidden: verify
+
+
+VERIFIERS: Mapping[str, Verifier] = {
+    "exact_match": Verifier(("answer",), _ready(exact_match)),
+    "arithmetic": Verifier(("answer",), _ready(arithmetic)),
+    "expression": Verifier(("answer",), _ready(expression)),
+    "json": Verifier(("answer", "schema"), _ready(json_value)),
+    "code": Verifier(("tests",), _prepare_code),
+}

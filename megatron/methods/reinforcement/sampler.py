@@ -1,0 +1,204 @@
+"""Sampling of answers from the model under training: by the generation engine, or by the forward pass of
+training (`rollout.exact`)."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.callbacks import TrainingRun
+from megatron.data import Batch
+from megatron.distributed import run_on_all_ranks_of
+from megatron.generation.batching.requests import Event
+from megatron.generation.complete import complete
+from megatron.generation.sampling import SamplingParams, TokenSampler
+from megatron.generation.stopping import looks_for_stop, signal_to
+from megatron.methods.reinforcement.answers import Answer, batch_of
+from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.prompts import Prompt
+from megatron.methods.reinforcement.server_addresses import rollout_servers
+from megatron.mpu import HeadInput, choose_tokens, mix_seed
+from megatron.neox_arguments.values.losses import loss_temperature
+from megatron.process import StopRequested
+
+AnswerRequest = tuple[Prompt, int]
+"""A prompt, and the number of one of its answers."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request for the model's next text.
+
+    tokens: the context.
+    room: maximum number of tokens; 0: no text.
+    seed: of sampling.
+    """
+
+    tokens: list[int]
+    room: int
+    seed: int
+
+
+class Sampler(Protocol):
+    """A callable that samples answers. All ranks call it together, each data rank with its own micro-batches,
+    the same number on each."""
+
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
+        """Returns the model's answer in each turn of each micro-batch. After a stop signal answers may be
+        partial: the caller checks for the signal."""
+
+
+def turn_of(run: TrainingRun, request: AnswerRequest) -> Turn:
+    """Returns the turn that answers a request, the same in every layout."""
+    prompt, number = request
+    return Turn(prompt.tokens, room_for(run, prompt.tokens), mix_seed(run.args.seed, "rollout", prompt.number, number))
+
+
+def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
+    """Returns the maximum number of tokens of an answer in a row.
+
+    The last token of an answer is only a label and needs no position, unless a reward model or a server reads
+    it.
+    """
+    keys = ReinforcementKeys.read_from(run.args)
+    assert keys.rollout is not None
+    reads_all = keys.reward_model is not None or bool(rollout_servers(run.args))
+    row = run.args.seq_length + (not reads_all)
+    return min(keys.rollout["max_completion_length"], row - len(prompt))
+
+
+class EngineSampler:
+    """Samples answers by the generation engine, on the weights of the training engine."""
+
+    def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
+        keys = ReinforcementKeys.read_from(run.args)
+        assert keys.rollout is not None
+        self.run, self.stop_token_ids = run, stop_token_ids
+        self.sampling = SamplingParams(temperature=keys.rollout["temperature"])
+        self.as_drawn = loss_temperature(run.args) != 1.0  # else the loss has the log-probabilities of the model
+
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
+        """Implements `Sampler`."""
+        local_turns = [turn for batch in turns for turn in batch if turn.room]
+        with self.run.inference() as model:
+            groups, start, all_turns = model.groups, 0, local_turns
+            if model.lockstep:  # all ranks write all answers
+                shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: local_turns)
+                rank = groups.rank("data")
+                start, all_turns = sum(map(len, shares[:rank])), [turn for share in shares for turn in share]
+            tokens: list[list[int]] = [[] for _ in all_turns]
+            logprobs: list[list[float]] = [[] for _ in all_turns]
+            finished = [False] * len(all_turns)
+            look_for_stop = looks_for_stop(self.run, model)
+
+            def take(event: Event) -> None:
+                tokens[event.id].extend(event.tokens)
+                logprobs[event.id].extend(choice.logprob for choice in event.logprobs)
+                finished[event.id] |= event.finish_reason == "stop"
+                look_for_stop(event)
+
+            if all_turns:
+                with suppress(StopRequested):
+                    complete(
+                        replace(model, columns=self.run.args.softmax_rows),  # as the loss sees them
+                        [turn.tokens for turn in all_turns],
+                        self.sampling,
+                        maximum_tokens=[turn.room for turn in all_turns],
+                        seeds=[turn.seed for turn in all_turns],
+                        stop_token_ids=self.stop_token_ids,
+                        logprobs=0,
+                        processed_logprobs=self.as_drawn,
+                        on_event=take,
+                    )
+        written = [
+            Answer(turn.tokens, *values)
+            for turn, values in zip(all_turns, zip(tokens, logprobs, finished, strict=True), strict=True)
+        ]
+        answers = iter(written[start : start + len(local_turns)])
+        return [
+            [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
+        ]
+
+
+class ExactSampler:
+    """Samples answers by the forward pass of training: one pass over full rows per token.
+
+    Rows and micro-batches are those of the training step, so matrix products have the same shapes and
+    bits."""
+
+    def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
+        keys = ReinforcementKeys.read_from(run.args)
+        assert keys.rollout is not None
+        self.run, self.stop_token_ids = run, stop_token_ids
+        # What is left to divide by: the logits come as the loss has them
+        self.temperature = keys.rollout["temperature"] / loss_temperature(run.args)
+
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
+        """Implements `Sampler`."""
+        rows = [[Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns]
+        draws = [[random.Random(turn.seed) for turn in batch] for batch in turns]
+        rooms = [[turn.room for turn in batch] for batch in turns]
+        groups, width = self.run.groups, self.run.args.seq_length
+        while True:
+            open_rows = [
+                [len(row.tokens) < room and not row.finished for row, room in zip(*pair, strict=True)]
+                for pair in zip(rows, rooms, strict=True)
+            ]
+            left = torch.tensor(float(any(map(any, open_rows))), device=groups.device)
+            if not float(groups.max(left, "data")) or signal_to(self.run, "data"):
+                return rows
+            batches = []
+            for batch in rows:
+                zeros = [0.0] * len(batch)
+                batches.append(batch_of(batch, width, rewards=zeros, advantages=zeros, all_places=True))
+            samples = iter(
+                self.run.engine.forward_only(
+                    batches, self._reader(rows, draws, open_rows), lambda batch: (len(batch.tokens), 2)
+                )
+            )
+            for number, batch in enumerate(rows):
+                chosen = next(samples).tolist()
+                rows[number] = [
+                    self._longer(row, int(token), logprob) if goes_on else row
+                    for row, (token, logprob), goes_on in zip(batch, chosen, open_rows[number], strict=True)
+                ]
+
+    def _longer(self, row: Answer, token: int, logprob: float) -> Answer:
+        ends = token in self.stop_token_ids
+        return Answer(row.prompt, [*row.tokens, token], [*row.logprobs, logprob], ends)
+
+    def _reader(
+        self, rows: Sequence[Sequence[Answer]], draws: Sequence[Sequence], open_rows: Sequence[Sequence[bool]]
+    ) -> Callable[[HeadInput, Batch], Tensor]:
+        """Returns a function that samples the next token of each row, one micro-batch per call. Its result
+        holds token and log-probability, `[rows, 2]`."""
+        args, tokenizer = self.run.args, self.run.tokenizer
+        waiting = iter(zip(rows, draws, open_rows, strict=True))
+        group, width = self.run.groups.group("tensor"), args.seq_length
+
+        def read(head: HeadInput, batch: Batch) -> Tensor:
+            answers, generators, is_open = next(waiting)
+            size = len(answers)
+            last = [min(len(row.prompt) + len(row.tokens), width) - 1 for row in answers]  # a full row does not grow
+            places = torch.tensor(
+                [position * size + row for row, position in enumerate(last)], device=batch.tokens.device
+            )
+
+            def choose(logits: Tensor) -> Tensor:
+                params = SamplingParams(self.temperature)
+                sampler = TokenSampler([params] * size, [(0, ())] * size, tokenizer.vocab_size, logits.device)
+                uniforms = [
+                    generator.random() if go else 0.0 for generator, go in zip(generators, is_open, strict=True)
+                ]
+                return sampler.sample(
+                    logits[:, : tokenizer.vocab_size].float(), [uniforms[i] for i in sampler.sampled_rows]
+                )
+
+            tokens, logprobs = choose_tokens(head, places, choose, group, args.softmax_rows, loss_temperature(args))
+            return torch.stack([tokens.float(), logprobs], dim=1)
+
+        return read

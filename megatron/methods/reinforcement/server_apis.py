@@ -1,0 +1,175 @@
+"""Clients of the HTTP interfaces that servers answer: tools/serve.py, vLLM, SGLang.
+
+Each asks for token ids, and for log-probabilities of the logits divided by the temperature."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.generation.weight_updates import WeightUpdate
+from megatron.methods.reinforcement.server_calls import Connection
+
+_FINISHED = {"stop": True, "length": False}
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer from a server. weight_version: of the weights that wrote it, None where the server does not
+    report it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+    weight_version: int | None = None
+
+
+class ServerAPI(Protocol):
+    """A client of one server. Its methods raise ServerError. names_weights: whether the server's answers
+    report their weight version."""
+
+    connection: Connection
+    names_weights: bool
+
+    def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
+        """Answers end with one of `stop_token_ids`."""
+
+    def check(self) -> None:
+        """Checks that the server answers, and finds the name of its model."""
+
+    def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
+        """Returns an answer of at most `maximum` tokens."""
+
+    def update(self, update: WeightUpdate, url: str | None) -> None:
+        """Loads other weights into the server, from `url` or, where that is None, from their folder. Later
+        requests are answered by these weights."""
+
+
+class OpenAIServer:
+    """A client of tools/serve.py."""
+
+    names_weights = True
+
+    # Request fields that OpenAI's interface does not have
+    fields: dict[str, Any] = {"return_token_ids": True, "logprobs_mode": "processed_logprobs"}
+    lacks = "asks for tools/serve.py of this version"
+
+    def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
+        self.connection, self.model = connection, ""
+        self.body = {
+            "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+            "n": 1, "logprobs": 0, "stop_token_ids": list(stop_token_ids), **self.fields,
+        }  # fmt: skip
+
+    def check(self) -> None:
+        """Implements `ServerAPI`."""
+        answer = self.connection.call("/v1/models")
+        try:
+            self.model = answer["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise self.connection.error(f"GET /v1/models: names no model: {answer!r:.300}") from None
+
+    def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
+        """Implements `ServerAPI`."""
+        request = {**self.body, "model": self.model, "prompt": prompt, "max_tokens": maximum, "seed": seed}
+        answer = self.connection.call("/v1/completions", request)
+        try:
+            (choice,) = answer["choices"]
+            tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            finished, version = _FINISHED[choice["finish_reason"]], answer.get("weight_version")
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            raise self.connection.error(
+                f"POST /v1/completions: no answer with token_ids and logprobs ({problem!r}), which {self.lacks}: "
+                f"{answer!r:.300}"
+            ) from None
+        return _checked(self.connection, Written(tokens, logprobs, finished, version), maximum)
+
+    def update(self, update: WeightUpdate, url: str | None) -> None:
+        """Implements `ServerAPI`."""
+        place = {"path": update.path} if url is None else {"url": url}
+        body = {**place, "version": update.version, "sha256": dict(update.sha256)}
+        answer = self.connection.call("/v1/update_weights", body)
+        if not isinstance(answer, dict) or answer.get("weight_version") != update.version:
+            raise self.connection.error(f"POST /v1/update_weights: does not serve {update.version}: {answer!r:.300}")
+
+
+class VLLMServer(OpenAIServer):
+    """A client of vLLM, whose answers do not report their weight version."""
+
+    names_weights = False
+
+    fields = {"return_token_ids": True}
+    lacks = "asks for vLLM 0.10.2 or later"
+
+    def update(self, update: WeightUpdate, url: str | None) -> None:
+        """Implements `ServerAPI` by endpoints that exist with VLLM_SERVER_DEV_MODE=1."""
+        kwargs = {"weights_path": update.path}
+        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self.connection.timeout_s}
+        self.connection.call("/collective_rpc", body, hint_500="needs a vLLM whose reload_weights takes weights_path")
+        self.connection.call("/reset_prefix_cache", {})
+
+
+class SGLangServer:
+    """A client of SGLang's own interface."""
+
+    names_weights = True
+
+    def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
+        self.connection = connection
+        self.sampling = {
+            "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1,
+            "stop_token_ids": list(stop_token_ids),
+        }  # fmt: skip
+
+    def check(self) -> None:
+        """Implements `ServerAPI`; requests name no model."""
+        self.connection.call("/v1/models")
+
+    def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
+        """Implements `ServerAPI`."""
+        sampling = {**self.sampling, "max_new_tokens": maximum, "sampling_seed": seed % 2**31}
+        answer = self.connection.call(
+            "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        )
+        try:
+            meta = answer["meta_info"]
+            pairs, finished = meta["output_token_logprobs"], _FINISHED[meta["finish_reason"]["type"]]
+            tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+            version = meta.get("weight_version")
+        except (KeyError, TypeError, IndexError, AttributeError) as problem:
+            raise self.connection.error(
+                f"POST /generate: no answer with output_token_logprobs ({problem!r}): {answer!r:.300}"
+            ) from None
+        number = int(version) if isinstance(version, str) and version.isdecimal() else None
+        return _checked(self.connection, Written(tokens, logprobs, finished, number), maximum)
+
+    def update(self, update: WeightUpdate, url: str | None) -> None:
+        """Implements `ServerAPI`."""
+        body = {"model_path": update.path, "weight_version": str(update.version), "flush_cache": True}
+        answer = self.connection.call("/update_weights_from_disk", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise self.connection.error(f"POST /update_weights_from_disk: {answer!r:.300}")
+
+
+def server_class(api: str) -> type[ServerAPI]:
+    """Returns the client class for a value of `rollout.server_api`."""
+    classes: dict[str, type[ServerAPI]] = {"openai": OpenAIServer, "vllm": VLLMServer, "sglang": SGLangServer}
+    return classes[api]
+
+
+def _checked(connection: Connection, written: Written, maximum: int) -> Written:
+    """Returns the answer after checking its tokens and log-probabilities. Raises ServerError."""
+    tokens, logprobs = written.tokens, written.logprobs
+    good = (
+        isinstance(tokens, list)
+        and isinstance(logprobs, list)
+        and 0 < len(tokens) <= maximum
+        and len(logprobs) == len(tokens)
+        and all(type(token) is int for token in tokens)
+        and all(isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in logprobs)
+    )
+    if not good:
+        raise connection.error(
+            f"expected 1 to {maximum} token ids and their log-probabilities, got {tokens!r:.150} and {logprobs!r:.150}"
+        )
+    return written

@@ -1,0 +1,137 @@
+"""JSON over HTTP to servers that write answers, with retries."""
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.optional_packages import import_optional
+
+_TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)  # a retry may succeed
+_SHOWN_CHARACTERS = 300  # characters of an answer, in errors
+
+
+class ServerError(UserError):
+    """A server of `rollout.servers` cannot be reached, or fails."""
+
+
+class _RefusalError(Exception):
+    """An answer with an error status."""
+
+    def __init__(self, status: int, content: bytes) -> None:
+        self.status, self.content = status, content
+
+
+class Connection:
+    """A connection to a server, for any number of threads. It ignores proxies of the environment, since
+    servers are in the cluster."""
+
+    def __init__(self, address: str, token: str | None, timeout_s: float, say: Callable[[str], None]) -> None:
+        """token: a bearer token. timeout_s: for one answer, and for all retries together. say: logs why a
+        call is retried. Raises ServerError where tenacity is missing."""
+        self.address, self.token, self.timeout_s, self.say = address, token, timeout_s, say
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._open: set[http.client.HTTPConnection] = set()
+        self.tenacity = import_optional(
+            "tenacity", ServerError("rollout.servers: tenacity is not installed: pip install 'neox[hf]'")
+        )
+
+    def error(self, text: str) -> ServerError:
+        """Returns an error that names this server, for the caller to raise."""
+        return ServerError(f"rollout.servers: {self.address}: {text}")
+
+    def call(self, path: str, body: Any = None, hint_500: str | None = None) -> Any:
+        """Sends a POST of `body` as JSON, or a GET for None. Returns the answer's JSON, None for an empty
+        answer.
+
+        hint_500: what status 500 may mean; with a hint that status is not retried. Raises ServerError.
+        """
+        method_and_path, tenacity = f"{'GET' if body is None else 'POST'} {path}", self.tenacity
+
+        def tell(state: Any) -> None:
+            if state.attempt_number == 1:
+                problem = state.outcome.exception()
+                self.say(f"rollout.servers: {self.address}: {method_and_path}: {_reason(problem)}; tried again")
+
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(
+                lambda problem: _is_transient(problem) and not _is_explained(problem, hint_500)
+            ),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_delay(self.timeout_s), tenacity.stop_when_event_set(self._closed)
+            ),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10.0),
+            sleep=tenacity.sleep_using_event(self._closed),
+            before_sleep=tell,
+            reraise=True,
+        )
+        try:
+            content = tries(self._send, path, body)
+        except (_RefusalError, OSError, http.client.HTTPException) as problem:
+            retries = (
+                f", also after {self.timeout_s:g} s of trying (rollout.server_timeout_s)"
+                if _is_transient(problem)
+                else ""
+            )
+            hint = f"; it {hint_500}" if _is_explained(problem, hint_500) else retries
+            raise self.error(f"{method_and_path}: {_reason(problem)}{hint}") from None
+        try:
+            return json.loads(content) if content.strip() else None
+        except ValueError:
+            raise self.error(f"{method_and_path}: answered no JSON: {content[:_SHOWN_CHARACTERS]!r}") from None
+
+    def close(self) -> None:
+        """Stops all retries, and breaks open connections."""
+        self._closed.set()
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError, AttributeError):  # not connected yet, or no longer
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, path: str, body: Any) -> bytes:
+        parts, headers = urlsplit(self.address), {"content-type": "application/json"}
+        if self.token is not None:
+            headers["authorization"] = f"Bearer {self.token}"
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        with self._lock:
+            if self._closed.is_set():
+                raise ConnectionError("the run ends")
+            self._open.add(connection)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request("GET" if data is None else "POST", parts.path + path, data, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        if answer.status >= 300:
+            raise _RefusalError(answer.status, content)
+        return content
+
+
+def _is_transient(problem: BaseException) -> bool:
+    if isinstance(problem, _RefusalError):
+        return problem.status in _TRANSIENT_STATUSES
+    return isinstance(problem, OSError | http.client.HTTPException)
+
+
+def _is_explained(problem: BaseException, hint_500: str | None) -> bool:
+    return hint_500 is not None and isinstance(problem, _RefusalError) and problem.status == 500
+
+
+def _reason(problem: BaseException) -> str:
+    if isinstance(problem, _RefusalError):
+        text = problem.content.decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):
+            text = json.loads(text)["error"]["message"]
+        advice = "; set NEOX_SERVE_TOKEN to its token" if problem.status == 401 else ""
+        return f"answered {problem.status}: {' '.join(text.split())[:_SHOWN_CHARACTERS]}{advice}"
+    return f"cannot be reached ({problem})" if isinstance(problem, OSError) else f"the connection broke ({problem!r})"

@@ -1,0 +1,154 @@
+"""Sampling of answers by servers, which receive the weights of each generation."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from megatron.callbacks import TrainingRun
+from megatron.distributed import on_rank_zero
+from megatron.generation.weight_updates import WeightUpdate
+from megatron.methods.reinforcement.answers import Answer
+from megatron.methods.reinforcement.conversations import Conversations
+from megatron.methods.reinforcement.generation import Shares
+from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, turn_of
+from megatron.methods.reinforcement.server_apis import ServerAPI, server_class
+from megatron.methods.reinforcement.server_calls import Connection
+from megatron.methods.reinforcement.weight_folders import WeightFolders
+from megatron.methods.reinforcement.weight_server import WeightServer
+from megatron.process import look_for_stop
+
+_CONCURRENT_REQUESTS = 128  # per server, which may queue some of them
+_LOOKS_S = 1.0  # seconds of waiting after which rank 0 looks for a stop signal
+_TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
+
+
+class ServerSampler:
+    """Samples the answers of a generation by the servers of `rollout`.
+
+    All ranks call every method together. Only rank 0 talks to the servers: one thread sends them the weights,
+    then requests the answers of a generation, and so on. Server r modulo the number of servers answers the
+    rows of data rank r. With `rollout.staleness` rank 0 does so ahead, while the ranks train.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        run_id: str,
+        addresses: Sequence[str],
+        stop_token_ids: tuple[int, ...],
+        shares: Shares,
+        conversations: Conversations | None,
+    ) -> None:
+        """run_id: the name of this run's folder in `rollout.sync`. conversations: None where there is no
+        environment. Raises ServerError for a server that does not answer."""
+        args = run.args
+        keys = ReinforcementKeys.read_from(args)
+        assert keys.rollout is not None and args.train_iters is not None
+        self.run, self.conversations, self.staleness = run, conversations, keys.rollout["staleness"]
+        self.last = (args.train_iters - 1) // (shares.steps * keys.rollout["num_iterations"])
+        self.last_requested = -1
+        folder = keys.rollout["sync"] or f"{args.save}/rollout_weights"
+        self.folders = WeightFolders(run, Path(folder).absolute() / run_id, max(2, self.staleness + 1))
+        if self.staleness:
+            run.logger.info(
+                f"rollout.staleness {self.staleness}: interrupted, the run does not go on bit for bit: answers under "
+                "way are asked for again, by newer weights"
+            )
+        self.server_of_row = [0] * shares.total
+        for rank in range(shares.data_size):
+            for rows in shares.micro_batches(rank):
+                for row in rows:
+                    self.server_of_row[row] = rank % len(addresses)
+        self._pending: dict[int, Future[tuple[list[Answer], int]]] = {}  # on rank 0, by generation
+        self._serving: int | None = None  # the version that all servers have
+        self.servers: list[ServerAPI] = []
+        self._weight_server: WeightServer | None = None  # on rank 0
+        on_rank_zero(run.groups, lambda: self._begin(addresses, stop_token_ids))
+
+    def _begin(self, addresses: Sequence[str], stop_token_ids: tuple[int, ...]) -> None:
+        keys = ReinforcementKeys.read_from(self.run.args)
+        options = keys.rollout
+        assert options is not None
+        self._in_turn = ThreadPoolExecutor(1, "rollouts")
+        self._requests = ThreadPoolExecutor(_CONCURRENT_REQUESTS * len(addresses), "rollout_requests")
+        token = os.environ.get(_TOKEN_VARIABLE) or None
+        for address in addresses:
+            connection = Connection(address, token, options["server_timeout_s"], self.run.logger.warning)
+            server = server_class(options["server_api"])
+            self.servers.append(server(connection, options["temperature"], stop_token_ids))
+        if keys.serve_model_weights:
+            self._weight_server = WeightServer(self.run.args)
+        self._for_all_servers(lambda server: server.check())
+
+    def __call__(self, number: int, requests_of: Callable[[int], list[AnswerRequest]]) -> tuple[list[Answer], int]:
+        """Returns the answers of generation `number` in the order of its rows, and their weight version.
+
+        requests_of: from a generation's number to its requests. Raises ServerError, and StopRequested where a
+        stop signal comes first."""
+        generations = range(max(number, self.last_requested + 1), min(number + self.staleness, self.last) + 1)
+        if generations:
+            weights = self.folders.write(number)
+            self.last_requested = generations[-1]
+
+            def submit() -> None:
+                if self._weight_server is not None:
+                    self._weight_server.offer(weights, self.folders.num_versions)
+                for generation in generations:
+                    requests = requests_of(generation)
+                    self._pending[generation] = self._in_turn.submit(self._answers, requests, weights)
+
+            on_rank_zero(self.run.groups, submit)
+        return on_rank_zero(self.run.groups, lambda: self._waited_for(self._pending.pop(number)))
+
+    def _waited_for(self, answers: Future[tuple[list[Answer], int]]) -> tuple[list[Answer], int]:
+        while not wait([answers], _LOOKS_S).done:
+            look_for_stop()
+        return answers.result()
+
+    def _answers(self, requests: Sequence[AnswerRequest], weights: WeightUpdate) -> tuple[list[Answer], int]:
+        """Updates the servers' weights and collects a generation's answers, in the thread."""
+        if self._serving != weights.version:
+            self._for_all_servers(lambda server: server.update(weights, self._url(weights, server)))
+            self._serving = weights.version
+        answers = self._requests.map(
+            lambda row: self._answer(row, requests[row], weights.version), range(len(requests))
+        )
+        return list(answers), weights.version
+
+    def _url(self, weights: WeightUpdate, server: ServerAPI) -> str | None:
+        """Returns the URL from which the server fetches the weights; None: from their folder."""
+        weight_server = self._weight_server
+        return None if weight_server is None else weight_server.url(weights.version, server.connection.address)
+
+    def _answer(self, row: int, request: AnswerRequest, version: int) -> Answer:
+        if self.conversations is not None:
+            return self.conversations.hold(request, lambda turn: self._write(row, turn, version))
+        return self._write(row, turn_of(self.run, request), version)
+
+    def _write(self, row: int, turn: Turn, version: int) -> Answer:
+        server = self.server_of_row[row]
+        written = self.servers[server].write(turn.tokens, turn.room, turn.seed)
+        if written.weight_version != (version if self.servers[server].names_weights else None):
+            reported_version = "of its own" if written.weight_version is None else written.weight_version
+            raise self.servers[server].connection.error(
+                f"answers by weights {reported_version}, and was given {version}: another run or process updates its "
+                "weights too, or the server was restarted; use it in one run only"
+            )
+        return Answer(turn.tokens, written.tokens, written.logprobs, written.finished)
+
+    def _for_all_servers(self, work: Callable[[ServerAPI], None]) -> None:
+        """Calls `work` for all servers at the same time, and waits."""
+        for _ in self._requests.map(work, self.servers):
+            pass
+
+    def close(self) -> None:
+        """Cancels all requests without waiting for them."""
+        if self.run.groups.world_rank == 0:
+            self._in_turn.shutdown(wait=False, cancel_futures=True)
+            self._requests.shutdown(wait=False, cancel_futures=True)
+        for server in self.servers:
+            server.connection.close()
+        if self._weight_server is not None:
+            self._weight_server.close()

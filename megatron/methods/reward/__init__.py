@@ -1,0 +1,1 @@
+"""Reward models: scores of answers, learned from pairs."""

@@ -1,0 +1,13 @@
+"""Reward models: scores of answers, learned from pairs."""
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective, reward
+from megatron.training import method
+
+
+class Method(method.Method):
+    """Learns to score the chosen answer of a pair above the rejected one."""
+
+    def objective(self, args: NeoXArgs) -> Objective:
+        """See `Method`."""
+        return reward(args.center_rewards_coefficient or 0.0, args.z_loss)

@@ -1,0 +1,1 @@
+"""Unlearning: steps on a set to forget, among steps on the training set."""

@@ -1,0 +1,51 @@
+"""Tells configuration and data of unlearning."""
+
+from typing import Any
+
+from megatron.methods.unlearning.keys import FORGET_LOSSES, UnlearningKeys
+from megatron.methods.unlearning.schedule import ascent_steps, is_ascent
+from megatron.neox_arguments.methods import FurtherSet, MethodDeclaration
+
+
+def forget_needs_reference(args: object) -> bool:
+    """Whether sequences of `ga_dataset` are compared with a reference model's log-probabilities of them."""
+    keys = UnlearningKeys.read_from(args)
+    return keys.ga_dataset is not None and FORGET_LOSSES[keys.ga_loss_type].needs_reference
+
+
+def retains_by_divergence(args: object) -> bool:
+    """Whether the loss of `gd_retain_dataset` is the divergence from a reference model
+    (`gd_retain_loss_type: kl`)."""
+    keys = UnlearningKeys.read_from(args)
+    return keys.ga_dataset is not None and keys.gd_mode and keys.gd_retain_loss_type == "kl"
+
+
+def _log_lines(args: Any) -> list[str]:
+    """Returns a line on how many steps train on the forget set; in a short run it may be none."""
+    keys = UnlearningKeys.read_from(args)
+    if keys.ga_dataset is None:
+        return []
+    count = ascent_steps(keys, 0, args.train_iters)
+    objective = f"minus the loss of {keys.ga_dataset}"
+    if keys.gd_mode:
+        objective = f"{keys.gd_retain_weight:g} x the loss of {keys.gd_retain_dataset} {objective}"
+    if not count:
+        no_steps = f"none of {args.train_iters} steps is on it (ga_mode: {keys.ga_mode}): nothing is forgotten"
+        return [f"ga_dataset: {no_steps}"]
+    first_step = next(step for step in range(args.train_iters) if is_ascent(keys, step)) + 1
+    return [f"ga_dataset: {count} of {args.train_iters} steps minimise {objective}; the first is step {first_step}"]
+
+
+METHOD = MethodDeclaration(
+    trains=lambda args: args.train_impl == "normal" and UnlearningKeys.read_from(args).ga_dataset is not None,
+    keys=UnlearningKeys,
+    sets={
+        "forget": FurtherSet("ga_dataset", "ga_label_dataset", "ga_dataset_impl", is_scored=True),
+        "retain": FurtherSet("gd_retain_dataset", "gd_retain_label_dataset", "gd_retain_dataset_impl", "gd_mode"),
+    },
+    num_further_steps=ascent_steps,
+    sets_per_step=lambda args: 2 if UnlearningKeys.read_from(args).gd_mode else 1,
+    needs_reference=lambda args: forget_needs_reference(args) or retains_by_divergence(args),
+    log_lines=_log_lines,
+    conditions=lambda args: [("gd_retain_dataset", "gd_mode: true", UnlearningKeys.read_from(args).gd_mode)],
+)

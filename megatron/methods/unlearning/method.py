@@ -1,0 +1,275 @@
+"""Chooses the data of each step of a run that unlearns, and skips and counts its steps on the forget set
+(`ga_dataset`)."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from megatron.callbacks import Callback, Step, StepResult, TrainingRun
+from megatron.data import Batch, Datasets, collation
+from megatron.data.preferences.responses import Responses, collate_preferences
+from megatron.data.set_config import masked_token_ids
+from megatron.distributed import on_rank_zero
+from megatron.methods.language_modelling.method import Method as LanguageModelling
+from megatron.methods.unlearning.declaration import retains_by_divergence
+from megatron.methods.unlearning.keys import UnlearningKeys
+from megatron.methods.unlearning.objective import ForgetSettings, UnlearningBatch, set_of, unlearning
+from megatron.methods.unlearning.schedule import ascent_steps, begins_burst, is_ascent, optimizer_steps
+from megatron.methods.unlearning.sequences import SequenceDataset
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective
+from megatron.training.engine import Engine
+from megatron.training.method import Collate, Load, LoggedSteps, MethodRun, StepData
+
+AVERAGE = 0.9  # weight of earlier losses in the moving average of ga_threshold_check_mode: ema
+
+
+@dataclass(frozen=True)
+class UnlearningProgress:
+    """The progress of a run in its forget set.
+
+    samples: read of the forget set, and of the retain set, including those of steps that were left out.
+    steps, left_out: numbers of steps on the forget set that were taken and left out.
+    burst_left_out: the current burst is left out.
+    last_loss: loss of the last step on the forget set; None if unknown.
+    average_loss: its moving average; None if unknown.
+    """
+
+    samples: int = 0
+    steps: int = 0
+    left_out: int = 0
+    burst_left_out: bool = False
+    last_loss: float | None = None
+    average_loss: float | None = None
+
+
+class Method(LanguageModelling):
+    """Unlearning: steps on the forget set, and on the retain set, among steps of next-token prediction."""
+
+    def objective(self, args: NeoXArgs) -> Objective:
+        """See `Method`."""
+        keys = UnlearningKeys.read_from(args)
+        return unlearning(
+            super().objective(args),
+            forget_loss=keys.ga_loss_type,
+            settings=ForgetSettings(keys.npo_beta, keys.simnpo_beta, keys.simnpo_gamma),
+            retain_weight=keys.gd_retain_weight,
+            retain_divergence=retains_by_divergence(args),
+            separate_losses=keys.gd_mode and keys.gd_log_separate_losses,
+            columns=args.softmax_rows,
+        )
+
+    def num_steps(self, args: NeoXArgs, iterations: int, log: Callable[[str], None]) -> int:
+        """See `Method`."""
+        steps = optimizer_steps(args, iterations)
+        if steps != iterations:
+            bursts = f"{iterations} iterations with bursts of {UnlearningKeys.read_from(args).ga_iters}"
+            log(f"ga_mode: interval: {bursts} are {steps} optimizer steps")
+        return steps
+
+    def num_training_steps(self, args: NeoXArgs, start: int, end: int) -> int:
+        """See `Method`."""
+        return super().num_training_steps(args, start, end) - ascent_steps(args, start, end)
+
+    def wrap_datasets(self, args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
+        """Returns the sets; samples of the forget set are whole sequences if its loss scores these."""
+        forget = datasets.further.get("forget")
+        if UnlearningKeys.read_from(args).ga_loss_type == "nll" or forget is None:
+            return datasets
+        sequences = SequenceDataset(
+            forget,
+            separate_documents=args.reset_attention_mask,
+            eod=eod,
+            mask_after_eod=args.eod_mask_loss,
+            masked_ids=masked_token_ids(args),
+        )
+        return datasets.with_sets({"forget": sequences})
+
+    sets_with_responses = ("forget",)
+
+    def response_collation(self, args: NeoXArgs) -> Collate:
+        """See `Method`."""
+        return partial(collate_preferences, packed=args.reset_attention_mask)
+
+    def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
+        """Returns steps of the training set, or of the forget set followed by the retain set.
+
+        The run's progress, read when the step is requested, decides which. A forget step whose loss is above
+        `ga_loss_threshold` is left out and noted in the progress; an ordinary step takes its place.
+        """
+        args, sets, samples = run.args, run.datasets.further, run.progress.method_state.samples
+        ordinary, eod, num_workers = super().steps(run, load), run.tokenizer.eod, min(run.args.num_workers, 1)
+        if "forget" not in sets:  # no step left is on it
+            return ordinary
+        forget = load(sets["forget"], samples, _collation(args, eod, "forget"), num_workers)
+        retain = None
+        if "retain" in sets:
+            retain = load(sets["retain"], samples, _collation(args, eod, "retain"), num_workers)
+        return _steps(run, ordinary, forget, retain)
+
+    def after_step(self, run: MethodRun, data: StepData, result: StepResult) -> None:
+        """See `Method`."""
+        if data.role == "forget":
+            run.progress.method_state = after_ascent(run.args, run.progress.method_state, result)
+
+    def callbacks(self, run: MethodRun) -> Sequence[Callback]:
+        """See `Method`."""
+        return [UnlearningCallback(run)]
+
+    def mean_loss(self, trained: Sequence[tuple[str, float]]) -> float:
+        """Returns the mean over ordinary steps, else over those on the forget set, whose losses are below
+        0."""
+        return super().mean_loss([pair for pair in trained if pair[0] != "forget"] or trained)
+
+    def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
+        """See `Method`."""
+        losses = [loss for role, loss in steps.trained if role == "forget"]
+        return row_of_steps(args, steps.schedule, steps.iteration, steps.roles, losses)
+
+    def initial_state(self) -> UnlearningProgress:
+        """See `Method`."""
+        return UnlearningProgress()
+
+    def save_state(self, state: UnlearningProgress) -> Mapping[str, Any]:
+        """See `Method`."""
+        return {"unlearning": asdict(state)}
+
+    def load_state(self, saved: Mapping[str, Any]) -> UnlearningProgress:
+        """See `Method`."""
+        return UnlearningProgress(**saved.get("unlearning", {}))
+
+    def further_samples(self, record: Mapping[str, Any]) -> int:
+        """See `Method`."""
+        return record.get("forget_samples", 0)
+
+    def data_record(self, state: UnlearningProgress) -> Mapping[str, Any]:
+        """See `Method`."""
+        return {"forget_samples": state.samples}
+
+
+def _steps(
+    run: MethodRun, ordinary: Iterator[StepData], forget: Iterator[list[Batch]], retain: Iterator[list[Batch]] | None
+) -> Iterator[StepData]:
+    args, keys = run.args, UnlearningKeys.read_from(run.args)
+    while True:
+        if is_ascent(args, run.progress.iteration):
+            batches = [next(forget) + (next(retain) if retain is not None else [])]
+            if not _left_out(run, batches[0]):
+                yield StepData(batches.pop(), "forget", keys.ga_lr_scale, False, 1 if retain is None else 2)
+                continue
+            batches.clear()
+        yield next(ordinary)
+
+
+def _collation(args: NeoXArgs, eod: int | None, name: Literal["forget", "retain"]) -> Collate:
+    """Returns the collate function of the forget or the retain set."""
+    keys = UnlearningKeys.read_from(args)
+    is_scored = name == "forget" and keys.ga_loss_type != "nll"
+    collate = Method().response_collation(args) if is_scored else collation(args, eod)
+    return partial(_marked, collate, name)
+
+
+def _marked(collate: Collate, name: Literal["forget", "retain"], *samples: Any, **options: Any) -> Batch:
+    batch = collate(*samples, **options)
+    responses = batch.method if isinstance(batch.method, Responses) else None
+    return replace(batch, method=UnlearningBatch(name, responses))
+
+
+def _left_out(run: MethodRun, batches: list[Batch]) -> bool:
+    """Returns whether the step on these batches is left out, and notes it in the run's progress. All ranks
+    call it together."""
+    keys = UnlearningKeys.read_from(run.args)
+    args, progress, engine = run.args, run.progress, run.engine
+    if keys.ga_loss_threshold is None:
+        return False
+    previous: UnlearningProgress = progress.method_state
+    in_burst = not begins_burst(args, progress.iteration) and keys.ga_threshold_check_mode == "per_burst"
+    leave_out, now = previous.burst_left_out, previous
+    if not in_burst:
+        loss = previous.average_loss if keys.ga_threshold_check_mode == "ema" else previous.last_loss
+        if loss is None or not keys.ga_threshold_skip_forward:
+            now = noted_loss(previous, _mean_loss(engine, batches))
+            loss = now.average_loss if keys.ga_threshold_check_mode == "ema" else now.last_loss
+        is_above = loss is not None and loss > keys.ga_loss_threshold
+        leave_out = on_rank_zero(engine.groups, lambda: is_above)  # ranks may have it with other last bits
+    if leave_out:
+        if keys.ga_threshold_skip_forward:  # what is known grows old, while ordinary steps go on: measure the next
+            now = replace(now, last_loss=None, average_loss=None)
+        samples = now.samples + args.train_batch_size
+        now = replace(now, samples=samples, left_out=now.left_out + 1)
+    progress.method_state = replace(now, burst_left_out=leave_out)
+    return leave_out
+
+
+def _mean_loss(engine: Engine, batches: list[Batch]) -> float:
+    """Returns the mean negative log-likelihood of the batches' tokens to forget, over all data ranks, without
+    gradients; NaN where no token is trained."""
+    batches = [batch for batch in batches if set_of(batch) == "forget"]
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch, logprobs in zip(batches, engine.token_logprobs(batches), strict=True):
+        weights = batch.loss_weights.double()
+        sums += torch.stack([-(logprobs.double().cpu() * weights.cpu()).sum(), weights.cpu().sum()])
+    total, count = engine.groups.sum(sums.to(engine.groups.device), "data").tolist()
+    return total / count if count else math.nan
+
+
+def noted_loss(progress: UnlearningProgress, loss: float) -> UnlearningProgress:
+    """Returns `progress` with the loss of a step on the forget set, and its moving average, noted.
+
+    A loss that is not finite changes nothing.
+    """
+    if not math.isfinite(loss):
+        return progress
+    average = loss if progress.average_loss is None else AVERAGE * progress.average_loss + (1 - AVERAGE) * loss
+    return replace(progress, last_loss=loss, average_loss=average)
+
+
+def after_ascent(args: NeoXArgs, progress: UnlearningProgress, result: StepResult) -> UnlearningProgress:
+    """Returns `progress` after a step on the forget set.
+
+    It waits for the step only if the step's loss decides on the next one (`ga_threshold_skip_forward`).
+    """
+    keys = UnlearningKeys.read_from(args)
+    progress = replace(progress, samples=progress.samples + args.train_batch_size, steps=progress.steps + 1)
+    if keys.ga_loss_threshold is not None and keys.ga_threshold_skip_forward:
+        return noted_loss(progress, float(result.metrics["ga_actual_loss"]))
+    return progress
+
+
+def row_of_steps(
+    args: NeoXArgs, schedule: Callable[[int], float], iteration: int, roles: Sequence[str], losses: Sequence[float]
+) -> dict[str, float]:
+    """Returns the metrics of the steps since the last row of metrics, by the fork's names.
+
+    `batch_type` is the mean over steps of 0 for descent and 1 for ascent; `ga_lr_scaled` the learning rate of
+    the last step on the forget set; `gd_combined_loss` the mean of `losses`.
+    iteration: of the last step; roles: of each step; losses: of each step on the forget set that was not
+    skipped.
+    """
+    keys = UnlearningKeys.read_from(args)
+    row = {"train/batch_type": roles.count("forget") / len(roles)}
+    if "forget" in roles:
+        last = iteration - roles[::-1].index("forget")
+        row["train/ga_lr_scaled"] = schedule(last - 1) * keys.ga_lr_scale
+    if keys.gd_mode and losses:
+        row["train/gd_combined_loss"] = sum(losses) / len(losses)
+    return row
+
+
+class UnlearningCallback(Callback):
+    """Adds to each step's row the counts of steps on the forget set, by the fork's names."""
+
+    def __init__(self, training: MethodRun) -> None:
+        self.training = training
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Add the counts."""
+        if step.result is None:
+            return
+        now: UnlearningProgress = self.training.progress.method_state
+        step.row["train/ga_iterations"] = now.steps
+        step.row["train/ga_skip_rate"] = now.left_out / max(1, now.steps + now.left_out)

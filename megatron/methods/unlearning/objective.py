@@ -1,0 +1,212 @@
+"""The objective of a run that unlearns.
+
+Ordinary steps predict the next token. Steps on the forget set use gradient ascent, NPO or SimNPO. A further
+term on a retain set can keep the model's other knowledge.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.data.batch import MethodBatch
+from megatron.data.preferences.responses import Responses, batch_responses
+from megatron.methods.unlearning.keys import FORGET_LOSSES
+from megatron.mpu import HeadInput, LossOfTokens, token_divergence_sum, token_loss_sum
+from megatron.objectives.language_modelling import nll
+from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference, named_function
+from megatron.objectives.preference import (
+    label_logprobs,
+    reference_logprobs,
+    response_lengths,
+    response_sums,
+    with_reference_sums,
+)
+
+# The parts of the loss, by the set that a micro-batch is of.
+PARTS = {"train": 0, "forget": 1, "retain": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class UnlearningBatch(MethodBatch):
+    """Values of a micro-batch of the forget set or the retain set."""
+
+    set: Literal["forget", "retain"]
+    responses: Responses | None = None  # forget: its sequences, for losses of sequences
+    reference_output: HeadUse | None = None  # retain: the reference's, for the KL of distributions
+
+
+def set_of(batch: Batch) -> str:
+    """Returns the set that a micro-batch is of: "train", "forget" or "retain"."""
+    return batch.method.set if isinstance(batch.method, UnlearningBatch) else "train"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The forget sequences of a batch, fp32 `[n]` each.
+
+    logprobs: sum of log p(label) over trained tokens under the model.
+    reference: the same under the reference; None without one.
+    count: number of trained tokens.
+    """
+
+    logprobs: Tensor
+    reference: Tensor | None
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class ForgetSettings:
+    """The options of NPO and SimNPO."""
+
+    npo_beta: float = 0.1
+    simnpo_beta: float = 2.5
+    simnpo_gamma: float = 0.0
+
+
+# From sequences to their losses `[n]`.
+SequenceLoss = Callable[[Sequences, ForgetSettings], Tensor]
+
+
+def ascent(logprobs: Tensor) -> Tensor:
+    """Minus the negative log-likelihood of each token (gradient ascent)."""
+    return logprobs
+
+
+def npo(sequences: Sequences, settings: ForgetSettings) -> Tensor:
+    """Negative preference optimization (arXiv 2404.05868, equation 3): (2 / beta) log(1 + (p / p_ref)^beta).
+
+    It equals 2 ln 2 / beta while the model equals its reference.
+    """
+    assert sequences.reference is not None
+    ratio = sequences.logprobs - sequences.reference
+    return -2.0 / settings.npo_beta * F.logsigmoid(-settings.npo_beta * ratio)
+
+
+def simnpo(sequences: Sequences, settings: ForgetSettings) -> Tensor:
+    """SimNPO (arXiv 2410.07163, equation 4): -(2 / beta) log sigmoid(-beta / |y| log p - gamma).
+
+    It uses the mean log-probability of a token, and no reference.
+    """
+    mean = sequences.logprobs / sequences.count.clamp(min=1.0)
+    return -2.0 / settings.simnpo_beta * F.logsigmoid(-settings.simnpo_beta * mean - settings.simnpo_gamma)
+
+
+def unlearning(
+    ordinary: Objective,
+    *,
+    forget_loss: str = "nll",
+    settings: ForgetSettings = ForgetSettings(),
+    retain_weight: float = 0.0,
+    retain_divergence: bool = False,
+    separate_losses: bool = False,
+    columns: int | None = None,
+) -> Objective:
+    """Returns the objective of runs with `ga_dataset`, built on `ordinary`, the objective of their other
+    steps.
+
+    The loss of a micro-batch depends on its set (`set_of`):
+    - training set: the loss of `ordinary`;
+    - forget set: the mean of `forget_loss` over tokens ("nll") or over sequences;
+    - retain set, read in the same steps: `retain_weight` times the mean negative log-likelihood of a token,
+      or with `retain_divergence` the mean KL(reference || model).
+
+    separate_losses: also compute `gd_forget_loss` and `gd_retain_loss`. columns: as in `token_loss_sum`.
+    """
+    forget_metrics = ("ga_actual_loss", "ga_objective", *(("gd_forget_loss",) if separate_losses else ()))
+    retain_metrics = ("gd_retain_loss",) if separate_losses else ()
+    names = (*ordinary.metrics, *forget_metrics, *retain_metrics)
+    is_per_sequence = forget_loss != "nll"
+
+    def weight(batch: Batch) -> Tensor:
+        if set_of(batch) == "train":
+            return _in_its_part(ordinary.weight(batch), batch)
+        count = _sequences if set_of(batch) == "forget" and is_per_sequence else _tokens
+        return _in_its_part(count(batch), batch)
+
+    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
+        metrics = {name: torch.zeros(2, device=batch.tokens.device) for name in names}
+        if set_of(batch) == "train":
+            loss, part_metrics = ordinary.loss_sum(head, batch, group)
+        elif set_of(batch) == "retain":
+            total = _retain_sum(head, batch, group)
+            loss, part_metrics = retain_weight * total, dict.fromkeys(retain_metrics, _mean(total, _tokens(batch)))
+        else:
+            likelihood, loss = _forget_sums(head, batch, group)
+            part_metrics = dict.fromkeys(forget_metrics, _mean(-likelihood, _tokens(batch)))
+            count = _sequences(batch) if is_per_sequence else _tokens(batch)
+            part_metrics["ga_objective"] = _mean(loss, count)
+        return _in_its_part(loss, batch), metrics | part_metrics
+
+    def _retain_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
+        weights = batch.loss_weights.t()
+        if not retain_divergence:
+            kind = LossOfTokens(nll)
+            return token_loss_sum(head, batch.labels.t(), weights, kind, group, columns, batch.loss_places)[0].view(1)
+        assert isinstance(batch.method, UnlearningBatch)
+        output = batch.method.reference_output
+        if output is None:
+            raise ValueError("this loss needs a reference model's outputs, and the batch has none")
+        return token_divergence_sum(head, output, weights, group, columns, batch.loss_places).view(1)
+
+    def _forget_sums(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """The sums of log p(label) and of the loss, `[1]` each."""
+        if not is_per_sequence:
+            kind, weights = LossOfTokens(ascent), batch.loss_weights.t()
+            total = token_loss_sum(head, batch.labels.t(), weights, kind, group, columns, batch.loss_places)[0].view(1)
+            return total.detach(), total
+        batch = _as_responses(batch)
+        logprobs = label_logprobs(head, batch, group, columns)
+        reference = reference_logprobs(batch) if FORGET_LOSSES[forget_loss].needs_reference else None
+        sequences = Sequences(response_sums(logprobs, batch), reference, response_lengths(batch))
+        losses: Tensor = named_function(FORGET_LOSSES[forget_loss])(sequences, settings)
+        real = sequences.count > 0
+        return sequences.logprobs.detach().sum().view(1), torch.where(real, losses, 0.0).sum().view(1)
+
+    def with_reference(batches: list[Batch], reference: Reference) -> list[Batch]:
+        is_scored = is_per_sequence and FORGET_LOSSES[forget_loss].needs_reference
+        sequences = [_as_responses(b) for b in batches if set_of(b) == "forget" and is_scored]
+        scored = iter(with_reference_sums(sequences, reference))
+        retained = [batch for batch in batches if set_of(batch) == "retain"]
+        outputs = iter(reference.outputs(retained) if retain_divergence and retained else [])
+        filled = []
+        for batch in batches:
+            values = batch.method
+            if isinstance(values, UnlearningBatch) and values.set == "retain":
+                values = replace(values, reference_output=next(outputs, None))
+            elif isinstance(values, UnlearningBatch) and is_scored:
+                values = replace(values, responses=batch_responses(next(scored)))
+            filled.append(replace(batch, method=values))
+        return filled
+
+    return replace(ordinary, weight=weight, loss_sum=loss_sum, metrics=names, with_reference=with_reference)
+
+
+def _as_responses(batch: Batch) -> Batch:
+    """Returns a batch of the forget set with its sequences as responses."""
+    assert isinstance(batch.method, UnlearningBatch)
+    return replace(batch, method=batch.method.responses)
+
+
+def _tokens(batch: Batch) -> Tensor:
+    return batch.loss_weights.sum().float().view(1)
+
+
+def _sequences(batch: Batch) -> Tensor:
+    return (response_lengths(_as_responses(batch)) > 0).sum().float().view(1)
+
+
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    """A metric: a sum `[1]` and the number that it is divided by, `[2]`."""
+    return torch.cat([total.detach(), count])
+
+
+def _in_its_part(value: Tensor, batch: Batch) -> Tensor:
+    """Returns the loss parts `[3]`: `value` `[1]` in the part of the batch's set, 0 in the others."""
+    parts = value.new_zeros(len(PARTS))
+    return parts.index_add(0, torch.full((1,), PARTS[set_of(batch)], device=value.device), value)

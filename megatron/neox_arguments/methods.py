@@ -1,0 +1,127 @@
+"""The kinds of training. Each name is a folder of `megatron/methods`.
+
+The folder has `METHOD`, a `MethodDeclaration`, in `declaration.py`, and the class `Method` in `method.py`. A
+kind with keys of its own has the function `check` in `checks.py`. A run is of the first kind for which
+`MethodDeclaration.trains` is true.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Self, cast
+
+from megatron.neox_arguments.errors import ErrorCollector
+
+METHODS = (
+    "unlearning", "distillation", "kto", "reward", "online_preferences", "preferences", "reinforcement",
+    "language_modelling",
+)  # fmt: skip
+
+
+class MethodKeys:
+    """Base class of the keys of one kind of training, which `NeoXArgs` inherits.
+
+    Only code of that kind reads them, and says so: `ToyKeys.read_from(args).toy_weight`.
+    """
+
+    @classmethod
+    def read_from(cls, args: object) -> Self:
+        """Returns the configuration as an object with these keys."""
+        return cast(Self, args)
+
+
+@dataclass(frozen=True)
+class FurtherSet:
+    """A set of texts that steps read beside, or in place of, the training set.
+
+    data, labels, storage: keys of its files, their labels, and how they are read. enabled: the key that turns
+    the set on; "": it is on where there are files. is_scored: a reference model may score its samples.
+    """
+
+    data: str
+    labels: str
+    storage: str
+    enabled: str = ""
+    is_scored: bool = False
+
+    def path(self, args: object) -> str | None:
+        """Returns the prefix of the set's files; None if the run has no such set."""
+        return getattr(args, self.data) if not self.enabled or getattr(args, self.enabled) else None
+
+
+@dataclass(frozen=True)
+class MethodDeclaration:
+    """Tells configuration and data of a kind of training. Functions get the configuration.
+
+    trains: whether a run is of this kind. keys: declares its keys. sets: further sets, by name.
+    num_further_steps: of the steps [start, end), counted from 0, those that read a batch of each further set.
+    sets_per_step: number of sets of which such a step reads.
+    needs_reference: whether its losses compare the model with a reference.
+    log_lines: about its data, for the start of the log.
+    conditions: (key, condition in words, whether it holds) of keys without effect where it does not hold.
+    loss_temperature: divides logits in the loss; None: as for other kinds.
+    prompts_key, prompt_files: the key of files of prompts that stand in for a training set, and these files.
+    order_keys: keys that decide the order of prompts.
+    eager_reason: why `compile: auto` leaves blocks eager; None: it need not.
+    """
+
+    trains: Callable[[Any], bool]
+    keys: type[MethodKeys] | None = None
+    sets: dict[str, FurtherSet] = field(default_factory=dict)
+    num_further_steps: Callable[[Any, int, int], int] = lambda args, start, end: 0
+    sets_per_step: Callable[[Any], int] = lambda args: 1
+    needs_reference: Callable[[Any], bool] = lambda args: False
+    log_lines: Callable[[Any], list[str]] = lambda args: []
+    conditions: Callable[[Any], list[tuple[str, str, bool]]] = lambda args: []
+    loss_temperature: Callable[[Any], float | None] = lambda args: None
+    prompts_key: str = ""
+    prompt_files: Callable[[Any], tuple[str, ...]] = lambda args: ()
+    order_keys: Callable[[Any], dict[str, Any]] = lambda args: {}
+    eager_reason: Callable[[Any], str | None] = lambda args: None
+
+
+def method_module(method: str, name: str) -> ModuleType | None:
+    """Returns the module `name` of a kind of training; None if it has none."""
+    # Not an f-string: tests/import_graph.py would let every module depend on every kind.
+    path = ".".join(("megatron", "methods", method, name))
+    return import_module(path) if find_spec(path) is not None else None
+
+
+def check_methods(args: object, problems: ErrorCollector) -> None:
+    """Note problems with the keys of all kinds of training, and keys that ask for two kinds at once."""
+    for method in METHODS:
+        if (checks := method_module(method, "checks")) is not None:
+            checks.check(args, problems)
+    claims = [(name, keys) for name, d in _declarations().items() if (keys := d.keys) is not None and d.trains(args)]
+    for name, keys in claims[1:] if not problems.lines else []:
+        changed = next(f.name for f in fields(keys) if getattr(args, f.name) != f.default)  # type: ignore[arg-type]
+        problems.add(changed, f"asks for {name}, but other keys for {claims[0][0]}; remove the keys of one of them")
+
+
+@cache
+def _declarations() -> dict[str, MethodDeclaration]:
+    modules = {name: method_module(name, "declaration") for name in METHODS}
+    return {name: module.METHOD for name, module in modules.items() if module is not None}
+
+
+def declarations() -> Iterable[MethodDeclaration]:
+    """Returns the declarations of all kinds of training."""
+    return _declarations().values()
+
+
+def method_name(args: object) -> str:
+    """Returns the name of a run's kind of training."""
+    return next(name for name, declaration in _declarations().items() if declaration.trains(args))
+
+
+def further_sets() -> dict[str, FurtherSet]:
+    """Returns the further sets of all kinds of training by name."""
+    return {name: further for declaration in declarations() for name, further in declaration.sets.items()}
+
+
+def declaration_of(args: object) -> MethodDeclaration:
+    """Returns the declaration of a run's kind of training."""
+    return _declarations()[method_name(args)]

@@ -1,0 +1,1 @@
+"""The trainer's own callbacks: log, validate, save, stop."""

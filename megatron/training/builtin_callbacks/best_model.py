@@ -1,0 +1,109 @@
+"""Saves the best model of a run, by a metric of its validations, to `<save>/best_model` in HuggingFace's
+format."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.huggingface import recover
+from megatron.data import SampleSet
+from megatron.distributed import on_rank_zero
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.best_metric import Mode, best_metric
+from megatron.objectives import Objective
+from megatron.training.evaluation import validation_metrics
+from megatron.training.run import Training
+
+FOLDER, NOTE = "best_model", "best.json"
+
+
+@dataclass(frozen=True)
+class BestRecord:
+    """The content of `best_model/best.json`.
+
+    mode: whether less or more is better; value: of `metric`, after `iteration` steps of the run `run_id`.
+    """
+
+    metric: str
+    mode: Mode
+    value: float
+    iteration: int
+    run_id: str
+
+    def is_improvement(self, value: float) -> bool:
+        """Returns whether a value is better than this record's; an equal one is not."""
+        return value < self.value if self.mode == "min" else value > self.value
+
+
+def read_best(folder: Path) -> BestRecord | None:
+    """Returns the record of a best model, None without one. Raises CheckpointError for one that cannot be
+    read."""
+    recover(folder)
+    file = folder / NOTE
+    if not file.is_file():
+        return None
+    try:
+        return BestRecord(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as problem:
+        raise CheckpointError(f"{file}: cannot be read ({problem}); remove {folder}") from problem
+
+
+def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) -> None:
+    """Raises ConfigError for a metric of `save_best` that validations of this objective do not have, and
+    where there is no validation data."""
+    if args.save_best is None:
+        return
+    metric, _ = best_metric(args.save_best)
+    if metric.startswith("validation/"):
+        valid_metrics = validation_metrics(args, objective)
+        if metric not in valid_metrics:
+            raise args.error("save_best", f"{metric}: this run has no such metric; it has {', '.join(valid_metrics)}")
+        if valid is None:
+            raise args.error("save_best", f"{metric}: there is no validation data")
+
+
+class BestModelCallback(Callback):
+    """Saves the model after a validation that is better than all earlier ones of this run. The validation
+    before the first step does not count: the untrained model exists already."""
+
+    def __init__(self, training: Training) -> None:
+        self.training, args = training, training.args
+        assert args.save_best is not None and args.save_dir is not None
+        self.metric, self.mode = best_metric(args.save_best)
+        self.folder = Path(args.save_dir) / FOLDER
+        # The best model of another run, as with `restart`, is replaced.
+        earlier_best = on_rank_zero(training.groups, lambda: read_best(self.folder))
+        is_same_run = earlier_best is not None and (earlier_best.run_id, earlier_best.metric, earlier_best.mode) == (
+            training.checkpointer.run_id, self.metric, self.mode
+        )  # fmt: skip
+        self.best = earlier_best if is_same_run else None
+
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
+        """Keep the model if it is the best so far."""
+        training = self.training
+        better = on_rank_zero(training.groups, lambda: self._better(step))  # where results of eval_tasks are
+        if better is None:
+            return
+        with training.watchdog.phase("saving the best model"):
+            note = (json.dumps(asdict(better), indent=1) + "\n").encode()
+            training.checkpointer.save_hf_model(self.folder, training.progress, {NOTE: note})
+        self.best = better
+        text = f"best model so far, by {better.metric} {better.value:.6E} at iteration {better.iteration}"
+        training.logger.info(f"{text}: {self.folder}")
+
+    def _better(self, step: Step) -> BestRecord | None:
+        value = step.row.get(self.metric)
+        if value is None and self.metric.startswith("eval_tasks/"):
+            task_metrics = [name for name in step.row if name.startswith("eval_tasks/")]
+            if task_metrics:  # else they were given up, as a signal ends the run
+                args, objective = self.training.args, self.training.engine.objective
+                metric_names = ", ".join([*validation_metrics(args, objective), *task_metrics])
+                raise args.error("save_best", f"{self.metric}: this run has no such metric; it has {metric_names}")
+        if value is None or value != value or step.iteration == 0:
+            return None
+        if self.best is not None and not self.best.is_improvement(value):
+            return None
+        run_id = self.training.checkpointer.run_id
+        return BestRecord(self.metric, self.mode, float(value), step.iteration, run_id)

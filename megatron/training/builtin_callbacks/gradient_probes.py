@@ -1,0 +1,50 @@
+"""Builds the probes that a configuration asks for, and shows a step's gradients to those that measure
+them."""
+
+from megatron.callbacks import Callback, OnGradients, Parts, TrainingRun
+from megatron.data import Batch
+from megatron.training.metrics.device_metrics import build_device_metrics
+from megatron.training.metrics.metric_probes import Probe
+from megatron.training.metrics.noise_scale import NoiseScale
+from megatron.training.metrics.parameter_norms import ParameterNorms
+from megatron.training.run import Training
+
+
+class GradientProbes(Callback):
+    """Shows gradients to the probes that measure them. probes: each with its interval in steps."""
+
+    def __init__(self, probes: list[tuple[OnGradients, int]]) -> None:
+        self.probes = probes
+
+    def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> OnGradients | None:
+        """Returns the function that shows this step's gradients to the due probes; None where no probe is
+        due."""
+        due_probes = [see for see, interval in self.probes if (run.iteration + 1) % interval == 0]
+
+        def show(parts: Parts) -> None:
+            for see in due_probes:
+                see(parts)
+
+        return show if due_probes else None
+
+
+def build_probes(training: Training) -> tuple[list[Probe], GradientProbes]:
+    """Returns the probes of the run, and the callback that shows them gradients. All ranks call it together,
+    before the first step."""
+    args, groups = training.args, training.groups
+    probes: list[Probe] = []
+    gradient_probes: list[tuple[OnGradients, int]] = []
+    if ParameterNorms.is_enabled(args):
+        norms = ParameterNorms(training.engine)
+        probes.append(norms)
+        if args.log_grad_norm or args.log_grad_pct_zeros:
+            gradient_probes.append((norms.on_gradients, args.log_interval))
+    if args.log_gradient_noise_scale:
+        assert args.train_batch_size is not None
+        noise = NoiseScale(
+            args.train_batch_size, args.gradient_noise_scale_n_batches, groups, args.gradient_noise_scale_cpu_offload
+        )
+        probes.append(noise)
+        gradient_probes.append((noise.add, 1))
+    devices = build_device_metrics(args, groups, training.logger)
+    return [*probes, *([devices] if devices is not None else [])], GradientProbes(gradient_probes)

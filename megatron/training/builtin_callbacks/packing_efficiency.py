@@ -1,0 +1,45 @@
+"""Measures the shares of padding and of trained tokens in a step's rows."""
+
+import torch
+from torch import Tensor
+
+from megatron.callbacks import Callback, TrainingRun
+from megatron.data import Batch, trains_preferences
+from megatron.data.packing_efficiency import count_places
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.metrics.metric_probes import sum_over_ranks
+
+NAMES = ["train/padding_share", "train/packing_efficiency", "train/trained_share"]
+
+
+class PackingEfficiency(Callback):
+    """Measures padding and trained tokens of all micro-batches since the last logged step (a `Probe`).
+
+    It measures nothing if rows can have neither padding nor untrained tokens.
+    """
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        self.groups = groups
+        self.is_measured = (
+            trains_preferences(args) or args.pack_impl != "packed" or args.train_label_data_paths is not None
+        )
+        self.counts = torch.zeros(3, dtype=torch.float64)
+
+    def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
+        """Count all, padded and trained positions of the step's rows, on the host."""
+        if self.is_measured:
+            self.counts += torch.tensor(count_places(batches), dtype=torch.float64)
+
+    def values(self) -> tuple[list[str], Tensor]:
+        """See `Probe.values`. Sums over all ranks, then starts a new count.
+
+        Packing efficiency is 1 minus the share of padding. The share of trained tokens is of the positions
+        without padding.
+        """
+        if not self.is_measured:
+            return [], torch.zeros(0)
+        counts = sum_over_ranks(self.counts.to(self.groups.device), self.groups)
+        self.counts = torch.zeros_like(self.counts)
+        places, padding, trained = counts.unbind()
+        return NAMES, torch.stack([padding / places, 1 - padding / places, trained / (places - padding)])

@@ -1,0 +1,146 @@
+"""Decides when a run stops before its last step, and when a timed save is due.
+
+Signals, limits of steps and time, and requests of callbacks count; all ranks agree.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.distributed import run_on_all_ranks
+from megatron.process import StopRequested, stop_reason, stop_signal
+from megatron.training.run import Training
+
+
+class Agreement:
+    """Exchanges the maximum of each value over all ranks, on the CPU, during the next step or batch.
+
+    No rank waits: values handed in after one step come out after the next, on every rank alike.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: gloo's, of all ranks; None: there is only one rank."""
+        self._group = group
+        self._work: dist.Work | None = None
+        self._values: torch.Tensor | None = None
+
+    def exchange(self, values: list[int]) -> list[int] | None:
+        """Hand in this step's values; returns the maxima of the values handed in after the previous step,
+        None the first time. A single process gets its own values back at once."""
+        if self._group is None:
+            return values
+        agreed = None
+        if self._work is not None and self._values is not None:
+            self._work.wait()
+            agreed = self._values.tolist()
+        self._values = torch.tensor(values, dtype=torch.int64)
+        self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def settle(self) -> None:
+        """Wait for the exchange under way; the next `exchange` returns its result all the same."""
+        if self._work is not None:
+            self._work.wait()
+
+    def close(self) -> None:
+        """Wait for the exchange under way, and drop it."""
+        self.settle()
+        self._work = None
+
+
+class StopCallback(Callback):
+    """Decides at the end of every step whether to stop, and whether a timed save is due.
+
+    It writes the decision to `training.loop`, where later callbacks read it. All ranks decide alike: a signal
+    or request on one rank counts for all.
+    """
+
+    def __init__(self, training: Training, settle_result: Callable[[], None] = lambda: None) -> None:
+        """settle_result: waits for the step's result; called before a failed background write ends the
+        run."""
+        self.training, self._settle_result = training, settle_result
+        self.write_failed = False  # on some rank; known on all after the same step
+        group = dist.new_group(backend="gloo") if training.groups.world_size > 1 else None
+        self._agreement, self._batch_agreement = Agreement(group), Agreement(group)
+        self._decides = training.groups.world_rank == 0  # whose clock counts
+        self._start_time = self._saved = time.monotonic()
+        training.loop.look_for_stop, training.loop.agree_on_stop = self.look_for_stop, self.agree_on_stop
+
+    def look_for_stop(self) -> None:
+        """Raise StopRequested on all ranks once a stop signal has come to some rank.
+
+        All ranks call it together, between the batches of long work. No rank waits, so that ranks hear of
+        others' signals a batch later.
+        """
+        if self.training.loop.stop_signal:
+            raise StopRequested(self.training.loop.stop_signal)
+        agreed = self._batch_agreement.exchange([stop_signal()])
+        if agreed is not None and agreed[0]:
+            self._note(agreed[0])
+            raise StopRequested(agreed[0])
+
+    def agree_on_stop(self) -> None:
+        """Set the loop's `stop_reason` on all ranks if some rank has received a stop signal.
+
+        All ranks call it together and wait for each other: use it before the first step and after long work.
+        """
+        number = max(run_on_all_ranks(self.training.groups, stop_signal))
+        if number:
+            self._note(number)
+
+    def _note(self, number: int) -> None:
+        loop = self.training.loop
+        loop.stop_signal = number
+        loop.stop_reason = loop.stop_reason or stop_reason(number)
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Decide whether to stop and save. Raises the exception of a failed background write."""
+        if step.result is None:
+            return
+        loop = self.training.loop
+        loop.stop_reason, loop.save_is_due = self.decide(step.iteration)
+        if self.write_failed:
+            self._settle_result()
+            self.training.checkpointer.wait()  # raises the writer's problem
+
+    def decide(self, iteration: int) -> tuple[str | None, bool]:
+        """Returns (why the run stops after this iteration or None, whether a timed save is due), the same on
+        every rank."""
+        args, loop, now = self.training.args, self.training.loop, time.monotonic()
+        timed_out = args.exit_duration_in_mins is not None and now - self._start_time >= args.exit_duration_in_mins * 60
+        save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60
+        if save:
+            self._saved = now  # asked for once, though the answer comes a step later
+        timed_out, save = timed_out and self._decides, save and self._decides
+        flags = [timed_out, save or loop.save_request, self.training.checkpointer.failed, loop.stop_request is not None]
+        agreed = self._agreement.exchange([stop_signal(), *map(int, flags)])
+        loop.save_request = False  # every rank knows of it
+        self.write_failed = agreed is not None and bool(agreed[3])
+        if args.exit_interval is not None and iteration % args.exit_interval == 0:
+            return f"exit_interval {args.exit_interval}", False
+        if agreed is None:
+            return None, False
+        number, timed_out, save, stop_requested = agreed[0], bool(agreed[1]), bool(agreed[2]), bool(agreed[4])
+        if number:
+            loop.stop_signal = number
+            return stop_reason(number), save
+        if timed_out:
+            return f"exit_duration_in_mins {args.exit_duration_in_mins}", save
+        return (loop.stop_request or "a callback of another rank asked for it") if stop_requested else None, save
+
+    def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
+        """Let the next timed save be due an interval after this one."""
+        if not ephemeral and step.result is not None:
+            self._saved = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait for the exchange under way. The next decision still uses its result."""
+        self._agreement.settle()
+
+    def close(self) -> None:
+        """Wait for the exchanges under way, and drop their results."""
+        self._agreement.close()
+        self._batch_agreement.close()

@@ -1,0 +1,45 @@
+"""Passes rows of metrics to metrics.jsonl and the trackers."""
+
+from collections.abc import Sequence
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.distributed import Watchdog
+from megatron.training.loop_state import Stopwatch
+from megatron.training.metrics.loggers import MetricLogger, metrics
+
+
+class Trackers(Callback):
+    """Hands each step's row to the loggers once it is complete.
+
+    A row is complete when the callbacks before this one have added their values, and the step is settled.
+    """
+
+    def __init__(self, loggers: Sequence[MetricLogger], stopwatch: Stopwatch, watchdog: Watchdog) -> None:
+        self.loggers, self.stopwatch, self.watchdog = loggers, stopwatch, watchdog
+        self._waiting: Step | None = None
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Write the row, or wait for the step's values."""
+        if step.settled:
+            self._write(step)
+        else:
+            self._waiting = step
+
+    def on_settled(self, step: Step) -> None:
+        """Write the row of `step`, if it was not settled at the end of the step."""
+        if self._waiting is step:
+            self._waiting = None
+            self._write(step)
+
+    def _write(self, step: Step) -> None:
+        """Hand over a row, if it has metrics."""
+        if metrics(step.row):
+            with self.stopwatch.pause():
+                for target in self.loggers:
+                    target.write(step.row)
+
+    def close(self) -> None:
+        """Close every logger; each first writes its remaining rows."""
+        with self.watchdog.phase("closing the loggers"):
+            for target in self.loggers:
+                target.close()

@@ -1,0 +1,111 @@
+"""Computes and logs validation and test loss within a run."""
+
+from collections.abc import Callable, Sequence
+
+from tqdm import tqdm
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.data import SampleSet, trains_preferences
+from megatron.process import StopRequested, stop_reason
+from megatron.training.builtin_callbacks.saving import SaveCallback
+from megatron.training.evaluation import evaluate, evaluate_objective
+from megatron.training.run import Training
+
+
+def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
+    """Write the loss on the validation ("valid") or test ("test") set to the log and the row; nothing without
+    such a set."""
+    dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[set_name]
+    if dataset is None or training.args.eval_iters == 0:
+        return
+    name = "validation" if set_name == "valid" else "test"
+    with training.watchdog.phase(f"computing the {name} loss"):
+        results = _results(training, dataset)
+    row.update({f"{name}/{metric}": value for metric, value in results.items()})
+    entropy = results.pop("unigram_entropy", None)
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
+    line = f" {name} results at iteration {iteration} |{values} "
+    entropy_lines = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
+    rule = "-" * (len(line) + 1)
+    with bar.external_write_mode():
+        for text in (rule, line, rule, *entropy_lines):
+            training.logger.info(text)
+
+
+def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
+    """Returns the loss on a set, and the metrics of the objective or of language modelling, by name."""
+    args, engine, eod, look = training.args, training.engine, training.tokenizer.eod, training.loop.look_for_stop
+    samples = args.eval_iters * args.train_batch_size
+    if trains_preferences(args):
+        loss, means = evaluate_objective(engine, dataset, samples, eod, look)
+        return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
+    detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
+    result = evaluate(engine, dataset, samples, eod, detokenize, look)
+    values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
+    if result.character_perplexity is not None:
+        values["lm_loss_char_lvl_ppl"] = result.character_perplexity
+    if engine.objective.validated:
+        means = evaluate_objective(engine, dataset, samples, eod, look)[1]
+        values |= {name: means[name] for name in engine.objective.validated}
+    return {**values, **result.metrics}
+
+
+_NO_WORK = {Callback.on_validation_end, SaveCallback.on_validation_end}  # these validate nothing
+
+
+class ValidationCallback(Callback):
+    """Computes the validation loss before the first step, every `eval_interval` steps and after the last.
+
+    After the last step it also computes the test loss. It then calls `on_validation_end` of all callbacks.
+    After a stop signal it skips the remaining work, and the run ends with this step.
+    """
+
+    def __init__(self, training: Training, bar: tqdm, callbacks: Sequence[Callback]) -> None:
+        self.training, self.bar, self.callbacks = training, bar, callbacks
+
+    def is_due(self, iteration: int) -> bool:
+        """Returns whether a validation follows the step of this number."""
+        args = self.training.args
+        return iteration == args.train_iters or iteration % args.eval_interval == 0
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Validate if a validation is due, and test after the last step."""
+        if not self.is_due(step.iteration):
+            return
+        loop = self.training.loop
+        if loop.stop_signal:
+            if self._has_work():
+                loop.gave_up = True
+                run.logger.info(f"no validation at iteration {step.iteration}: {loop.stop_reason} ends the run")
+            return
+        with run.pause():
+            if self._runs_to_end(lambda: self._validate(step)):
+                for callback in self.callbacks:
+                    self.bar.clear()  # they may have bars of their own
+                    self._runs_to_end(lambda: callback.on_validation_end(run, step))  # noqa: B023 - called at once
+            loop.agree_on_stop()
+
+    def _has_work(self) -> bool:
+        """Returns whether there is anything to validate with."""
+        sets, args = self.training.datasets, self.training.args
+        methods = {type(callback).on_validation_end for callback in self.callbacks}
+        return bool(args.eval_iters and (sets.valid or sets.test)) or not methods <= _NO_WORK
+
+    def _validate(self, step: Step) -> None:
+        validate(self.training, "valid", step.iteration, step.row, self.bar)
+        if step.iteration == self.training.args.train_iters:
+            validate(self.training, "test", step.iteration, step.row, self.bar)
+
+    def _runs_to_end(self, work: Callable[[], None]) -> bool:
+        """Run `work`, a part of the validation; return False if a stop signal ended it on all ranks.
+
+        The signal then ends the run with this step.
+        """
+        loop = self.training.loop
+        try:
+            work()
+        except StopRequested as stop:
+            loop.stop_signal, loop.gave_up = stop.number, True
+            loop.stop_reason = loop.stop_reason or stop_reason(stop.number)
+            return False
+        return True

@@ -1,1 +1,0 @@
-"""What happens beside the steps of a run: log, validate, save, stop."""

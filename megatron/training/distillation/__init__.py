@@ -1,1 +1,0 @@
-"""Distillation: the teacher beside the model that is trained, and what is kept of it."""

@@ -1,0 +1,174 @@
+"""Caches log-probabilities of a reference model on disk: a folder for each model, rows in it by their
+content."""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.checkpointing import ConfigChange, config_key, model_keys, replace_file
+from megatron.data import DataError
+from megatron.data.files import cached_sha256
+from megatron.data.preferences.reference_scores import SCORES
+from megatron.data.run_datasets import SetContents
+from megatron.data.set_config import index_cache_dir
+from megatron.model.positions import rope_length_limit
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.architectures import (
+    MambaKeys,
+    MoEKeys,
+    MuPKeys,
+    OtherArchitectureKeys,
+    TransformerEngineKeys,
+)
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.model import ModelKeys
+from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.base_weights import weight_digests
+from megatron.training.checkpoint.source import CheckpointSource
+from megatron.training.precision_policy import choose_precision
+
+_DESCRIPTION = "about.json"
+# The sections of keys that define the model's function
+_OWNERS = tuple(
+    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
+)
+_INDEPENDENT = (
+    # contained in model_keys, as derived values
+    "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
+    "make_vocab_size_divisible_by",
+    # of initial values and of training
+    "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
+    # of how and of what length it is computed, and of files
+    "attention_backend", "attention_config", "mamba_backend", "mamba_chunk_size", "apex", "compile",
+    "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
+)  # fmt: skip
+
+
+def forward_keys(args: NeoXArgs) -> dict[str, Any]:
+    """Returns every key that the model's log-probabilities may depend on: all declared keys of the model,
+    except those known to have no effect."""
+    keys = {
+        name: thaw(getattr(args, name))
+        for name, key in keys_of(type(args)).items()
+        if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _INDEPENDENT
+    }
+    if rope_length_limit(args) is not None:
+        keys["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
+    if args.softmax_rows is not None:
+        keys["softmax_rows"] = args.softmax_rows
+    return keys
+
+
+def describe_reference(
+    args: NeoXArgs, source: CheckpointSource, tokenizer: Tokenizer, groups: ParallelGroups
+) -> dict[str, Any]:
+    """Returns all settings on which the model's log-probabilities depend, except code and layout. The ranks
+    share the work."""
+    return {
+        "weights": weight_digests(args, source, groups),
+        "model": {**forward_keys(args), **model_keys(args)},
+        "tokenizer": tokenizer.fingerprint(),
+        "precision": _precision(args, groups),
+        "scope": "sums over the trained tokens of an answer",
+    }
+
+
+def _precision(args: NeoXArgs, groups: ParallelGroups) -> str:
+    recipe = choose_precision(args, groups.device).recipe
+    if recipe is None:
+        return args.params_dtype
+    return f"{args.params_dtype}, FP8 by {recipe} in blocks {args.fp8_blocks.start} to {args.fp8_blocks.stop - 1}"
+
+
+def digest_of(description: Mapping[str, Any]) -> str:
+    """Returns the digest of a description from `describe_reference`."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_reference_changes(old: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
+    """Returns the changes between two descriptions from `describe_reference`."""
+    current_model, saved_model = json.loads(json.dumps(now["model"])), old["model"]  # as the record has it
+    names = [
+        name for name in sorted({*current_model, *saved_model}) if current_model.get(name) != saved_model.get(name)
+    ]
+    changes = [ConfigChange(config_key(name, args), current_model.get(name), saved_model.get(name)) for name in names]
+    changes += [ConfigChange("precision", now["precision"], old["precision"])] * (now["precision"] != old["precision"])
+    for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
+        if now[section] != old[section]:
+            changes.append(ConfigChange(key, getattr(args, key), f"other {section}"))
+    return changes
+
+
+def cache_folder(args: NeoXArgs, digest: str) -> Path:
+    """Returns the reference's folder in `reference_cache_dir`, else in `reference_cache` next to the index
+    maps."""
+    if args.reference_cache_dir is not None:
+        return Path(args.reference_cache_dir) / digest
+    first_path = (args.pos_train_data_paths or args.train_data_paths or ("",))[0]
+    return index_cache_dir(args, first_path).parent / "reference_cache" / digest
+
+
+def read_scores(folder: Path) -> np.ndarray:
+    """Returns all scores of the folder, of type `SCORES`. Raises DataError for a damaged file."""
+    parts = [np.empty(0, SCORES)]
+    for file in sorted(folder.glob("rows-*.npy")):
+        try:
+            rows = np.load(file, allow_pickle=False)
+            digest = _digest(rows)
+        except (OSError, ValueError, EOFError) as problem:
+            raise DataError(f"{file}: damaged ({problem}); delete it, it is rebuilt") from problem
+        if rows.dtype != SCORES or file.stem != f"rows-{digest}":
+            raise DataError(f"{file}: damaged; delete it, it is rebuilt")
+        parts.append(rows)
+    return np.concatenate(parts)
+
+
+def add_scores(folder: Path, description: Mapping[str, Any], rows: np.ndarray) -> None:
+    """Add rows to the folder, atomically, in a file of their own. Raises DataError."""
+    data = io.BytesIO()
+    np.save(data, rows)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / _DESCRIPTION).exists():
+            replace_file(folder / _DESCRIPTION, (json.dumps(description, indent=1) + "\n").encode())
+        replace_file(folder / f"rows-{_digest(rows)}.npy", data.getvalue())
+    except OSError as problem:
+        raise DataError(
+            f"{folder}: reference log-probabilities cannot be written here ({problem.strerror}); set "
+            "reference_cache_dir to a folder that can be written"
+        ) from problem
+
+
+def find_completion(folder: Path, set_contents: SetContents, size: int) -> tuple[Path, int | None]:
+    """Returns the path of a set's completion note, and the number of its rows if all of them are in the
+    folder.
+
+    The note covers the first `size` samples of the set. The number is None without a note, or where a file
+    that it names is gone.
+    """
+    contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
+    name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
+    note = folder / f"whole-{name}.json"
+    if not note.is_file():
+        return note, None
+    record = json.loads(note.read_text())
+    return note, record["rows"] if all((folder / file).is_file() for file in record["files"]) else None
+
+
+def note_completion(note: Path, rows: int) -> None:
+    """Writes the note that `find_completion` reads: all `rows` rows of the set are in the folder."""
+    files = sorted(file.name for file in note.parent.glob("rows-*.npy"))
+    with contextlib.suppress(OSError):  # without it the next start looks at all rows again
+        replace_file(note, (json.dumps({"rows": rows, "files": files}, indent=1) + "\n").encode())
+
+
+def _digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.tobytes()).hexdigest()[:16]

@@ -1,0 +1,436 @@
+"""The reference model of preference training: the model with the weights that the run started from.
+
+Its log-probabilities are cached before the first step (`dpo_reference: cache`), or a frozen copy computes
+them in every step (`on_the_fly`). Both take the start weights from the engine; a resumed run loads them into
+the engine before its own checkpoint. With `lora` the reference is the model without its adapters.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpointing import CheckpointError, describe_changes, replace_file
+from megatron.data import Batch, DataError, Datasets, SampleSet, rows_per_sample
+from megatron.data.preferences.preference_dataset import PreferenceSample
+from megatron.data.preferences.reference_scores import (
+    SCORES,
+    ReferenceScoredDataset,
+    ReferenceScores,
+    Response,
+    all_responses_of,
+    pack_responses,
+    responses_to_sample,
+)
+from megatron.data.run_datasets import SetContents
+from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
+from megatron.model import build_stage, eager_blocks, forward_only, materialize
+from megatron.model.init import stage_parameters
+from megatron.model.lora import without_adapters
+from megatron.model.norms import Norm
+from megatron.model.pipeline_forward import Read
+from megatron.mpu import HeadInput, Linear
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import (
+    least_prefix_saving,
+    loss_temperature,
+    reference_mode,
+    scores_reference,
+)
+from megatron.objectives import HeadUse, label_logprobs
+from megatron.process import StopRequested, look_for_stop
+from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.resume import CheckpointLoader
+from megatron.training.checkpoint.source import CheckpointSource, original_source
+from megatron.training.compile_blocks import compile_blocks
+from megatron.training.engine import Engine
+from megatron.training.method import Method
+from megatron.training.metrics.run_metadata import local_sizes
+from megatron.training.precision_policy import choose_precision
+from megatron.training.reference.cache import (
+    add_scores,
+    cache_folder,
+    describe_reference,
+    describe_reference_changes,
+    digest_of,
+    find_completion,
+    note_completion,
+    read_scores,
+)
+
+_RECORD = "reference.json"  # in `save`: describes the run's reference
+_TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
+_CHECKED = 8  # cached rows that are scored again
+# Mean difference of a token that other layouts, packings and devices make.
+_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
+_TOLERANCE_FP8 = 0.1  # scales depend on the other rows of a batch
+_SAY_EVERY = 30.0  # seconds
+
+
+def resume_with_reference(
+    loader: CheckpointLoader, method: Method, watchdog: Watchdog
+) -> tuple[Datasets, TrainingProgress]:
+    """Run `CheckpointLoader.resume` and set up the reference model, if the objective needs one.
+
+    Returns datasets and progress.
+
+    With `dpo_reference: cache` the datasets get the cached scores; otherwise the engine computes them in each
+    step.
+    Raises CheckpointError or ConfigError if the weights that the run started from are not known.
+    """
+    args, groups, datasets = loader.args, loader.groups, loader.run.datasets
+    if not scores_reference(args):
+        return datasets, loader.resume()
+    if args.lora is not None:
+        return datasets, _resume_with_adapters(loader)
+    goes_on, progress = loader.source.goes_on, None
+    source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else loader.source
+    description = describe_reference(args, source, loader.run.tokenizer, groups)
+    digest = digest_of(description)
+    if goes_on:
+        on_rank_zero(groups, lambda: _check_record(args, source, description))
+    else:
+        progress = loader.resume()
+        if progress.iteration > 0:
+            raise args.error(
+                "load",
+                f"resumes at iteration {progress.iteration}, but the reference must be the start weights; set "
+                "finetune: true to start from these weights",
+            )
+        on_rank_zero(groups, lambda: _write_record(args, source, description))
+
+    @cache
+    def have_weights() -> None:
+        if goes_on:  # else they are there
+            loader.logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
+            loader.load_weights_of(source)
+
+    if reference_mode(args) == "on_the_fly":
+        have_weights()
+        loader.engine.use_reference(frozen_copy(loader.engine))
+        loader.logger.info(_cost_of_copy(loader.engine))
+    else:
+        scores = _ReferenceCache(loader, method, cache_folder(args, digest), description, have_weights, watchdog)
+        try:
+            scores.check(datasets)
+            datasets = scores.fill(datasets)
+        except StopRequested as stop:  # the run ends before its first step
+            loader.logger.info(f"reference: given up, {stop} ends the run; scored rows are kept for the next start")
+        watchdog.now("loading a checkpoint")
+    return datasets, loader.resume() if progress is None else progress
+
+
+def _resume_with_adapters(loader: CheckpointLoader) -> TrainingProgress:
+    """Resume a run with `lora`, where the reference is the model without its adapters.
+
+    Raises ConfigError for a run that starts from trained adapters, which its reference would lack.
+    """
+    progress = loader.resume()
+    if not loader.source.goes_on and not loader.adapters_begin:
+        raise loader.args.error(
+            "load",
+            f"{loader.source.path} holds trained adapters, but the reference is the model without adapters, "
+            "which differs from the start of this run; merge them first: tools/ckpts/adapter.py merge",
+        )
+    loader.engine.use_reference(model_without_adapters(loader.engine))
+    loader.logger.info("reference: the model without its adapters scores every batch; it needs no copy")
+    return progress
+
+
+def _record(args: NeoXArgs) -> Path | None:
+    return None if args.save_dir is None else Path(args.save_dir) / _RECORD
+
+
+def _write_record(args: NeoXArgs, source: CheckpointSource, description: Mapping[str, Any]) -> None:
+    path = _record(args)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source_path = None if source.path is None else str(source.path)
+        record = {"weights": source_path, "digest": digest_of(description), "about": description}
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping[str, Any]) -> None:
+    path = _record(args)
+    assert path is not None
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: missing, so the reference, the weights that the run in `save` started from, is not known; set "
+            "save to a new folder, and load to these weights with finetune: true"
+        )
+    saved = json.loads(path.read_text())
+    if saved["digest"] != digest_of(description):
+        changes = describe_changes(
+            describe_reference_changes(saved["about"], description, args), args, f"the reference of {path}"
+        )
+        raise CheckpointError(
+            f"{changes}; the run began with {saved['weights'] or 'initial values'} as reference, which is not what "
+            f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"
+        )
+
+
+def _cost_of_copy(engine: Engine) -> str:
+    size = local_sizes(engine.args, engine.groups.with_replicated_experts(), engine.stage)[0] * engine.dtype.itemsize
+    line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
+    line += f"{size / 2**30:.2f} GiB on this rank"
+    return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """A model whose outputs losses compare with (`objectives.Reference`).
+
+    run: `engine.forward_only` of the model. score: returns log p(label) of batches.
+    """
+
+    device: torch.device
+    run: Callable[[list[Batch], Read, Callable[[Batch], tuple[int, ...]]], list[torch.Tensor]]
+    score: Callable[[list[Batch]], list[torch.Tensor]]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """See `Reference`."""
+        return self.score(batches)
+
+    def outputs(self, batches: list[Batch]) -> list[HeadUse]:
+        """See `Reference`."""
+        heads: list[HeadInput] = []
+
+        def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
+            heads.append(head)
+            return torch.zeros(1, device=self.device)
+
+        self.run(batches, keep, lambda batch: (1,))
+        return [partial(self._use, head) for head in heads]
+
+    def _use(self, head: HeadInput, function: Callable[..., Any]) -> Any:
+        with self.context():
+            return head.use(function)
+
+
+def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+    """Returns a function for `Engine.use_reference` that compares batches with a frozen copy of the engine's
+    weights."""
+    args, groups, weights, own_stage = (
+        engine.args,
+        engine.groups.with_replicated_experts(),
+        engine.weights(),
+        engine.stage,
+    )
+    stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
+    for copy, own_module in zip(stage.modules(), own_stage.modules(), strict=True):
+        if isinstance(copy, Linear) and isinstance(own_module, Linear):
+            copy.product = own_module.product  # FP8 rounds both alike
+        if isinstance(copy, Norm) and isinstance(own_module, Norm):
+            copy.functions = own_module.functions
+    compile_blocks(stage, args)
+    with torch.no_grad():
+        for layer, name, param in stage_parameters(stage, copies=True):
+            param.copy_(weights[layer][name])
+
+    group, columns, temperature = groups.group("tensor"), args.softmax_rows, loss_temperature(args)
+    read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
+
+    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+        with nullcontext() if own_stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
+            return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
+
+    def score(batches: list[Batch]) -> list[torch.Tensor]:
+        return run(batches, read, lambda batch: tuple(batch.tokens.shape))
+
+    return _compared(engine, ReferenceModel(groups.device, run, score))
+
+
+def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+    """Returns the function of `frozen_copy` without a copy: it uses the engine's weights with adapters turned
+    off."""
+    stage = engine.stage
+
+    def score(batches: list[Batch]) -> list[torch.Tensor]:
+        with without_adapters(stage):
+            return engine.step_logprobs(batches)
+
+    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+        with without_adapters(stage):
+            return engine.forward_only(batches, read, shape)
+
+    context = partial(without_adapters, stage)  # the head's copy too
+    return _compared(engine, ReferenceModel(engine.groups.device, run, score, context))
+
+
+def _compared(engine: Engine, reference: ReferenceModel) -> Callable[[list[Batch]], list[Batch]]:
+    assert engine.objective.with_reference is not None, "the loss compares with no reference"
+    with_reference = engine.objective.with_reference
+    return lambda batches: with_reference(batches, reference)
+
+
+class _ReferenceCache:
+    """Reads the scores of a folder and computes missing ones. All ranks call every method together."""
+
+    def __init__(
+        self,
+        loader: CheckpointLoader,
+        method: Method,
+        folder: Path,
+        description: dict,
+        have_weights: Callable[[], None],
+        watchdog: Watchdog,
+    ) -> None:
+        self.args, self.groups, self.engine, self.logger = loader.args, loader.groups, loader.engine, loader.logger
+        self.folder, self.description, self.have_weights, self.watchdog = folder, description, have_weights, watchdog
+        self.scores = ReferenceScores(on_rank_zero(self.groups, lambda: read_scores(folder)))
+        self.sets = method.sets_with_responses
+        self.collate = method.response_collation(self.args)
+        in_fp8 = choose_precision(self.args, self.groups.device).recipe is not None
+        self._tolerance = _TOLERANCE_FP8 if in_fp8 else _TOLERANCE[self.args.params_dtype]
+
+    def check(self, datasets: Datasets) -> None:
+        """Score some rows again. Raises DataError where the cache has other values."""
+        dataset, random = next(iter(self._sets(datasets).values())), np.random.default_rng(self.args.seed)
+        if dataset is None or not len(self.scores):
+            return
+        numbers = random.choice(len(dataset), min(len(dataset), _CHECKED), replace=False).tolist()
+        rows = []
+        for answers in run_on_each_rank(self.groups, lambda: [_rows_of(dataset, number) for number in numbers]):
+            rows.append(answers[int(random.integers(len(answers)))])
+        cached, places = self.scores.find(row.name for row in rows)
+        rows, expected = [row for row, hit in zip(rows, cached, strict=True) if hit], self.scores.rows[places[cached]]
+        if not rows:
+            return
+        self.have_weights()
+        rescored = self._score(rows)
+        run_on_all_ranks(self.groups, lambda: self._compare(rows, expected, rescored))
+        self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
+
+    def _compare(self, rows: Sequence[Response], expected: np.ndarray, rescored: np.ndarray) -> None:
+        for row, cached, now in zip(rows, expected, rescored.tolist(), strict=True):
+            tolerance = self._tolerance * max(1, row.count)
+            if cached["count"] != row.count or not abs(float(cached["sum"]) - now) <= tolerance:
+                raise DataError(
+                    f"{self.folder}: a cached row of {row.count} trained tokens has the log-probability "
+                    f"{cached['sum']:.4f}, the model gives {now:.4f}: the cache is of another model or version; delete "
+                    "the folder, it is rebuilt"
+                )
+
+    def fill(self, datasets: Datasets) -> Datasets:
+        """Returns the datasets with reference scores. Missing scores are computed, saved and logged."""
+        per_eval = self.args.eval_iters * self.args.train_batch_size
+        num_samples = {"train": None, "valid": per_eval, "test": per_eval}
+        sets = self._sets(datasets)
+        counts = [0, 0]
+        for name, dataset in sets.items():
+            limit = num_samples.get(name)
+            if dataset is not None and limit != 0:
+                size = len(dataset) if limit is None else min(limit, len(dataset))
+                for i, count in enumerate(self._fill_unless_complete(name, dataset, size, datasets.contents[name])):
+                    counts[i] += count
+        computed, cached = counts
+        self.logger.info(f"reference: {computed} rows computed, {cached} found in {self.folder}")
+        return datasets.with_sets({name: self._referenced(dataset) for name, dataset in sets.items()})
+
+    def _sets(self, datasets: Datasets) -> dict[str, SampleSet | None]:
+        """Returns the sets with answers or sequences that are compared with the reference."""
+        return {name: datasets.get(name) for name in self.sets}
+
+    def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
+        return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
+
+    def _fill_unless_complete(
+        self, name: str, dataset: SampleSet, size: int, set_contents: SetContents
+    ) -> tuple[int, int]:
+        """Run `_fill_one`, unless a note of an earlier run says that all rows of this set are scored."""
+        note, num_rows = on_rank_zero(self.groups, lambda: find_completion(self.folder, set_contents, size))
+        if num_rows is not None:
+            return 0, num_rows
+        counts = self._fill_one(name, dataset, size)
+        on_rank_zero(self.groups, lambda: note_completion(note, sum(counts)))
+        return counts
+
+    def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
+        """Score missing rows of the first `size` samples; return the numbers of distinct rows (computed,
+        found)."""
+        rank, ranks = self.groups.rank("data"), self.groups.size("data")
+        tokens = rows_per_sample(self.args) * (self.args.seq_length + 1)
+        step = max(1, _TOKENS_AT_ONCE // tokens) * ranks
+        row_names: set[bytes] = set()
+        computed, logged_at = 0, time.monotonic()
+        for start in range(0, size, step):
+            self.watchdog.now("computing reference log-probabilities")
+            numbers = range(start + rank, min(start + step, size), ranks)
+            rows = run_on_each_rank(self.groups, partial(_rows_by_name, dataset, numbers))
+            everyone = self._from_data_ranks(list(rows))
+            saved, _ = self.scores.find(rows)
+            # Each row is the work of the first rank that has it
+            assigned = {name for names in everyone[:rank] for name in names}
+            missing = [
+                row
+                for (name, row), is_saved in zip(rows.items(), saved, strict=True)
+                if not is_saved and name not in assigned
+            ]
+            row_names.update(*everyone)
+            computed += self._add(missing)
+            if time.monotonic() - logged_at > _SAY_EVERY:
+                self.logger.info(f"reference: {min(start + step, size)} of {size} samples of the {name} set")
+                logged_at = time.monotonic()
+        return computed, len(row_names) - computed
+
+    def _add(self, rows: list[Response]) -> int:
+        """Score rows, save them, and return how many all ranks had."""
+        counts = self._from_data_ranks(len(rows))
+        if not sum(counts):
+            return 0
+        self.have_weights()
+        sums = self._score(rows)
+        scored = np.array([(row.name, value, row.count) for row, value in zip(rows, sums, strict=True)], SCORES)
+        new = np.concatenate(self._from_data_ranks(scored))
+        run_on_each_rank(self.groups, lambda: _check_finite(new))
+        on_rank_zero(self.groups, lambda: add_scores(self.folder, self.description, new))
+        self.scores = ReferenceScores(np.concatenate([self.scores.rows, new]))
+        return sum(counts)
+
+    def _score(self, rows: list[Response]) -> np.ndarray:
+        """Returns the sum of each row, float32. Data ranks may have different numbers of rows."""
+        packed, saving = self.args.pack_impl != "unpacked", least_prefix_saving(self.args)
+        samples, order = pack_responses(rows, self.args.seq_length + 1, packed, saving)
+        size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
+        batches = max(self._from_data_ranks(-(-len(samples) // size)))
+        samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))
+        sums = [torch.zeros(0)]
+        for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
+            sums += [part.cpu() for part in self.engine.scores([self.collate(items) for items in chunk])]
+        scores = np.empty(len(rows), np.float32)
+        scores[order] = torch.cat(sums).numpy()
+        return scores
+
+    def _chunks(self, batches: list[list]) -> Iterator[list[list]]:
+        """Yields chunks of micro-batches, large enough to keep the stages of a pipeline busy."""
+        at_once = 4 * self.groups.size("pipe")
+        return (batches[i : i + at_once] for i in range(0, len(batches), at_once))
+
+    def _from_data_ranks(self, value: object) -> list:
+        return run_on_all_ranks_of(self.groups.group("data"), self.groups.size("data"), lambda: value)
+
+
+def _rows_by_name(dataset: SampleSet, numbers: range) -> dict[bytes, Response]:
+    """Returns the distinct rows of these samples. Raises StopRequested after a stop signal."""
+    look_for_stop()
+    return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
+
+
+def _rows_of(dataset: SampleSet, number: int) -> list[Response]:
+    sample = dataset[number]
+    assert isinstance(sample, PreferenceSample)
+    return all_responses_of(sample)
+
+
+def _check_finite(rows: np.ndarray) -> None:
+    bad = int((~np.isfinite(rows["sum"])).sum())
+    if bad:
+        raise DataError(f"reference: the model's log-probabilities of {bad} of {len(rows)} answers are not finite")
