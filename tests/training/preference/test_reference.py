@@ -178,7 +178,10 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     rows = spoil(folder, 0.01)
     assert len(rows) == 80 and rows["count"].min() >= 2 and rows.dtype == SCORES
     (message,) = refused(values)
-    assert re.search(r"row of \d+ trained tokens .*log-probability -[\d.]+ ", message)
+    match = re.search(r"row of (\d+) .*-probability (-[\d.]+), .* (-[\d.]+):", message)
+    assert match, message
+    count, cached, now = match.groups()
+    assert float(now) - float(cached) == pytest.approx(0.01 * int(count), abs=2e-4)
     (file,) = folder.glob("rows-*")
     file.write_bytes(file.read_bytes()[:-8])
     assert all(f"{file}: damaged" in message for message in refused(values))
