@@ -43,7 +43,7 @@ def test_value_gradient_and_metrics(name: str) -> None:
         batches, gradient = with_reference(batches, forward_of(reference)), arrays("trl_online_dpo")[name]
         metrics = assert_step(build_objective(args), policy, batches, case["loss"], gradient)
         for key in ("chosen", "rejected", "margins", "accuracies"):
-            assert metrics[f"rewards/{key}"] == pytest.approx(case["metrics"][f"rewards/{key}"], abs=2e-6)
+            assert metrics[f"rewards/{key}"] == pytest.approx(case["metrics"][f"rewards/{key}"], rel=2e-5, abs=1e-6)
         assert metrics["logps/chosen"] == pytest.approx(case["metrics"]["logps/chosen"], rel=1e-5)
         assert 0.5 < metrics[DIFFERENCE] < 10.0
 
