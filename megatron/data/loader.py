@@ -20,6 +20,7 @@ from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.methods import declaration_of
 from megatron.neox_arguments.values.losses import row_places
 
 
@@ -71,7 +72,7 @@ def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
         return partial(
             collate_preferences,
             packed=args.pack_impl != "unpacked",
-            rotate=args.kto_kl == "rotated",
+            rotate=declaration_of(args).mismatched_answers(args) == "rotated",
             max_length=args.max_length,
             read_last_token=row_places(args) == args.seq_length,
         )

@@ -11,13 +11,14 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.keys.losses import TrainImpl
 
 METHODS = (
-    "unlearning", "distillation", "kto", "reward", "online_preferences", "preferences", "reinforcement",
-    "language_modelling",
+    "unlearning", "distillation", "language_modelling", "online_preferences", "preferences", "reward", "kto",
+    "reinforcement",
 )  # fmt: skip
 
 
@@ -56,10 +57,14 @@ class FurtherSet:
 class MethodDeclaration:
     """Tells configuration and data of a kind of training. Functions get the configuration.
 
-    trains: whether a run is of this kind. keys: declares its keys. sets: further sets, by name.
+    trains: whether a run is of this kind. keys: declares its keys. impl: the value of `train_impl` that it
+        adds. sets: further sets, by name.
     num_further_steps: of the steps [start, end), counted from 0, those that read a batch of each further set.
     sets_per_step: number of sets of which such a step reads.
-    needs_reference: whether its losses compare the model with a reference.
+    needs_reference: whether its losses compare the model with a reference; None: as the table of losses says.
+    mismatched_answers: how prompts get answers to other prompts, to estimate a KL; drawn: from the whole set;
+        rotated: from the micro-batch; None: they get none.
+    sample_keys: values of keys that decide what samples hold.
     log_lines: about its data, for the start of the log.
     conditions: (key, condition in words, whether it holds) of keys without effect where it does not hold.
     loss_temperature: divides logits in the loss; None: as for other kinds.
@@ -70,10 +75,13 @@ class MethodDeclaration:
 
     trains: Callable[[Any], bool]
     keys: type[MethodKeys] | None = None
+    impl: TrainImpl | None = None
     sets: dict[str, FurtherSet] = field(default_factory=dict)
     num_further_steps: Callable[[Any, int, int], int] = lambda args, start, end: 0
     sets_per_step: Callable[[Any], int] = lambda args: 1
-    needs_reference: Callable[[Any], bool] = lambda args: False
+    needs_reference: Callable[[Any], bool | None] = lambda args: None
+    mismatched_answers: Callable[[Any], Literal["drawn", "rotated"] | None] = lambda args: None
+    sample_keys: Callable[[Any], list[str]] = lambda args: []
     log_lines: Callable[[Any], list[str]] = lambda args: []
     conditions: Callable[[Any], list[tuple[str, str, bool]]] = lambda args: []
     loss_temperature: Callable[[Any], float | None] = lambda args: None
@@ -110,6 +118,12 @@ def _declarations() -> dict[str, MethodDeclaration]:
 def declarations() -> Iterable[MethodDeclaration]:
     """Returns the declarations of all kinds of training."""
     return _declarations().values()
+
+
+@cache
+def train_impls() -> dict[str, TrainImpl]:
+    """Returns the values of `train_impl`, by name."""
+    return {impl.name: impl for declaration in declarations() if (impl := declaration.impl) is not None}
 
 
 def method_name(args: object) -> str:

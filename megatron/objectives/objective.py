@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
 
 # The parts of a loss, fp32 `[k]`; for each metric a sum and the number that it is divided by, fp32 `[2]`.
 LossSums = tuple[Tensor, dict[str, Tensor]]
@@ -82,14 +80,3 @@ class Objective:
         return means | {
             name: means[minuend] - means[subtrahend] for name, (minuend, subtrahend) in self.differences.items()
         }
-
-
-def loss_function(train_impl: str, loss: str) -> Callable[..., Any]:
-    """Returns the function of the loss named `loss` in the table of `train_impl`."""
-    return named_function(TRAIN_IMPLS[train_impl].losses[loss])
-
-
-def named_function(loss: Loss) -> Callable[..., Any]:
-    """Returns the function that an entry of a table of losses names."""
-    module, _, name = loss.function.rpartition(".")
-    return getattr(import_module("megatron." + module), name)  # whole, an f-string would seem to import all of it

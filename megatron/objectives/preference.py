@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import batch_responses, with_responses
-from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics
+from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics, token_scores
 from megatron.objectives.objective import Reference
 
 
@@ -155,3 +155,18 @@ def token_metrics(responses: ResponseScores, logps: Tensor, chosen: Tensor, reje
 def token_accuracy(responses: ResponseScores, chosen: Tensor) -> Tensor:
     """A metric: the share of tokens of the `chosen` responses (boolean `[n]`) that are the likeliest ones."""
     return _per_token(responses.top, responses.count, chosen)
+
+
+def last_places(batch: Batch) -> Tensor:
+    """The position of each response's last token, `[n]` int64, row-major among `[seq, batch]`; 0 for one
+    without tokens."""
+    responses = batch_responses(batch)
+    response_of = responses.response_ids.t().reshape(-1)
+    places = torch.arange(len(response_of), device=response_of.device)
+    numbers = torch.arange(len(responses.preference_labels), device=response_of.device)
+    return torch.where(response_of == numbers.unsqueeze(1), places, 0).amax(1)
+
+
+def response_scores(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the score of each response, read at its last token, fp32 `[n]`. group: the tensor ranks."""
+    return token_scores(head, last_places(batch), group)

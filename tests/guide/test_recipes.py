@@ -79,8 +79,8 @@ assert "attention.values.weight" in layer and "attention.query_key_value.weight"
     "Add a loss": TRAIN
     + """
 import torch
-from megatron.objectives import loss_function
-assert loss_function("normal", "focal")(torch.tensor(0.5).log()).isclose(torch.tensor(0.5).log() * -0.25)
+from megatron.methods.language_modelling.declaration import LOSSES
+assert LOSSES["focal"].load_function()(torch.tensor(0.5).log()).isclose(torch.tensor(0.5).log() * -0.25)
 """,
     "Add a kind of training": TRAIN
     + """

@@ -14,11 +14,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import with_responses
+from megatron.methods.preferences.objective import dpo
+from megatron.methods.preferences.pair_losses import PairSettings
 from megatron.model.attention import AttentionBackends, AttentionOptions, tree_inputs
 from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
 from megatron.model.specs import attention_spec
-from megatron.objectives import PairSettings, dpo
 from tests.fake.layouts import PACKED_DPO
 from tests.model.runs import MODELS as TABLE
 from tests.model.stages import chosen, document_batch, gradients, inputs_of, make_stage, random_batch, small

@@ -14,9 +14,12 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 DEPENDS_ON = (
     "megatron.methods.language_modelling.declaration",
     "megatron.methods.preferences.declaration",
+    "megatron.methods.preferences.checks",
     "megatron.methods.online_preferences.declaration",
     "megatron.methods.kto.declaration",
+    "megatron.methods.kto.checks",
     "megatron.methods.reward.declaration",
+    "megatron.methods.reward.checks",
     "megatron.methods.unlearning.declaration",
     "megatron.methods.unlearning.checks",
     "megatron.methods.distillation.declaration",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import Key, key, keys_of
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
-from megatron.neox_arguments.methods import further_sets
+from megatron.neox_arguments.methods import further_sets, train_impls
 from tests.neox_arguments.conftest import ROOT
 
 PACKAGE = ROOT / "megatron" / "neox_arguments"
@@ -62,7 +61,7 @@ def reads_of(path: Path) -> tuple[tuple[str, int], ...]:
 def resolved_here() -> set[str]:
     """Keys that resolving turns into another value, property or refusal, or reads files by."""
     key_names = {name for name, _ in reads_of(PACKAGE / "validation" / "refusals.py")}
-    key_names |= {impl.key for impl in TRAIN_IMPLS.values()}
+    key_names |= {impl.key for impl in train_impls().values()}
     for node in ast.walk(parsed(PACKAGE / "reading" / "files.py")):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}

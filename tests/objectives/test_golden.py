@@ -15,8 +15,11 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import Responses, with_responses
+from megatron.methods.kto.objective import KtoSettings, kto
+from megatron.methods.preferences.objective import dpo
+from megatron.methods.preferences.pair_losses import PairSettings
 from megatron.methods.reinforcement.objective import PolicySettings, RolloutValues, reinforcement, rollout_values
-from megatron.objectives import KtoSettings, PairSettings, dpo, kto, language_modelling, response_sums
+from megatron.objectives import language_modelling, response_sums
 from tests.objectives.steps import as_head, step_loss
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden" / "posttrain"

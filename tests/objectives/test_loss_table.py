@@ -5,36 +5,36 @@ from typing import Any
 
 import pytest
 
+from megatron.methods.preferences import pair_losses
+from megatron.methods.preferences.objective import MATCHINGS
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
-from megatron.neox_arguments.values.losses import needs_reference, needs_step_baselines, scores_reference
-from megatron.objectives import kto, language_modelling, loss_function, pair_losses  # noqa: F401
-from megatron.objectives.dpo import MATCHINGS
+from megatron.neox_arguments.methods import declaration_of, train_impls
+from megatron.neox_arguments.values.losses import needs_reference, scores_reference
 from megatron.training.method import build_objective
 from tests.training.runs import config
 
-LOSSES = [(impl, name) for impl, entry in TRAIN_IMPLS.items() for name in entry.losses]
+LOSSES = [(impl, name) for impl, entry in train_impls().items() for name in entry.losses]
 
 
 @pytest.mark.parametrize(("impl", "name"), LOSSES)
 def test_each_entry_has_its_function_and_its_keys(impl: str, name: str) -> None:
-    entry = TRAIN_IMPLS[impl]
-    assert callable(loss_function(impl, name))
+    entry = train_impls()[impl]
+    assert callable(entry.losses[name].load_function())
     assert {entry.key, *entry.options, *entry.losses[name].options} <= keys_of(NeoXArgs).keys()
     assert name in keys_of(NeoXArgs)[entry.key].choices
 
 
 def test_each_function_has_its_entry() -> None:
-    function_names = {loss.function for loss in TRAIN_IMPLS["dpo"].losses.values()}
+    function_names = {loss.function for loss in train_impls()["dpo"].losses.values()}
     for name, function in inspect.getmembers(pair_losses, inspect.isfunction):
         if name in vars(pair_losses) and function.__module__ == pair_losses.__name__ and not name.startswith("_"):
             returns_losses = list(inspect.signature(function).parameters) == ["pairs", "s"]
-            assert returns_losses == (f"objectives.pair_losses.{name}" in function_names), name
+            assert returns_losses == (f"methods.preferences.pair_losses.{name}" in function_names), name
 
 
 def test_what_is_built_is_what_the_table_has() -> None:
-    assert MATCHINGS.keys() == {name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.needs_step_baselines}
+    assert MATCHINGS.keys() == {name for name, loss in train_impls()["dpo"].losses.items() if loss.needs_step_baselines}
 
 
 PAIRS: dict[str, Any] = {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "data_path": None,
@@ -57,5 +57,7 @@ KTO: dict[str, Any] = {"train_impl": "kto", **{key: PAIRS[key] for key in list(P
 ])  # fmt: skip
 def test_what_a_run_needs(keys: dict[str, Any], reference: bool, scored: bool, meet: bool) -> None:
     args = NeoXArgs.from_dict({**config(), **keys})
-    assert (needs_reference(args), scores_reference(args), needs_step_baselines(args)) == (reference, scored, meet)
+    assert (needs_reference(args), scores_reference(args)) == (reference, scored)
     assert (build_objective(args).step_baselines is not None) == meet
+    mismatched = declaration_of(args).mismatched_answers(args)
+    assert mismatched == ("drawn" if meet and args.train_impl == "kto" else None)

@@ -7,8 +7,8 @@ import torch
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import Responses, batch_responses, with_responses
-from megatron.objectives import reward
-from megatron.objectives.reward import last_places
+from megatron.methods.reward.objective import reward
+from megatron.objectives.preference import last_places
 from megatron.training.method import build_objective
 from tests.objectives.cases import MARGINS, PAIRS, documents_of, shared_in_rows
 from tests.objectives.steps import arrays, assert_step, facts, step_loss

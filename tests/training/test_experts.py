@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.data.preferences.responses import batch_responses, with_responses
+from megatron.methods.preferences.objective import dpo
+from megatron.methods.preferences.pair_losses import PairSettings
 from megatron.model import build_stage
 from megatron.model.moe.experts import Experts
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.objectives import PairSettings, dpo
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine

@@ -31,7 +31,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token, open_labels, open_rewards
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
-from megatron.data.preferences.kto import mismatched_maps
+from megatron.data.preferences.mismatched_answers import mismatched_maps
 from megatron.data.preferences.pairwise import (
     check_pairs,
     check_reference,
@@ -53,12 +53,8 @@ from megatron.data.set_config import (
 )
 from megatron.data.sliced_documents import DocumentSlices
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import (
-    least_prefix_saving,
-    needs_step_baselines,
-    row_places,
-    sample_kind,
-)
+from megatron.neox_arguments.methods import declaration_of
+from megatron.neox_arguments.values.losses import least_prefix_saving, row_places, sample_kind
 
 IndexedDatasets = tuple[IndexedDataset, ...]
 
@@ -170,8 +166,7 @@ def build_preference_sets(
 
 def _contents(args: NeoXArgs, plan: _PreferencePlan) -> SetContents:
     parts = [key.digest for key in plan.keys] + ([] if plan.blend is None else [plan.blend.digest])
-    if sample_kind(args) == "answers":
-        parts += [args.kto_loss_type, args.kto_kl, str(args.compat_kto)]
+    parts += declaration_of(args).sample_keys(args)
     files = tuple(file for member in plan.members for source in member.sources for file in source.data_files)
     hash_cache = hash_cache_dir(args, plan.members[0].sources[0].prefix)
     return SetContents(hashlib.sha256(json.dumps(parts).encode()).hexdigest(), files, hash_cache)
@@ -381,7 +376,7 @@ def _load_member(
         labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl_dataset = None
-    if not paired and needs_step_baselines(args) and args.kto_kl == "drawn":
+    if declaration_of(args).mismatched_answers(args) == "drawn":
         parts, prompts, kl_maps = mismatched_maps(
             maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
             key.before,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.data.batch import Batch, MethodBatch, SharedPrefixes, collate_samples
 from megatron.data.labels import MASKED
-from megatron.data.preferences.kto import rotate_responses
+from megatron.data.preferences.mismatched_answers import rotate_responses
 from megatron.data.preferences.preference_dataset import PreferenceSample
 
 
@@ -56,7 +56,7 @@ def collate_preferences(
     """Collate preference samples: the rows of all samples in order, with responses numbered over the batch.
 
     packed: rows hold several documents, separate in attention and positions.
-    rotate: make `kl_batch` from the samples themselves (`kto.rotate_responses`), truncated to max_length
+    rotate: make `kl_batch` from the samples themselves (`rotate_responses`), truncated to max_length
       tokens.
     read_last_token: the last token of a row is also an input, not only a label; rows become one position
       longer.

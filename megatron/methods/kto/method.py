@@ -1,7 +1,9 @@
 """KTO: answers that are judged desirable or undesirable."""
 
+from megatron.methods.kto.keys import KTOKeys
+from megatron.methods.kto.objective import KtoSettings, kto
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import KtoSettings, Objective, kto
+from megatron.objectives import Objective
 from megatron.training import method
 
 
@@ -10,5 +12,6 @@ class Method(method.Method):
 
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
-        weights = args.kto_desirable_weight, args.kto_undesirable_weight
-        return kto(KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows)
+        keys = KTOKeys.read_from(args)
+        weights = keys.kto_desirable_weight, keys.kto_undesirable_weight
+        return kto(KtoSettings(keys.kto_beta, *weights, keys.kto_loss_type, neox=keys.compat_kto), args.softmax_rows)

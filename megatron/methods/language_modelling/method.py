@@ -1,7 +1,8 @@
 """Next-token prediction, for pretraining and supervised fine-tuning."""
 
+from megatron.methods.language_modelling.declaration import LOSSES
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, language_modelling, loss_function
+from megatron.objectives import Objective, language_modelling
 from megatron.training import method
 
 
@@ -10,5 +11,6 @@ class Method(method.Method):
 
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
-        loss, labelled = loss_function("normal", args.sft_loss_type), args.train_label_data_paths is not None
+        loss = LOSSES[args.sft_loss_type].load_function()
+        labelled = args.train_label_data_paths is not None
         return language_modelling(args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows)

@@ -1,5 +1,23 @@
 """Tells configuration of preference training."""
 
+from typing import Any
+
+from megatron.methods.preferences.keys import LOSSES, PreferencesKeys
+from megatron.methods.reinforcement.keys import REWARD_OPTIONS
+from megatron.neox_arguments.keys.losses import TrainImpl
 from megatron.neox_arguments.methods import MethodDeclaration
 
-METHOD = MethodDeclaration(lambda args: args.train_impl == "dpo")
+
+def _needs_reference(args: Any) -> bool | None:
+    return False if PreferencesKeys.read_from(args).dpo_reference_free else None
+
+
+METHOD = MethodDeclaration(
+    trains=lambda args: args.train_impl == "dpo",
+    impl=TrainImpl(
+        "dpo", "pairs", "dpo_loss_type", LOSSES, ("dpo_loss_weights", "dpo_reference_free", "prefix_sharing"),
+        online=REWARD_OPTIONS,
+    ),
+    keys=PreferencesKeys,
+    needs_reference=_needs_reference,
+)  # fmt: skip

@@ -1,18 +1,22 @@
 """Preference training on pairs of answers of the data: DPO and its relatives."""
 
+from megatron.methods.preferences.keys import PreferencesKeys
+from megatron.methods.preferences.objective import dpo
+from megatron.methods.preferences.pair_losses import PairSettings
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import losses_of, writes_pairs
-from megatron.objectives import Objective, PairSettings, dpo
+from megatron.objectives import Objective
 from megatron.training import method
 
 
 def pair_objective(args: NeoXArgs) -> Objective:
     """Returns the weighted sum of the run's losses of pairs."""
+    keys = PreferencesKeys.read_from(args)
     losses = losses_of(args)
-    weights: dict[str, float] = dict(zip(losses, args.dpo_loss_weights or [1.0] * len(losses), strict=True))
-    settings = PairSettings(args.dpo_beta, args.dpo_label_smoothing, args.discopop_tau, args.simpo_gamma)
+    weights: dict[str, float] = dict(zip(losses, keys.dpo_loss_weights or [1.0] * len(losses), strict=True))
+    settings = PairSettings(keys.dpo_beta, keys.dpo_label_smoothing, keys.discopop_tau, keys.simpo_gamma)
     return dpo(
-        weights, settings, reference_free=args.dpo_reference_free, columns=args.softmax_rows, sampled=writes_pairs(args)
+        weights, settings, reference_free=keys.dpo_reference_free, columns=args.softmax_rows, sampled=writes_pairs(args)
     )
 
 

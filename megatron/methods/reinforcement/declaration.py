@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import LOSSES, REWARD_OPTIONS, ReinforcementKeys
+from megatron.neox_arguments.keys.losses import TrainImpl
 from megatron.neox_arguments.methods import MethodDeclaration
 
 # Sub-keys of `rollout` that decide which samples the files give, and in which order.
@@ -40,6 +41,13 @@ def _eager_reason(args: Any) -> str | None:
 
 METHOD = MethodDeclaration(
     trains=lambda args: args.train_impl == "reinforce",
+    impl=TrainImpl(
+        "reinforce", "generated", "rl_loss_type", LOSSES,
+        (
+            *REWARD_OPTIONS, "kl_impl", "kl_div_beta", "rl_kl_in_reward", "rl_kl_by_ratio", "rl_importance_cap",
+            "rl_mask_truncated", "rl_overlong_buffer",
+        ),
+    ),
     keys=ReinforcementKeys,
     needs_reference=_needs_reference,
     loss_temperature=_loss_temperature,
@@ -47,4 +55,4 @@ METHOD = MethodDeclaration(
     prompt_files=_prompt_files,
     order_keys=_order_keys,
     eager_reason=_eager_reason,
-)
+)  # fmt: skip

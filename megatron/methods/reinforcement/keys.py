@@ -5,10 +5,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import REQUIRED, key, new_key
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import Loss
 from megatron.neox_arguments.methods import MethodKeys
 
-PolicyLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["reinforce"].losses)]  # type: ignore[valid-type]
+REWARD_OPTIONS = (  # also of preference training on pairs that the model writes
+    "rollout", "reward_functions", "reward_model", "reward_weights", "reward_timeout_s", "reward_workers",
+    "reward_variables",
+)  # fmt: skip
+_CLIPPED = ("rl_epsilon", "rl_epsilon_high")
+# Of an answer with a reward: `objective.PolicyLoss`.
+LOSSES = {
+    "reinforce": Loss("methods.reinforcement.objective.policy_gradient", ("reinforce_leave_one_out",)),
+    "rloo": Loss("methods.reinforcement.objective.clipped_sequences", _CLIPPED),
+    "grpo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+    "dapo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+    "dr_grpo": Loss("methods.reinforcement.objective.clipped", (*_CLIPPED, "rl_scale_rewards")),
+    "gspo": Loss("methods.reinforcement.objective.clipped_means", (*_CLIPPED, "rl_scale_rewards")),
+    "cispo": Loss("methods.reinforcement.objective.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
+}
+PolicyLoss: TypeAlias = Literal[tuple(LOSSES)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)

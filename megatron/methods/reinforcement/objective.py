@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.batch import MethodBatch
+from megatron.methods.reinforcement.keys import LOSSES
 from megatron.mpu import Divergence, HeadInput, token_divergence_sum, token_logprobs_and_statistics
-from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference, loss_function
+from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference
 from megatron.objectives.preference import DIFFERENCE, sampler_difference
 
 
@@ -169,7 +170,7 @@ def reinforcement(
     Metrics: reward, KL, entropy, the shares of clipped ratios (`_clip_shares`), and the difference between
     log-probabilities of the trainer before its first step and of the sampler.
     """
-    loss: PolicyLoss = loss_function("reinforce", loss_type)
+    loss: PolicyLoss = LOSSES[loss_type].load_function()
     mean, s = MEANS[loss_type], settings
     clips, full_divergence = loss is not policy_gradient, Divergence(beta=1.0, temperature=temperature)
 

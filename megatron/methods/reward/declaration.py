@@ -1,5 +1,11 @@
 """Tells configuration of reward models."""
 
+from megatron.methods.reward.keys import RewardModelKeys
+from megatron.neox_arguments.keys.losses import TrainImpl
 from megatron.neox_arguments.methods import MethodDeclaration
 
-METHOD = MethodDeclaration(lambda args: args.train_impl == "rm")
+METHOD = MethodDeclaration(
+    trains=lambda args: args.train_impl == "rm",
+    impl=TrainImpl("rm", "pairs", options=("center_rewards_coefficient", "z_loss", "prefix_sharing")),
+    keys=RewardModelKeys,
+)

@@ -1,7 +1,9 @@
 """Reward models: scores of answers, learned from pairs."""
 
+from megatron.methods.reward.keys import RewardModelKeys
+from megatron.methods.reward.objective import reward
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, reward
+from megatron.objectives import Objective
 from megatron.training import method
 
 
@@ -10,4 +12,4 @@ class Method(method.Method):
 
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
-        return reward(args.center_rewards_coefficient or 0.0, args.z_loss)
+        return reward(RewardModelKeys.read_from(args).center_rewards_coefficient or 0.0, args.z_loss)

@@ -19,7 +19,7 @@ from megatron.data.preferences.responses import Responses, batch_responses
 from megatron.methods.unlearning.keys import FORGET_LOSSES
 from megatron.mpu import HeadInput, LossOfTokens, token_divergence_sum, token_loss_sum
 from megatron.objectives.language_modelling import nll
-from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference, named_function
+from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference
 from megatron.objectives.preference import (
     label_logprobs,
     reference_logprobs,
@@ -164,7 +164,7 @@ def unlearning(
         logprobs = label_logprobs(head, batch, group, columns)
         reference = reference_logprobs(batch) if FORGET_LOSSES[forget_loss].needs_reference else None
         sequences = Sequences(response_sums(logprobs, batch), reference, response_lengths(batch))
-        losses: Tensor = named_function(FORGET_LOSSES[forget_loss])(sequences, settings)
+        losses: Tensor = FORGET_LOSSES[forget_loss].load_function()(sequences, settings)
         real = sequences.count > 0
         return sequences.logprobs.detach().sum().view(1), torch.where(real, losses, 0.0).sum().view(1)
 

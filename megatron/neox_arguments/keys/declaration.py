@@ -21,6 +21,7 @@ class _Required:
 
 
 REQUIRED: Final = _Required()
+LOSSES_IN_FP32 = "log-probabilities and losses are always computed in fp32"
 STANDINGS: Final = ("honoured", "honoured, differs", "no effect", "refused", "later")
 
 

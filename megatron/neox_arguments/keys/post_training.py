@@ -1,24 +1,21 @@
-"""Keys of post-training: labels, preferences, rewards."""
+"""Keys that several kinds of post-training read: labels, pairs, the reference model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.neox_arguments.keys.sections import Lora
+from megatron.neox_arguments.methods import train_impls
 
 Paths = tuple[str, ...] | None
-Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
-TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
-PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
-AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
-_SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
+Impl: TypeAlias = Literal[tuple(train_impls())]  # type: ignore[valid-type]
+TextLoss: TypeAlias = Literal[tuple(train_impls()["normal"].losses)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
 class PostTrainingKeys:
-    """Fine-tuning and preference training: losses, pairs, the reference model."""
+    """Fine-tuning and preference training: the kind of training, data, the reference model."""
 
     train_impl: Impl = key(
         "normal",
@@ -97,31 +94,6 @@ class PostTrainingKeys:
         "gradients are equal; more pairs fit in a row. auto: without dropout and Mamba blocks, if it saves 2 % "
         "of the tokens",
     )
-    dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
-        "sigmoid",
-        "Loss of a pair, or a list of losses, in TRL's spelling. sigmoid_norm: on averages over tokens (OLMo 3, "
-        "Tulu 3); sft: likelihood of the chosen answer; [sigmoid, sft] with dpo_reference_free: CPO. simpo and "
-        "orpo need no reference. aot and aot_unpaired compare all pairs of a step, TRL's those of a micro-batch",
-    )
-    dpo_loss_weights: tuple[float, ...] | None = new_key(None, "Weight of each loss of dpo_loss_type; unset: 1")
-    dpo_label_smoothing: float = new_key(
-        0.0,
-        "Assumed share of mislabelled pairs, in sigmoid (conservative DPO; TRL ignores it there), sigmoid_norm, "
-        "robust, exo_pair (needs it), aot, aot_unpaired and simpo",
-        ge=0,
-        lt=0.5,
-    )
-    discopop_tau: float = new_key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0)
-    simpo_gamma: float = new_key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0)
-    dpo_beta: float = key(
-        0.1,
-        "DPO: strength of the reference. Common: 0.1 for summed log-probabilities, 5 for sigmoid_norm, 2 for simpo",
-        gt=0,
-    )
-    dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=_SIXTEEN_BIT)
-    dpo_reference_free: bool = key(
-        False, "DPO without a reference model, as if it gave all answers the same probability"
-    )
     dpo_reference: Literal["auto", "cache", "on_the_fly"] = new_key(
         "auto",
         "Source of the reference's log-probabilities, in DPO and KTO. The reference is the model at the start of "
@@ -134,31 +106,6 @@ class PostTrainingKeys:
         "dpo_reference: cache: folder of log-probabilities, by model and content, for all runs; unset: "
         "reference_cache beside the index maps",
     )
-    center_rewards_coefficient: float | None = new_key(
-        None,
-        "train_impl rm: weight of the squared sum of a pair's scores, to keep scores around 0, as TRL's; 0.01 is "
-        "common",
-        gt=0,
-    )
-    kto_loss_type: AnswerLoss = new_key(
-        "kto", "Loss of a judged answer, in TRL's spelling; apo_zero_unpaired has no KL"
-    )
-    kto_kl: Literal["drawn", "rotated"] = new_key(
-        "drawn",
-        "Answers to other prompts, for the KL. drawn: from the whole set; rotated: the example before in the "
-        "micro-batch (TRL), with pack_impl: unpacked",
-    )
-    kto_beta: float = key(
-        0.1,
-        "KTO: strength of the reference",
-        gt=0,
-        differs="GPT-NeoX takes the KL from the other half of the micro-batch, averages class weights over a half, and "
-        "multiplies rewards by the unpadded share of the row: compat_kto",
-    )
-    compat_kto: bool = new_key(False, "KTO with GPT-NeoX's KL and averages, one answer per row (pack_impl: unpacked)")
-    kto_fp32: bool = key(True, "KTO: losses in fp32", no_effect=_SIXTEEN_BIT)
-    kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
-    kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)
     precompute_model_name: str | None = key(
         None,
         "Pairs: `PATH_NAME` holds a reference model's log-probabilities, one float32 per token or document, "

@@ -149,16 +149,7 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )  # fmt: skip
     if longest is not None and prompt is not None and prompt >= longest:
         problems.add("max_prompt_length", f"leaves no room for the answer in max_length {longest}; lower it")
-    if args.compat_pack_impl and args.train_impl == "rm":
-        problems.add("compat_pack_impl", "drops the last token of a row, which has the score; remove it")
     if args.compat_pack_impl:
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
                 problems.add(key, f"GPT-NeoX lacks it; remove it, or compat_pack_impl {args.cite('compat_pack_impl')}")
-    if args.kto_kl == "rotated":
-        if args.compat_kto:
-            problems.add("kto_kl", "compat_kto uses GPT-NeoX's own KL; remove one of the two")
-        if args.pack_impl != "unpacked":
-            problems.add("kto_kl", f"needs one answer per row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
-        if args.train_micro_batch_size_per_gpu == 1:
-            problems.add("kto_kl", "needs several answers per micro-batch; set train_micro_batch_size_per_gpu: 2")

@@ -2,7 +2,7 @@
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.methods import train_impls
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.losses import (
     losses_of,
@@ -19,10 +19,6 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
     _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
-    if args.train_impl == "dpo":
-        _pairs(args, problems)
-    if args.train_impl == "rm" and not args.score_head:
-        problems.add("score_head", f"false contradicts train_impl {args.cite('train_impl')}; remove it")
     if args.prefix_sharing is True and args.rotates_by_length and args.rope_scaling is not None:
         kind = args.rope_scaling["rope_type"]
         problems.add("prefix_sharing", f"rope_scaling {kind} depends on the length of a text, so two answers cannot "
@@ -34,15 +30,13 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("prefix_sharing", "both answers of a pair must be in one row; set pack_impl: best_fit (now "
                                        f"{args.cite('pack_impl')})")  # fmt: skip
     _reference(args, problems)
-    if args.compat_kto and args.pack_impl != "unpacked":
-        problems.add("compat_kto", f"needs one answer per row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
 def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Notes keys that are set but are options of losses that the run does not use."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     readers: dict[str, dict[str, list[str] | None]] = {}  # by option and train_impl, its losses; None: all
-    for name, impl in TRAIN_IMPLS.items():
+    for name, impl in train_impls().items():
         for option in (impl.key, *impl.options, *impl.online):
             readers.setdefault(option, {})[name] = None
         for loss, loss_spec in impl.losses.items():
@@ -54,7 +48,7 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for option, impls in readers.items():
         if getattr(args, option) == keys[option].default:
             continue
-        if option in TRAIN_IMPLS[args.train_impl].online and args.dataset_impl != "online":
+        if option in train_impls()[args.train_impl].online and args.dataset_impl != "online":
             problems.add(option, f"only dataset_impl: online reads it, not {args.cite('dataset_impl')}; set that, or "
                          "remove it")  # fmt: skip
             continue
@@ -64,7 +58,7 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
             continue
         losses = impls[args.train_impl]
         if losses is not None and not set(losses) & set(chosen):
-            key = TRAIN_IMPLS[args.train_impl].key
+            key = train_impls()[args.train_impl].key
             readers_text = f"only {key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
             problems.add(option, f"{readers_text} reads it; remove it")
 
@@ -96,29 +90,6 @@ def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.dpo_reference == "cache" and sample_kind(args) == "generated":
         problems.add("dpo_reference", "cache is for answers from files, but the model writes them; set on_the_fly, "
                                       "or remove it")  # fmt: skip
-    if args.kto_kl == "rotated" and reference_mode(args) == "cache":
-        problems.add("kto_kl", "rotated needs new pairs in each micro-batch, which no cache holds; set dpo_reference: "
-                               "on_the_fly")  # fmt: skip
     if args.save is not None and is_remote(args.load):
         problems.add("load", "is remote, but a resumed run reads it again as its reference; download it, and set "
                              "load to the local folder")  # fmt: skip
-
-
-def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    losses = (args.dpo_loss_type,) if isinstance(args.dpo_loss_type, str) else args.dpo_loss_type
-    weights = args.dpo_loss_weights
-    if not losses or len(set(losses)) != len(losses):
-        problems.add("dpo_loss_type", f"expected at least one loss, each once, got {list(losses)}")
-    matching = [name for name, loss in losses_of(args).items() if loss.needs_step_baselines]
-    if len(matching) > 1:
-        problems.add("dpo_loss_type", f"{' and '.join(matching)} match pairs differently; take one of them")
-    if {"sft", "orpo"} <= set(losses):
-        problems.add("dpo_loss_type", "orpo already includes the likelihood of the chosen answer; remove sft")
-    if weights is not None and len(weights) != len(losses):
-        problems.add(
-            "dpo_loss_weights",
-            f"expected a weight for each of {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
-            f"got {len(weights)}",
-        )
-    if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:
-        problems.add("dpo_label_smoothing", "exo_pair takes its logarithm; set it above 0, say 0.001")

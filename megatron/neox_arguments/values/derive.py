@@ -6,9 +6,9 @@ from typing import Any
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import Key
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 from megatron.neox_arguments.keys.sections import Bf16, Fp16, Optimizer, ZeroOptimization
+from megatron.neox_arguments.methods import train_impls
 from megatron.neox_arguments.validation.types import check_value, resolve_section
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -74,7 +74,7 @@ def _dropout(values: dict[str, Any]) -> None:
     Without dropout the policy of preference training is computed like its reference model.
     """
     if values["disable_dropout"] is None:
-        values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
+        values["disable_dropout"] = train_impls()[values["train_impl"]].reads != "texts"
     if values["disable_dropout"]:
         values |= dict.fromkeys(DROPOUT_KEYS, 0.0)
 

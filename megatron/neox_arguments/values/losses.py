@@ -1,9 +1,9 @@
-"""Derives from the table `keys.losses` which data and which reference model the losses of a run need."""
+"""Derives from the tables of losses which data and which reference model the losses of a run need."""
 
 from typing import Literal
 
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
-from megatron.neox_arguments.methods import declaration_of
+from megatron.neox_arguments.keys.losses import Loss
+from megatron.neox_arguments.methods import declaration_of, train_impls
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where others stand, takes about that
@@ -12,7 +12,7 @@ _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where
 def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers", "generated"]:
     """Returns the kind of a sample: text, a pair of answers, a judged answer, or an answer the model
     writes."""
-    impl = TRAIN_IMPLS[args.train_impl]
+    impl = train_impls()[args.train_impl]
     return "generated" if impl.online and args.dataset_impl == "online" else impl.reads
 
 
@@ -30,16 +30,16 @@ def row_places(args: ResolvedArgs) -> int:
 
 
 def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
-    """Returns the losses that a run adds up, by name, as entries of the table `keys.losses`."""
-    impl = TRAIN_IMPLS[args.train_impl]
+    """Returns the losses that a run adds up, by name, as entries of the table of its kind."""
+    impl = train_impls()[args.train_impl]
     chosen = getattr(args, impl.key) if impl.key else ()
     return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
 
 
 def needs_reference(args: ResolvedArgs) -> bool:
     """Whether batches hold the log-probabilities of a reference model."""
-    in_losses = any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
-    return in_losses or declaration_of(args).needs_reference(args)
+    declared = declaration_of(args).needs_reference(args)
+    return any(loss.needs_reference for loss in losses_of(args).values()) if declared is None else declared
 
 
 def scores_reference(args: ResolvedArgs) -> bool:
@@ -72,8 +72,3 @@ def least_prefix_saving(args: ResolvedArgs) -> float | None:
         dropout = args.hidden_dropout or args.attention_dropout or args.lora_dropout
         return None if dropout or args.rotates_by_length or args.mamba_blocks else _SAVING_THAT_PAYS
     return 0.0
-
-
-def needs_step_baselines(args: ResolvedArgs) -> bool:
-    """Whether the loss compares examples with all examples of the optimizer step; GPT-NeoX's KTO does not."""
-    return any(loss.needs_step_baselines for loss in losses_of(args).values()) and not args.compat_kto

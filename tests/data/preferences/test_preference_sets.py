@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token
 from megatron.data.loader import collation, eval_batches
 from megatron.data.open_dataset import open_dataset
-from megatron.data.preferences.kto import mismatched_documents
+from megatron.data.preferences.mismatched_answers import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
 from megatron.data.preferences.reference_scores import Response, pack_responses, responses_of
 from megatron.data.preferences.responses import batch_responses, collate_preferences

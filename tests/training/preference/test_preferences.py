@@ -11,7 +11,10 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import batch_responses, with_responses
-from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
+from megatron.methods.kto.objective import KtoSettings, kto
+from megatron.methods.preferences.objective import dpo
+from megatron.methods.preferences.pair_losses import PairSettings
+from megatron.objectives import Objective
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.evaluation import evaluate_objective

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import batch_responses
+from megatron.methods.kto.keys import LOSSES
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
-from megatron.objectives.objective import LossSums, Objective, loss_function
+from megatron.objectives.objective import LossSums, Objective
 from megatron.objectives.preference import (
     TOKEN_METRICS,
     reference_logprobs,
@@ -58,8 +58,8 @@ def _weight(batch: Batch) -> Tensor:
 
 def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
     """Returns the objective of KTO; its weight is the number of examples. columns: as in `token_logprobs`."""
-    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].needs_step_baselines
-    loss: ResponseLoss = loss_function("kto", settings.loss_type)
+    has_kl = LOSSES[settings.loss_type].needs_step_baselines
+    loss: ResponseLoss = LOSSES[settings.loss_type].load_function()
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         labels, baseline = batch_responses(batch).preference_labels, batch_responses(batch).baseline

@@ -2,7 +2,7 @@
 and ORPOTrainer of TRL 1.16).
 
 Each is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`, and
-is named by an entry of `neox_arguments.keys.losses.TRAIN_IMPLS`.
+is named by an entry of `keys.LOSSES`.
 """
 
 import math

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import batch_responses
+from megatron.methods.preferences.keys import LOSSES
+from megatron.methods.preferences.pair_losses import PairScores, PairSettings, log_odds
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
-from megatron.objectives.objective import LossSums, Objective, loss_function
-from megatron.objectives.pair_losses import PairScores, PairSettings, log_odds
+from megatron.objectives.objective import LossSums, Objective
 from megatron.objectives.preference import (
     DIFFERENCE,
     TOKEN_METRICS,
@@ -51,7 +51,7 @@ class _LossMix:
 
 
 def _compares(weights: Mapping[str, float]) -> bool:
-    return any(TRAIN_IMPLS["dpo"].losses[name].needs_reference for name in weights)
+    return any(LOSSES[name].needs_reference for name in weights)
 
 
 def dpo(
@@ -156,7 +156,7 @@ def _loss_sum(
         metrics |= sampler_difference(responses.logprobs.detach(), sampler_logprobs, batch.loss_weights > 0)
     losses = torch.zeros_like(pairs.gap)
     for name, weight in kind.weights.items():
-        losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)
+        losses = losses + weight * LOSSES[name].load_function()(pairs, kind.settings)
     parts = [torch.where(real, losses, 0.0).sum()]
     for name, places in _nll_weights(batch, kind).items():
         likelihood = -(responses.logprobs * places).sum()

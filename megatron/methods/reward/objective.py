@@ -8,26 +8,11 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.preferences.responses import batch_responses
-from megatron.mpu import HeadInput, token_scores
+from megatron.mpu import HeadInput
 from megatron.objectives.objective import LossSums, Objective
-from megatron.objectives.preference import sum_and_count
+from megatron.objectives.preference import response_scores, sum_and_count
 
 METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "pos_values", "neg_values")
-
-
-def last_places(batch: Batch) -> Tensor:
-    """The position of each response's last token, `[n]` int64, row-major among `[seq, batch]`; 0 for one
-    without tokens."""
-    responses = batch_responses(batch)
-    response_of = responses.response_ids.t().reshape(-1)
-    places = torch.arange(len(response_of), device=response_of.device)
-    numbers = torch.arange(len(responses.preference_labels), device=response_of.device)
-    return torch.where(response_of == numbers.unsqueeze(1), places, 0).amax(1)
-
-
-def response_scores(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the score of each response, read at its last token, fp32 `[n]`. group: the tensor ranks."""
-    return token_scores(head, last_places(batch), group)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center: float, z_loss: float) -> Tensor:
