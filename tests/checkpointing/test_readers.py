@@ -37,8 +37,8 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.hub.conversion import convert, neox_files
 from megatron.tokenizer import build_tokenizer
+from tests.methods.distillation.runs import student
 from tests.pool import run_ranks
-from tests.training.distillation.runs import student
 from tests.training.runs import LLAMA, config, run_to_end
 from tools.ckpts import inspect_checkpoints, verify
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import load_tensors
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
+from tests.methods.reinforcement.toy import full_run, with_keys, write_task
+from tests.methods.reward.test_runs import reward_data, values_of
 from tests.pool import run_ranks
-from tests.rollouts.toy import full_run, with_keys, write_task
-from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.preference.test_rewards import reward_data, values_of
 from tests.training.runs import NEOX, config, output_of_run
 from tests.training.test_experts import MOE
 

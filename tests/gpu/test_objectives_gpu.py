@@ -12,7 +12,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import train
 from tests.generation.runs import GOLDEN_PROMPTS, LAYOUTS, golden_model
 from tests.gpu.runs import PRECISIONS, run
-from tests.training.preference.test_pairs_train import pairs, pairwise
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.training.runs import metric_rows
 
 pytestmark = pytest.mark.gpu

@@ -119,7 +119,7 @@ for name in LAYOUTS:
         assert abs(loss - expected) < 2e-5 * expected and abs(late - expected_late) < 2e-5 * expected_late, losses
 """,
     "Add a preference loss": """
-from tests.training.preference.test_pairs_train import pairs
+from tests.methods.preferences.test_pairs_train import pairs
 from tests.training import runs
 for key in ("data_path", "split", "eod_mask_loss"):
     del runs.BASE[key]

@@ -22,10 +22,10 @@ from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
 from megatron.training.reference.model import frozen_copy
 from megatron.training.setup import build_engine
+from tests.methods.preferences.test_preferences import pair_batches
 from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
 from tests.training.layout_runs import PACKED, RATE, UNPACKED, Run, args_of, assert_same, some_steps, train, zero
-from tests.training.preference.test_preferences import pair_batches
 from tests.training.runs import cells
 
 MOE: dict[str, Any] = {

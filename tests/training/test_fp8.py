@@ -15,11 +15,11 @@ from megatron.mpu.fp8 import DelayedProduct, MXProduct, RowwiseProduct, Tensorwi
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.fp8 import use_fp8
 from megatron.training.precision_policy import choose_precision
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
+from tests.methods.preferences.test_reference import first_losses
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import assert_goes_on, stop_after
-from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.preference.test_reference import first_losses
 from tests.training.runs import ADAMW, LLAMA, TABLE, begin, begin_each, cells, config, curves
 
 RECIPES = {"tensorwise": TensorwiseProduct, "rowwise": RowwiseProduct, "mxfp8": MXProduct, "te": DelayedProduct}

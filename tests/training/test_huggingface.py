@@ -21,9 +21,9 @@ from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import odd_model
 from tests.checkpointing.family_runs import TOKENS
+from tests.methods.preferences.test_pairs_train import pairs
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.preference.test_pairs_train import pairs
 from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config, run_to_end
 from tools.ckpts import adapter, convert_neox_to_hf, inspect_checkpoints, reshard, verify
 

@@ -21,16 +21,16 @@ from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.metrics.run_metadata import parameter_counts
 from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
+from tests.methods.preferences.test_reference import PACKED, PADDED, first_losses, preferences
+from tests.methods.reward.test_runs import reward_data, values_of
+from tests.methods.unlearning.test_runs import DIVERGENCE
 from tests.model.stages import Weights, random_batch, small
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training import test_lora_trl as with_peft
 from tests.training.checkpoint.test_resume import assert_goes_on
-from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
-from tests.training.preference.test_rewards import reward_data, values_of
 from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, cells, config, curves, curves_of
 from tests.training.test_mamba import MODELS as HYBRID
-from tests.training.test_unlearning import DIVERGENCE
 
 STEPS, UNTIED = 3, {"no_weight_tying": True}
 # Columns of 64 for each of two ranks, so that blocks in 4 bits are the same in every layout.

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron.operations.report import write_report
+from tests.methods.preferences.test_pairs_train import pairs
 from tests.operations.report.chromium import open_page
 from tests.operations.report.pages import rows_of, titles, write_run
 from tests.pool import run_ranks
-from tests.training.preference.test_pairs_train import pairs
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
 pytestmark = pytest.mark.browser

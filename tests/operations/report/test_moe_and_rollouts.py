@@ -12,9 +12,9 @@ from megatron.operations.report.heat_map import palette
 from megatron.operations.report.rollout_rows import MAX_GENERATIONS, read_rollouts
 from megatron.operations.report.router_loads import CODES, LoadMap, RouterLoad, code_of, encode, maps_of, read_load
 from megatron.process.run_files import Problems
+from tests.methods.reinforcement.toy import full_run, write_task
 from tests.operations.report.pages import figures, rows_of, titles, write_run
 from tests.pool import run_ranks
-from tests.rollouts.toy import full_run, write_task
 
 NAMES = ("aux_loss", "z_loss", "entropy", "dropped", "max_load", "idle_experts")
 

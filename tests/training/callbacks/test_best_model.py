@@ -15,9 +15,9 @@ from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import as_stopped_at, assert_refused, metrics
-from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LAYOUTS, cells, config, run_to_end
 from tests.training.test_huggingface import MODEL, TOKENIZER
 

@@ -17,10 +17,10 @@ from megatron.mpu import ParallelGroups
 from megatron.training import train
 from megatron.training.builtin_callbacks.memory_parts import MemoryParts
 from megatron.training.metrics.memory_tracker import PARTS, MemoryTimeline, MemoryTracker
+from tests.methods.preferences.test_reference import FLY, PADDED, preferences
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import refusals
-from tests.training.preference.test_reference import FLY, PADDED, preferences
 from tests.training.runs import LAYOUTS, LLAMA, before_steps, begin, begin_each, config
 
 BF16 = {"precision": "bfloat16"}

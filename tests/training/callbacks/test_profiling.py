@@ -22,9 +22,9 @@ from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.builtin_callbacks.profiling import StepProfiler, record_memory_history
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_line, run_metadata
+from tests.methods.preferences.test_reference import FLY, PADDED, preferences
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.preference.test_reference import FLY, PADDED, preferences
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, begin_each, cells, config, run_to_end
 
 

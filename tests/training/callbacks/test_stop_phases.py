@@ -14,10 +14,10 @@ import pytest
 
 from megatron.process import stop_signals
 from tests.evaluation.runs import make_tasks
+from tests.methods.distillation.runs import LABELLED, student
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
+from tests.methods.reinforcement.toy import with_keys, write_task
 from tests.pool import run_ranks
-from tests.rollouts.toy import with_keys, write_task
-from tests.training.distillation.runs import LABELLED, student
-from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import LLAMA, NEOX, config, metric_rows
 
 STEPS = 3

@@ -8,9 +8,9 @@ import pytest
 from megatron.checkpointing import read_manifest
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.model.weight_map import is_adapter
+from tests.methods.preferences.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refused, stop_after
-from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, cells, config, run_to_end
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron.training.native.fused_update import FusedAdamW
+from tests.methods.unlearning.test_runs import DIFFERENCE
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_refused, losses
 from tests.training.native.in_turn import TIMEOUT, assert_resumes, to_their_ends
 from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config
-from tests.training.test_unlearning import DIFFERENCE
 
 STEPS = 8
 EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk"}

@@ -15,13 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron.callbacks import Parts
 from megatron.model.head import FinalNorm
 from megatron.training import Training, train
+from tests.methods.preferences.test_reference import FLY, PADDED, preferences
 from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import assert_refused, losses, stop_after
 from tests.training.layout_runs import zero
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
-from tests.training.preference.test_reference import FLY, PADDED, preferences
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, begin_each, bit_equal, cells, config, metric_rows
 from tests.training.test_bare_engine import rows_of
 

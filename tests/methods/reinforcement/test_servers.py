@@ -33,11 +33,10 @@ from megatron.training import train
 from tests.generation.serving.server import Server
 from tests.launch.runs import wait_for
 from tests.marks import with_more
-from tests.pool import run_ranks
-from tests.rollouts.stand_ins import StandIn, standing_in
-from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS
-from tests.rollouts.toy import (
+from tests.methods.reinforcement.stand_ins import StandIn, standing_in
+from tests.methods.reinforcement.test_resume import goes_on_bit_for_bit
+from tests.methods.reinforcement.test_rollouts import LAYOUTS
+from tests.methods.reinforcement.toy import (
     WORDS,
     StepResults,
     for_pairs,
@@ -48,12 +47,13 @@ from tests.rollouts.toy import (
     with_keys,
     write_task,
 )
+from tests.pool import run_ranks
 from tests.training.runs import LLAMA
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
 VLLM: dict[str, Any] = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
 STEPS = 3
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

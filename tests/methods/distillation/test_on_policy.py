@@ -9,8 +9,8 @@ import torch
 from megatron.methods.distillation.method import is_on_policy
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import loop
+from tests.methods.distillation.runs import LABELLED, LAYOUTS, student
 from tests.pool import run_ranks
-from tests.training.distillation.runs import LABELLED, LAYOUTS, student
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
 from tests.training.runs import begin_each, cells
 

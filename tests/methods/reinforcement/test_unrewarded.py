@@ -8,9 +8,9 @@ import pytest
 
 from megatron.methods.reinforcement.rewards import Failure
 from megatron.methods.reinforcement.unrewarded import failure_of_all
+from tests.methods.reinforcement.test_rollouts import task, with_keys
+from tests.methods.reinforcement.toy import rollouts_of, steps_of
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import task, with_keys
-from tests.rollouts.toy import rollouts_of, steps_of
 from tests.training.runs import begin
 
 __all__ = ["task"]  # the fixture

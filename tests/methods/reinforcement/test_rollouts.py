@@ -19,9 +19,17 @@ from megatron.objectives.preference import DIFFERENCE
 from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training import train
 from tests.marks import with_more
+from tests.methods.reinforcement import toy
+from tests.methods.reinforcement.toy import (
+    StepResults,
+    assert_same_steps,
+    full_run,
+    started_run,
+    steps_of,
+    with_keys,
+    write_task,
+)
 from tests.pool import run_ranks
-from tests.rollouts import toy
-from tests.rollouts.toy import StepResults, assert_same_steps, full_run, started_run, steps_of, with_keys, write_task
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}), "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),

@@ -13,10 +13,10 @@ from megatron.callbacks import Parts
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
+from tests.methods.distillation.runs import LABELLED, LAYOUTS, student, teacher_keys
 from tests.mpu.test_distillation import generalized_jsd, with_rest
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.distillation.runs import LABELLED, LAYOUTS, student, teacher_keys
 from tests.training.runs import begin, curves
 
 LOSSES: dict[str, dict[str, Any]] = {

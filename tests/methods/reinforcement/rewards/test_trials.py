@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.methods.reinforcement.rewards.programs import run_program
-from tests.rollouts.rewards.test_programs import _isolation, all_end
+from tests.methods.reinforcement.rewards.test_programs import _isolation, all_end
 
 __all__ = ["_isolation"]  # the fixture
 # All kinds of things that tests do with a program's objects.

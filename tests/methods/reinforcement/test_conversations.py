@@ -18,10 +18,9 @@ from megatron.methods.reinforcement.objective import DIFFERENCE
 from megatron.methods.reinforcement.prompts import Prompt, PromptRow
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.marks import with_more
-from tests.pool import run_ranks
-from tests.rollouts import toy
-from tests.rollouts.test_rollouts import LAYOUTS, task
-from tests.rollouts.toy import (
+from tests.methods.reinforcement import toy
+from tests.methods.reinforcement.test_rollouts import LAYOUTS, task
+from tests.methods.reinforcement.toy import (
     StepResults,
     assert_same_steps,
     full_run,
@@ -31,6 +30,7 @@ from tests.rollouts.toy import (
     with_keys,
     write_task,
 )
+from tests.pool import run_ranks
 
 __all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.

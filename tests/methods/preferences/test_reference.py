@@ -24,11 +24,11 @@ from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.training import start
 from megatron.training.reference.cache import _INDEPENDENT, add_scores, forward_keys, read_scores
 from megatron.training.reference.model import _ReferenceCache
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 from tests.training.batches import batches_of
 from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
-from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begin_each, bit_equal, cells, config, run_to_end
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}

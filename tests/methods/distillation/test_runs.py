@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.methods.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, TOKENIZER, student
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_refused
-from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, TOKENIZER, student
 from tests.training.runs import Curve, assert_alike, cells, curves, curves_of, metric_rows, run_to_end
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from tests.checkpointing.family_models import random_model
+from tests.methods.distillation.runs import TOKENIZER, teacher_keys
 from tests.pool import run_ranks
-from tests.training.distillation.runs import TOKENIZER, teacher_keys
 from tests.training.runs import run_to_end
 
 # What these tests depend on and no import names (tests/import_graph.py).
-DEPENDS_ON = ("megatron.methods.distillation.method",)
+DEPENDS_ON = (
+    "megatron.methods.distillation.declaration",
+    "megatron.methods.distillation.checks",
+    "megatron.methods.distillation.method",
+)
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from megatron.launch import process_info
 from megatron.methods.distillation import cache
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import start
+from tests.methods.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, student
 from tests.pool import run_ranks
-from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, student
 from tests.training.runs import assert_alike, begin, curves_of
 
 TOP: dict[str, Any] = {"top_k": 8, "temperature": 1.5, "beta": 0.5, "weight": 0.8}

@@ -1,5 +1,5 @@
 """As `trl_reference`, of TRL's GRPOTrainer, RLOOTrainer and OnlineDPOTrainer, and advantages:
-`python -m tests.objectives.trl_policy tests/data/posttrain`.
+`python -m tests.methods.reinforcement.trl_policy tests/data/posttrain`.
 
 Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. Log-probabilities
 before the first step are those of a model whose weights are a little apart, so that ratios are clipped."""

@@ -11,10 +11,10 @@ from megatron.checkpointing import find_checkpoint, load_tensors
 from megatron.data import IndexedDatasetWriter
 from megatron.data.preferences.preference_sets import preference_samples_per_epoch
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on, refused
-from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LLAMA, TABLE, Curve, bit_equal, cells, config, curves, run_to_end
 
 MORE_LAYOUTS = ["tp2 sp", "pp2", "zero3"]

@@ -12,8 +12,8 @@ import pytest
 from megatron.generation import stopping
 from megatron.training import train
 from tests.marks import with_more
+from tests.methods.reinforcement.toy import full_run, lines_of, started_run, with_keys, write_task
 from tests.pool import run_ranks
-from tests.rollouts.toy import full_run, lines_of, started_run, with_keys, write_task
 from tests.training.runs import bit_equal
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,11 @@ from megatron.objectives.preference import DIFFERENCE
 from megatron.operations.report.rollout_rows import read_rollouts
 from megatron.process.run_files import Problems
 from tests.marks import with_more
+from tests.methods.reinforcement import toy
+from tests.methods.reinforcement.test_resume import goes_on_bit_for_bit
+from tests.methods.reinforcement.test_rollouts import LAYOUTS, in_two_ranks
+from tests.methods.reinforcement.toy import StepResults, assert_same_steps, full_run, lines_of, steps_of, with_keys
 from tests.pool import run_ranks
-from tests.rollouts import toy
-from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS, in_two_ranks
-from tests.rollouts.toy import StepResults, assert_same_steps, full_run, lines_of, steps_of, with_keys
 
 JUDGES = '''def wordier(prompts, completions):
     """The longer answer; of answers of the same length none."""
