@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
-from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -82,8 +83,7 @@ def load_tasks_on_rank0(
     """
 
     def work(call: RunOperation) -> LoadedTasks:
-        from megatron.evaluation.task_folders import searched_folders, warn_of_broken
-        from megatron.evaluation.task_loading import load_tasks
+        from megatron.evaluation.task_loading import load_tasks, searched_folders, warn_of_broken
 
         logger.info(searched_folders(args))
         warn_of_broken(args, logger)
@@ -119,7 +119,7 @@ def evaluate(
         with EvaluationProgress(logger) as progress, quiet():
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
 
-    return run_rank0_driver(model.groups, work, ModelOperations(model).operations(), on_beat=on_beat)
+    return run_rank0_driver(model.groups, work, model_operations(model), on_beat=on_beat)
 
 
 def _run(
@@ -148,11 +148,11 @@ def _run(
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
                 evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
                 _report(args, logger, name, evaluation.failures[name])
-    counts = language_model.counts
-    if counts.too_long:
-        done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
-        logger.info(f"{counts.too_long} requests were longer than the model's {model.positions} positions: {done}")
-    evaluation.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
+    too_long, skipped = language_model.num_too_long, language_model.num_skipped
+    if too_long:
+        done = f"{skipped} of them were skipped" if skipped else "their beginnings were left out"
+        logger.info(f"{too_long} requests were longer than the model's {model.positions} positions: {done}")
+    evaluation.results["too_long"] = {"requests": too_long, "skipped": skipped}
     return evaluation
 
 
@@ -234,3 +234,41 @@ def _seed() -> None:
     states afterwards."""
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)
+
+
+@contextmanager
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Silences lm-eval's log lines and progress bars within the context, and keeps lm-eval from starting
+    processes.
+
+    Its bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a process
+    that uses a GPU.
+
+    bars: True: new progress bars are shown, such as a download's. Bars that have begun are shown in any case.
+    """
+    from lm_eval.api import metrics
+
+    log, draw = logging.getLogger("lm_eval"), tqdm.__init__
+
+    def hidden(bar: tqdm, *arguments: Any, **keywords: Any) -> None:
+        draw(bar, *arguments, **{**keywords, "disable": True})
+
+    level, multiprocessing = log.level, os.environ.get("DISABLE_MULTIPROC")
+    with ExitStack() as restore:
+        restore.callback(log.setLevel, level)
+        log.setLevel(logging.ERROR)
+        restore.callback(_set_environment, multiprocessing)
+        _set_environment("1")
+        restore.callback(delattr, metrics, "print")
+        setattr(metrics, "print", lambda *arguments: None)  # noqa: B010 - "bootstrapping for stddev"
+        if not bars:
+            restore.callback(setattr, tqdm, "__init__", draw)
+            setattr(tqdm, "__init__", hidden)  # noqa: B010 - of every library
+        yield
+
+
+def _set_environment(value: str | None) -> None:
+    if value is None:
+        del os.environ["DISABLE_MULTIPROC"]
+    else:
+        os.environ["DISABLE_MULTIPROC"] = value

@@ -1,7 +1,11 @@
-"""Loads tasks of folders (`task_folders.py`) and lm-eval's own. Errors name what cannot be loaded and the
-fix."""
+"""Loads tasks of folders and lm-eval's own. Errors name what cannot be loaded and the fix.
+
+Folders of tasks are the shipped one, those of `eval_include_path`, and `lm_eval_tasks` and `eval_tasks` in
+the repository and the working folder.
+"""
 
 import difflib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +17,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.evaluation.task_folders import broken, searched_folders, task_folders
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -23,6 +26,9 @@ from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
+SHIPPED = Path(__file__).parent / "tasks"
+# Beside the package, where the geodesic fork has its tasks, and in the working folder.
+_UNNAMED = ("lm_eval_tasks", "eval_tasks")
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
 _ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
@@ -133,7 +139,8 @@ def _set_num_fewshot(task: Task, examples: int | None) -> None:
 
 
 def _manager(args: NeoXArgs, requested: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    folders = task_folders(args)
+    # As in lm-eval: of tasks with one name, that of the later folder is used.
+    folders = [SHIPPED, *reversed(_unnamed_folders()), *_named_folders(args)]
     place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in requested if name.endswith(_YAML)]
     missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
     if missing or (missing := [f"{place}: {line}" for line in broken([Path(name) for name in files])]):
@@ -278,3 +285,53 @@ def _dataset_names(config: Mapping[str, Any]) -> set[str]:
         files = (config.get("dataset_kwargs") or {}).get("data_files")
         return {str(file) for file in (files.values() if isinstance(files, dict) else [files]) if file}
     return {f"{path} {part}" if part else str(path)} if path else set()
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+def searched_folders(args: NeoXArgs) -> str:
+    """Returns a line that says which folders are searched for tasks, and which do not exist. Raises
+    ConfigError."""
+    folders = [*_named_folders(args), *_unnamed_folders()]
+    absent = [folder for folder in _places() if folder not in folders]
+    searched = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
+    return f"{searched}; these folders do not exist: {', '.join(map(str, absent))}" if absent else searched
+
+
+def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
+    """Logs a warning for each task file of the user that cannot be read; lm-eval would skip it silently."""
+    for line in broken([*_named_folders(args), *_unnamed_folders()]):
+        logger.warning(line)
+
+
+def broken(folders: Sequence[Path]) -> Iterator[str]:
+    """Yields a line for each task file that cannot be read: lm-eval skips such files silently.
+
+    folders: folders to search for task files, or task files.
+    """
+    for folder in folders:
+        for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
+            try:
+                load_yaml(file, resolve_func=False, recursive=True)
+            except Exception as problem:  # of YAML, of an include that is not there
+                yield f"{file}: cannot be read as a task: {' '.join(str(problem).split())}"
+
+
+def _named_folders(args: NeoXArgs) -> list[Path]:
+    configured = args.eval_include_path or ()
+    folders = [Path(name).expanduser() for name in ([configured] if isinstance(configured, str) else configured)]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        place = args.origin("eval_include_path")
+        raise ConfigError([f"{place}: eval_include_path: {folder}: no such folder" for folder in missing])
+    return folders
+
+
+def _unnamed_folders() -> list[Path]:
+    return [folder for folder in _places() if folder.is_dir()]
+
+
+def _places() -> list[Path]:
+    roots = dict.fromkeys((SHIPPED.parents[2], Path.cwd().resolve()))
+    return [root / name for root in roots for name in _UNNAMED]
