@@ -3,6 +3,7 @@
 import hashlib
 import math
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
 
-def machine_info() -> dict[str, Any]:
-    """Returns the machine, Python and package versions and the git hash, under lm-eval's names. Takes a
-    second or two."""
+@cache
+def _machine_info() -> dict[str, Any]:
+    """Returns the machine, Python and package versions and the git hash, under lm-eval's names. The
+    first call takes a second or two."""
     from lm_eval.loggers.utils import add_env_info
 
     info: dict[str, Any] = {"git_hash": _git_hash()}
@@ -27,7 +29,6 @@ def add_metadata(
     model: Model,
     loaded_tasks: LoadedTasks,
     evaluation: EvaluationResults,
-    machine: dict[str, Any],
     *,
     source: str,
     start_date: float,
@@ -36,8 +37,8 @@ def add_metadata(
 ) -> None:
     """Adds to the results the metadata that lm-eval's own command writes, under its names, and the failures.
 
-    machine: what `machine_info` returned. source: the name of the model. start_date: seconds since 1970;
-        seconds: how long the evaluation took; bootstrap: resamples of the standard errors.
+    source: the name of the model. start_date: seconds since 1970; seconds: how long the evaluation took;
+        bootstrap: resamples of the standard errors.
     """
     from lm_eval.utils import sanitize_model_name
 
@@ -67,7 +68,7 @@ def add_metadata(
             "eval_overlong": args.eval_overlong,
         },
         date=start_date,
-        **machine,
+        **_machine_info(),
         **_tokenizer(model),
         max_length=model.positions,
         model_source="neox",

@@ -69,20 +69,17 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and results is not None
-        from megatron.evaluation.metadata import add_metadata, machine_info
+        from megatron.evaluation.metadata import add_metadata
 
-        run_info: Any = {"source": source, "start_date": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
-        add_metadata(model, loaded_tasks, results, machine_info(), **run_info)
+        add_metadata(
+            model, loaded_tasks, results, source=source, start_date=date, seconds=seconds, bootstrap=_BOOTSTRAP
+        )
         _finish(args, results, seconds, logger, track)
+        if args.eval_compare_hf:
+            _compare(model, loaded_tasks, results, logger)
 
     run_rank0_driver(groups, finish, {}, on_beat=beat)
     complete = on_rank_zero(groups, lambda: results is not None and not results.failures)
-    if args.eval_compare_hf:
-        def compared(call: RunOperation) -> None:
-            assert loaded_tasks is not None and results is not None
-            compare(model, loaded_tasks, results, logger)
-
-        run_rank0_driver(groups, compared, {}, on_beat=beat)
     groups.barrier()
     watchdog.close()
     if dist.is_initialized():
@@ -132,10 +129,10 @@ def fingerprint(path: Path) -> str:
 # -- --compare-hf --------------------------------------------------------------------------------------------
 
 
-def compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationResults, logger: logging.Logger) -> float:
+def _compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationResults, logger: logging.Logger) -> None:
     """Runs the tasks through lm-eval's hf backend too. Logs both scores of every metric and their difference.
 
-    Returns the largest difference. Differences are relative for values above 1. Only rank 0 calls it.
+    Differences are relative for values above 1. Only rank 0 calls it.
 
     A checkpoint is exported to a temporary folder first. Raises CheckpointError for a model that no family of
     HuggingFace has.
@@ -143,28 +140,24 @@ def compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationRes
     hf_results = EvaluationResults()
     start_time = time.perf_counter()
     logger.info("the same tasks through lm-eval's hf backend")
-    with _folder(model) as folder, quiet():
+    with _hf_folder(model) as folder, quiet():
         language_model = _hf_language_model(folder, model)
-        for tasks in (tasks for name, tasks in loaded_tasks.tasks.items() if name not in neox_results.failures):
-            hf_results.add(run_task(language_model, tasks, loaded_tasks, model.args, 0))
-    largest = 0.0
-    neox_metrics, hf_metrics = neox_results.metrics(), hf_results.metrics()
-    lines = [f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}"]
-    for name in hf_metrics:
-        if name not in neox_metrics:
-            continue
-        difference = abs(neox_metrics[name] - hf_metrics[name]) / max(1.0, abs(hf_metrics[name]))
-        largest = max(largest, difference)
-        lines.append(f"{name:<50} {neox_metrics[name]:>14.6f} {hf_metrics[name]:>14.6f} {difference:>12.2e}")
-    for line in lines:
-        logger.info(line)
+        for name, tasks in loaded_tasks.tasks.items():
+            if name not in neox_results.failures:
+                hf_results.add(run_task(language_model, tasks, loaded_tasks, model.args, 0))
+    largest, neox_metrics = 0.0, neox_results.metrics()
+    logger.info(f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}")
+    for name, value in hf_results.metrics().items():
+        if name in neox_metrics:
+            difference = abs(neox_metrics[name] - value) / max(1.0, abs(value))
+            largest = max(largest, difference)
+            logger.info(f"{name:<50} {neox_metrics[name]:>14.6f} {value:>14.6f} {difference:>12.2e}")
     seconds = time.perf_counter() - start_time
     logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
-    return largest
 
 
 @contextmanager
-def _folder(model: Model) -> Iterator[Path]:
+def _hf_folder(model: Model) -> Iterator[Path]:
     """Yields the folder of the HuggingFace model that is evaluated; exports a checkpoint first."""
     source = Path(model.source)
     if model.adapters or not is_hf(source) and is_adapter_checkpoint(source):
