@@ -71,11 +71,11 @@ class Batcher:
             self.blocks = BlockAllocator(cache_blocks(model, max_blocks, texts, cache_gb, log), BLOCK_SIZE)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
             if captured:
-                self.captured = CapturedDecode(model, self.cache, maximum_rows, self.capacity, maximum_rows)
+                self.captured = CapturedDecode(model, self.cache, maximum_rows, self.capacity)
         self.scheduler = Scheduler(self.blocks, maximum_rows)
         self._last_id = -1
         self._cancelled: list[Event] = []  # for the next step to return
-        self._decoding: list[tuple[list[SequenceState], DecodeBatch, TokenSampler, int | None]] = []
+        self._decoding: list[DecodeBatch] = []
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its id. Raises RequestError, without queueing it, for a request that
@@ -124,8 +124,8 @@ class Batcher:
                         event = self._advance(sequence, output)
                         if event is not None:
                             events.append(event)
-                for rows, decoding, _, _ in self._decoding:
-                    decoding.advance([sequence.tokens[-1] for sequence in rows])
+                for decoding in self._decoding:
+                    decoding.advance()
         except BaseException:
             self.scheduler.clear()
             self._decoding = []
@@ -145,32 +145,21 @@ class Batcher:
         parts = min(self.model.groups.size("pipe"), len(ready))
         bounds = [len(ready) * i // parts for i in range(parts + 1)] if parts else [0]
         shares = [ready[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-        if [rows for rows, _, _, _ in self._decoding] != shares:
+        if [decoding.rows for decoding in self._decoding] != shares:
             self._decoding = [
-                (
-                    rows,
-                    DecodeBatch(
-                        [(row.tokens[-1], row.computed, row.blocks) for row in rows],
-                        self.capacity,
-                        BLOCK_SIZE,
-                        self._adapters(rows),
-                        _state_slots(rows),
-                        self.device,
-                        self.captured,
-                    ),
-                    self._sampler(rows),
-                    _top(rows),
+                DecodeBatch(
+                    rows, self.capacity, self._adapters(rows), _state_slots(rows), self._sampler(rows), _top(rows),
+                    self.device, self.captured,
                 )
                 for rows in shares
-            ]
+            ]  # fmt: skip
         work = []
-        for rows, decoding, sampler, top in self._decoding:
-            for place, row in enumerate(rows):
+        for decoding in self._decoding:
+            for row in decoding.rows:
                 row.last_column = 0
-                decoding.extend(place, row.blocks)
             assert self.cache is not None
-            draws, divisors = _draw(rows, sampler), self._divisors(rows)
-            work.append((rows, decoding.forward(self.cache, sampler, draws, top, divisors)))
+            draws, divisors = _draw(decoding.rows, decoding.sampler), self._divisors(decoding.rows)
+            work.append((decoding.rows, decoding.forward(self.cache, draws, divisors)))
         return work
 
     def _prefill(self) -> list[tuple[list[SequenceState], Forward]]:
