@@ -17,16 +17,14 @@ import torch.distributed as dist
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters import is_adapter_checkpoint
 from megatron.checkpointing.huggingface import export_hf, is_hf
-from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0, quiet, run_task
 from megatron.evaluation.results import TIME, output_folder, table, write
-from megatron.generation import load_model
+from megatron.generation.model import load_model, start_inference
 from megatron.model import Model
-from megatron.mpu import DTYPES, init_model_parallel
+from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.evaluation.task_loading import LoadedTasks
@@ -46,11 +44,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     args = args.check_evaluation().for_inference(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
     store = rendezvous_and_check(args, process, logger)
-    args = with_local_model(args)
-    groups = init_model_parallel(args, process, logger, store)
-    for note in args.startup_notes():
-        logger.info(note)
-    tokenizer = build_tokenizer(args)
+    args, groups, tokenizer = start_inference(args, process, logger, store)
     watchdog.now("loading the tasks")
     start_time, date = time.perf_counter(), time.time()
     beat = partial(watchdog.now, "evaluating")

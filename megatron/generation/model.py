@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from megatron.checkpointing import (
     CheckpointError,
@@ -42,15 +43,34 @@ from megatron.checkpointing.huggingface import (
     read_companion_files,
     vocab_size_from_hf,
 )
-from megatron.distributed import on_rank_zero, run_on_each_rank
+from megatron.checkpointing.remote_staging import with_local_model
+from megatron.distributed import Process, on_rank_zero, run_on_each_rank
 from megatron.model import Model, build_filled_stage, for_inference, layer_params
 from megatron.model.filled_stage import LoadLayers
-from megatron.mpu import DTYPES, ParallelGroups, shard
+from megatron.mpu import DTYPES, ParallelGroups, init_model_parallel, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.lora_settings import merged_adapters
-from megatron.tokenizer import Tokenizer, with_vocabulary
+from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 
 __all__ = ["Model", "for_inference", "load_model"]
+
+
+def start_inference(
+    args: NeoXArgs, process: Process, logger: logging.Logger, store: Store | None
+) -> tuple[NeoXArgs, ParallelGroups, Tokenizer]:
+    """Makes the parallel groups of a command that trains nothing, and logs the startup notes. All ranks call
+    it together.
+
+    Returns the configuration with local folders, the groups, and the tokenizer. Raises ConfigError,
+    CheckpointError, TokenizerError.
+
+    store: what `rendezvous_and_check` returned.
+    """
+    args = with_local_model(args)
+    groups = init_model_parallel(args, process, logger, store)
+    for note in args.startup_notes():
+        logger.info(note)
+    return args, groups, build_tokenizer(args)
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
