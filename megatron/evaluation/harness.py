@@ -114,7 +114,9 @@ def evaluate(
 
     def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
-        _seed()
+        # As lm-eval seeds them. In training, `run.inference` restores their states afterwards.
+        random.seed(RANDOM_SEED)
+        np.random.seed(NUMPY_SEED)
         logger.info(f"{DESCRIPTION} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
         with EvaluationProgress(logger) as progress, quiet():
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
@@ -212,13 +214,8 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         return
     from lm_eval.api.model import CachingLM
 
-    cache_key = (
-        identity,
-        args.params_dtype,
-        args.eval_overlong,
-        language_model.max_length,
-        language_model.tokenizer_name,
-    )
+    length, tokenizer = language_model.max_length, language_model.tokenizer_name
+    cache_key = (identity, args.params_dtype, args.eval_overlong, length, tokenizer)
     name = hashlib.sha256(repr(cache_key).encode()).hexdigest()[:16]
     folder = Path(args.eval_cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,13 +224,6 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         yield cached
     finally:
         cached.dbdict.close()
-
-
-def _seed() -> None:
-    """Seeds Python's and numpy's generators as lm-eval does. In training, `run.inference` restores their
-    states afterwards."""
-    random.seed(RANDOM_SEED)
-    np.random.seed(NUMPY_SEED)
 
 
 @contextmanager

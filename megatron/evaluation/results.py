@@ -25,16 +25,8 @@ def table(evaluation: EvaluationResults) -> list[str]:
             better = {True: " \u2191", False: " \u2193"}.get(directions.get(task, {}).get(metric), "")
             error = values.get(f"{metric}_stderr,{kind}")
             error_text = f"\u00b1 {error:.4f}" if isinstance(error, float) else ""
-            value = values[name]
-            rows.append(
-                (
-                    *leading_cells,
-                    kind,
-                    metric + better,
-                    f"{value:.6g}" if isinstance(value, float) else str(value),
-                    error_text,
-                )
-            )
+            text = f"{values[name]:.6g}" if isinstance(values[name], float) else str(values[name])
+            rows.append((*leading_cells, kind, metric + better, text, error_text))
             leading_cells = [""] * 3
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -70,16 +62,12 @@ def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
         for candidate in itertools.chain([name], other_names)
         if not (folder / f"{prefix}eval_results_{candidate}.json").exists()
     )
-    samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
-    for task, rows in samples.items():
-        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
+    for task, samples in evaluation.results.pop("samples", {}).items():
+        lines = (to_json(sample, default=_jsonable, ensure_ascii=False) + "\n" for sample in samples)
+        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(lines))
     path = folder / f"{prefix}eval_results_{name}.json"
     _replace(path, to_json(evaluation.results, indent=2, default=_jsonable, ensure_ascii=False) + "\n")
     return path
-
-
-def _line(row: Any) -> str:
-    return to_json(row, default=_jsonable, ensure_ascii=False) + "\n"
 
 
 def _jsonable(value: Any) -> Any:

@@ -195,13 +195,15 @@ def _exists(name: str, manager: TaskManager, visited: set[str]) -> bool:
     if entry is None or name in visited:
         return name in visited
     visited.add(name)
+    references = [member for member in _group_members(entry) or [] if not _defines_task(member)]
+    names = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in references]
+    return all(_exists(member, manager, visited) for member in names if isinstance(member, str))
+
+
+def _group_members(entry: Any) -> list[Any] | None:
+    """Returns the members of a group, names or definitions; None if the entry is no group of several."""
     members = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
-    members = members if isinstance(members, list) else []
-    inner = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in members]
-    referenced = [
-        m for member, m in zip(members, inner, strict=True) if isinstance(m, str) and not _defines_task(member)
-    ]
-    return all(_exists(member, manager, visited) for member in referenced)
+    return members if isinstance(members, list) else None
 
 
 def _defines_task(member: Any) -> bool:
@@ -250,14 +252,8 @@ def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
     if entry is None:
         yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
         return
-    config = entry.cfg or {}
-    members = config.get("task") if entry.kind.name == "GROUP" else None
-    if entry.kind.name == "TAG":
-        members = sorted(entry.tags)
-    if not isinstance(members, list):
-        yield config
-        return
-    for member in members:
+    members = sorted(entry.tags) if entry.kind.name == "TAG" else _group_members(entry)
+    for member in [entry.cfg or {}] if members is None else members:
         if isinstance(member, str):
             yield from _configs(member, manager)
         else:

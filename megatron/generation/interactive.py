@@ -79,12 +79,8 @@ class Conversation:
             del turns[:2]
             dropped_turns += 2
         self.turns = turns
-        return (
-            tokens,
-            f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
-            if dropped_turns
-            else None,
-        )
+        warning = f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
+        return tokens, warning if dropped_turns else None
 
     def answer(self, text: str) -> None:
         """Adds the model's answer to the conversation."""

@@ -50,15 +50,14 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
                     "so it cannot be served beside other adapters; serve it alone: --adapter PATH"
                 )
         modules, specs = [source.modules() for source in sources], named_params(model.args)
-        for index, layer in model.stage.layers.items():
+        for index in (spec.index for spec in model.stage.blocks):
+            layer = model.stage.layers[str(index)]
             linears = {name: module for name, module in layer.named_modules() if isinstance(module, Linear)}
-            if not any(spec.index == int(index) for spec in model.stage.blocks):
-                continue
-            weights, values = base.read(int(index)), [source.read(int(index)) for source in sources]
+            weights, values = base.read(index), [source.read(index) for source in sources]
             for name, linear in linears.items():
                 parts: _Parts = []
                 for adapter_modules, read in zip(modules, values, strict=True):
-                    full_linear = adapter_modules[int(index)].get_submodule(name)
+                    full_linear = adapter_modules[index].get_submodule(name)
                     assert isinstance(full_linear, Linear)
                     adapter_weights = {key.removeprefix(f"{name}."): value for key, value in read.items()}
                     parts.append(
@@ -67,7 +66,7 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
                         else None
                     )
                 if any(part is not None for part in parts):
-                    linear.stack = _stack(model, linear, specs[int(index), f"{name}.weight"], parts, chosen)
+                    linear.stack = _stack(model, linear, specs[index, f"{name}.weight"], parts, chosen)
 
     run_on_each_rank(model.groups, attach)
     logger.info(

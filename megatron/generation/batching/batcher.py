@@ -269,9 +269,8 @@ class Batcher:
                 )
                 sequence.registered += 1
         if sequence.scoring_prompt and output.targets and sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs += output.targets[
-                : min(sequence.last_column + 1, sequence.prompt_length - 1 - start)
-            ]
+            count = min(sequence.last_column + 1, sequence.prompt_length - 1 - start)
+            sequence.prompt_logprobs += output.targets[:count]
         if sequence.cached and sequence.computed < len(sequence.tokens):
             return None
         if output.token < 0:
@@ -279,10 +278,8 @@ class Batcher:
                 f"the model's logits are NaN in {self.model.args.params_dtype}: its weights are damaged, or "
                 "activations overflow this precision; load another `iteration`, or set precision: fp32"
             )
-        prompt_logprobs, text = None, ""
         finish_reason: FinishReason | None = None
-        if len(sequence.tokens) == sequence.prompt_length:
-            prompt_logprobs = sequence.prompt_logprobs
+        prompt_logprobs = sequence.prompt_logprobs if len(sequence.tokens) == sequence.prompt_length else None
         if request.maximum_tokens == 0:
             self.scheduler.finish(sequence)
             return Event(sequence.id, finish_reason="length", prompt_logprobs=prompt_logprobs)
@@ -293,6 +290,7 @@ class Batcher:
             finish_reason = "stop"
         elif len(sequence.tokens) - sequence.prompt_length >= request.maximum_tokens:
             finish_reason = "length"
+        text = ""
         if sequence.detokenizer is not None:
             text = "" if is_stop_token else sequence.detokenizer.add(output.token)
             if finish_reason is not None:
@@ -303,9 +301,9 @@ class Batcher:
             self.scheduler.finish(sequence)
         elif sequence.cached and sequence.is_long != was_long:
             self.scheduler.preempt(sequence)  # all that the cache holds of it would have other frequencies now
-        logprobs = (
-            () if request.logprobs is None or output.logprob is None else (_only_top(output.logprob, request.logprobs),)
-        )
+        logprobs: tuple[Logprob, ...] = ()
+        if request.logprobs is not None and output.logprob is not None:
+            logprobs = (output.logprob._replace(top=output.logprob.top[: request.logprobs]),)
         return Event(sequence.id, (output.token,), text, logprobs, finish_reason, prompt_logprobs)
 
 
@@ -318,11 +316,6 @@ def _top(rows: Sequence[SequenceState]) -> int | None:
     """Returns the largest `top` of the rows, the number of most likely tokens to report; None if no row
     requests log-probabilities."""
     return max((row.top for row in rows if row.top is not None), default=None)
-
-
-def _only_top(logprob: Logprob, top: int) -> Logprob:
-    """Returns `logprob` with only the first `top` of its most likely tokens."""
-    return logprob if len(logprob.top) == top else logprob._replace(top=logprob.top[:top])
 
 
 def _draw(rows: Sequence[SequenceState | None], sampler: TokenSampler) -> list[float]:
