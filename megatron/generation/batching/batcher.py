@@ -140,11 +140,9 @@ class Batcher:
         The rows are split evenly, shortest first, into one pair per pipeline stage, so that no stage is idle.
         The arrays are reused while the same rows run together.
         """
-        ready = [row for row in self.scheduler.running if row.decodes]
-        ready.sort(key=lambda row: row.computed)
+        ready = sorted((row for row in self.scheduler.running if row.decodes), key=lambda row: row.computed)
         parts = min(self.model.groups.size("pipe"), len(ready))
-        bounds = [len(ready) * i // parts for i in range(parts + 1)] if parts else [0]
-        shares = [ready[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        shares = [ready[len(ready) * i // parts : len(ready) * (i + 1) // parts] for i in range(parts)]
         if [decoding.rows for decoding in self._decoding] != shares:
             self._decoding = [
                 DecodeBatch(

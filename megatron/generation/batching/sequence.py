@@ -151,9 +151,7 @@ class IncrementalDetokenizer:
         """
         self.tokens.append(token)
         text = self.detokenize(self.tokens[self.start :])
-        if text.endswith(_HALF):
-            return ""
-        return self._show(text, final=False)
+        return "" if text.endswith(_HALF) else self._show(text, final=False)
 
     def finish(self) -> str:
         """Returns the text held back, with U+FFFD for incomplete characters; empty after a stop string."""
@@ -178,7 +176,5 @@ class IncrementalDetokenizer:
 
 def _overlap(text: str, string: str) -> int:
     """Returns the length of the longest suffix of `text` that is a proper prefix of `string`."""
-    for length in range(min(len(text), len(string) - 1), 0, -1):
-        if text.endswith(string[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(string) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(string[:length])), 0)

@@ -81,9 +81,7 @@ def score(
     def report(done: int) -> None:
         on_progress(min(done * size, len(fitting)))
 
-    def run() -> dict[int, tuple[list[float], list[bool]]]:
-        return _run(model, shares[rank], forwards, report)
-
+    run = partial(_run, model, shares[rank], forwards, report)
     results = {i: scored for share in run_on_all_ranks(model.groups, run) for i, scored in share.items()}
     if any(value != value for logprobs, _ in results.values() for value in logprobs):
         raise CheckpointError(
@@ -95,8 +93,8 @@ def score(
     return [
         ContinuationScore(*results[i], fitting[i][1])
         if i in fitting
-        else ContinuationScore([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
-        for i in range(len(requests))
+        else ContinuationScore([float("-inf")] * len(continuation), [False] * len(continuation), skipped=True)
+        for i, (_, continuation) in enumerate(requests)
     ]
 
 
