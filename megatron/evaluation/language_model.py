@@ -40,11 +40,7 @@ class NeoXLM(TemplateLM):
     """
 
     def __init__(
-        self,
-        model: Model,
-        call: RunOperation,
-        progress: EvaluationProgress,
-        template: ChatTemplate | None = None,
+        self, model: Model, call: RunOperation, progress: EvaluationProgress, template: ChatTemplate | None = None
     ) -> None:
         super().__init__()
         self.model, self.call, self.progress, self.template = model, call, progress, template

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing.huggingface import find_hf, is_hf
-from megatron.data.files import sync, temporary
+from megatron.data.files import replace_text
 from megatron.distributed import Process, configure_logging, on_rank_zero, rendezvous_and_check, run_on_all_ranks
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
@@ -127,13 +127,9 @@ def output_file(args: NeoXArgs) -> Path:
 
 
 def _write(args: NeoXArgs, file: Path, text: str) -> None:
-    unfinished = temporary(file)
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        sync(unfinished)
-        os.replace(unfinished, file)
+        replace_text(file, text)
     except OSError as cause:
-        unfinished.unlink(missing_ok=True)
         raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 

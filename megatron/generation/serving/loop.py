@@ -115,11 +115,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        replicas: int,
-        take: Callable[[float], StepCommands],
-        shutdown_seconds: float,
-        log: Callable[[str], None],
+        self, replicas: int, take: Callable[[float], StepCommands], shutdown_seconds: float, log: Callable[[str], None]
     ) -> None:
         """take: `RequestQueue.take`. shutdown_seconds: how long jobs may run on after `stop`. log: called
         with a line about throughput from time to time."""

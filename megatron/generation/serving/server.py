@@ -110,12 +110,7 @@ def _serve_on_rank0(
     args, server_socket = model.args, setup.server_socket
     queue = RequestQueue(args.serve_max_requests)
     parser = RequestParser(
-        setup.names,
-        model.tokenizer,
-        model.positions,
-        model.stop_token_ids,
-        setup.chat,
-        setup.no_template_reason,
+        setup.names, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason
     )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     texts, updates = TokenTexts(model.tokenizer), args.serve_weight_updates
