@@ -19,6 +19,7 @@ from tqdm import tqdm
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
+from megatron.generation.prompts.chat import ChatTemplate
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -27,9 +28,8 @@ from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.evaluation.language_model import NeoXLM
-    from megatron.evaluation.task_loading import LoadedTasks
 
-RANDOM_SEED, NUMPY_SEED = 0, 1234  # lm-eval's
+RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last chooses examples
 # What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
 _PARTS = (
     "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
@@ -65,6 +65,21 @@ class EvaluationResults:
                 if comma and isinstance(value, int | float) and not isinstance(value, bool):
                     metrics[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
         return metrics
+
+
+@dataclass
+class LoadedTasks:
+    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
+
+    failures: why the data of a task could not be fetched, by requested name.
+    template: chat template, if `eval_apply_chat_template` is set.
+    system_prompt: the text that begins every prompt.
+    """
+
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    system_prompt: str | None = None
 
 
 def load_tasks_on_rank0(
@@ -168,9 +183,8 @@ def run_task(
     """
     import lm_eval
 
-    from megatron.evaluation.task_loading import seed_tasks
-
-    seed_tasks(tasks)
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # so that it chooses the same examples each time
     try:
         results = lm_eval.evaluate(
             language_model,

@@ -1,7 +1,5 @@
 """Runs eval.py: loads tasks and model, scores, and writes files, table and trackers."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tempfile
@@ -10,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,15 +17,12 @@ from megatron.checkpointing.adapters import is_adapter_checkpoint
 from megatron.checkpointing.huggingface import export_hf, is_hf
 from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0, quiet, run_task
-from megatron.evaluation.results import TIME, output_folder, table, write
+from megatron.evaluation.harness import EvaluationResults, LoadedTasks, evaluate, load_tasks_on_rank0, quiet, run_task
+from megatron.evaluation.results import TIME, add_metadata, output_folder, table, write
 from megatron.generation.model import load_model, start_inference
 from megatron.model import Model
 from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
-
-if TYPE_CHECKING:
-    from megatron.evaluation.task_loading import LoadedTasks
 
 _BOOTSTRAP = 10_000  # resamples, as GPT-NeoX
 Track = Callable[[NeoXArgs, Mapping[str, float]], None]
@@ -63,8 +58,6 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and results is not None
-        from megatron.evaluation.metadata import add_metadata
-
         add_metadata(
             model, loaded_tasks, results, source=source, start_date=date, seconds=seconds, bootstrap=_BOOTSTRAP
         )

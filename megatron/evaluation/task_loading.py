@@ -8,7 +8,6 @@ import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.evaluation.harness import LoadedTasks
+from megatron.generation.prompts.chat import find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import disk_problem
@@ -32,24 +32,8 @@ _UNNAMED = ("lm_eval_tasks", "eval_tasks")
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
 _ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
-SEED = 1234  # of the choice of examples, lm-eval's own
 # Kinds of exceptions of datasets and the Hub that mean: not here.
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
-
-
-@dataclass
-class LoadedTasks:
-    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
-
-    failures: why the data of a task could not be fetched, by requested name.
-    template: chat template, if `eval_apply_chat_template` is set.
-    system_prompt: the text that begins every prompt.
-    """
-
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    template: ChatTemplate | None = None
-    system_prompt: str | None = None
 
 
 def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
@@ -111,12 +95,6 @@ def _metrics(task: Task) -> list[str] | None:
         return None
     kinds = ["" if kind.name == "none" else f"_{kind.name}" for kind in task._filters]
     return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]
-
-
-def seed_tasks(tasks: Mapping[str, Any]) -> None:
-    """Seeds the tasks, so that they choose the same few-shot examples each time."""
-    for task in tasks["tasks"].values():
-        task.set_fewshot_seed(seed=SEED)
 
 
 def _system_prompt(args: NeoXArgs) -> str | None:

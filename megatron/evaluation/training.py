@@ -6,6 +6,7 @@ import time
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed.rank0_driver import run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
+from megatron.evaluation.results import add_metadata, write
 from megatron.model import Model
 
 
@@ -54,9 +55,6 @@ class InTraining(Callback):
         scores = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {scores or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.metadata import add_metadata
-            from megatron.evaluation.results import write
-
             assert self._catalogue is not None
             seconds, source = time.time() - start_date, str(args.save or "")
             add_metadata(
