@@ -257,22 +257,18 @@ def quiet(bars: bool = False) -> Iterator[None]:
     def hidden(bar: tqdm, *arguments: Any, **keywords: Any) -> None:
         draw(bar, *arguments, **{**keywords, "disable": True})
 
-    level, multiprocessing = log.level, os.environ.get("DISABLE_MULTIPROC")
+    multiprocessing = os.environ.get("DISABLE_MULTIPROC")
     with ExitStack() as restore:
-        restore.callback(log.setLevel, level)
+        restore.callback(log.setLevel, log.level)
         log.setLevel(logging.ERROR)
-        restore.callback(_set_environment, multiprocessing)
-        _set_environment("1")
+        if multiprocessing is None:
+            restore.callback(os.environ.pop, "DISABLE_MULTIPROC")
+        else:
+            restore.callback(os.environ.__setitem__, "DISABLE_MULTIPROC", multiprocessing)
+        os.environ["DISABLE_MULTIPROC"] = "1"
         restore.callback(delattr, metrics, "print")
         setattr(metrics, "print", lambda *arguments: None)  # noqa: B010 - "bootstrapping for stddev"
         if not bars:
             restore.callback(setattr, tqdm, "__init__", draw)
             setattr(tqdm, "__init__", hidden)  # noqa: B010 - of every library
         yield
-
-
-def _set_environment(value: str | None) -> None:
-    if value is None:
-        del os.environ["DISABLE_MULTIPROC"]
-    else:
-        os.environ["DISABLE_MULTIPROC"] = value

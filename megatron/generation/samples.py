@@ -114,13 +114,12 @@ def output_file(args: NeoXArgs) -> Path:
     if ending is not None and args.user_values.get("sample_output_file") is None:
         file = Path(f"{args.sample_input_file}.{ending}.jsonl")
     folder = file.parent
-    reason = None
-    if file.is_dir():
-        reason = "is a folder; name a file"
-    elif not folder.is_dir():
-        reason = f"there is no folder {folder}; make it first"
-    elif not os.access(folder, os.W_OK):
-        reason = f"the folder {folder} cannot be written to"
+    problems = {
+        "is a folder; name a file": file.is_dir(),
+        f"there is no folder {folder}; make it first": not folder.is_dir(),
+        f"the folder {folder} cannot be written to": not os.access(folder, os.W_OK),
+    }
+    reason = next((problem for problem, applies in problems.items() if applies), None)
     if reason is not None:
         raise args.error("sample_output_file", f"{file}: {reason}")
     return file

@@ -127,7 +127,7 @@ class GenerationEndpoint:
         self,
         service: Service,
         parse: Callable[[bytes], ParsedRequest],
-        make_builder: Callable[[ParsedRequest, str, TokenTexts], ResponseBuilder],
+        make_builder: Callable[[ParsedRequest, TokenTexts], ResponseBuilder],
     ) -> None:
         self.service, self.parse, self.make_builder = service, parse, make_builder
 
@@ -139,7 +139,7 @@ class GenerationEndpoint:
         except ClientDisconnect:
             return
         parsed = await asyncio.to_thread(self.parse, content)
-        builder = self.make_builder(parsed, parsed.body.model, service.texts)
+        builder = self.make_builder(parsed, service.texts)
         with service.queue.submit(parsed.requests) as stream:
             if not parsed.body.stream:
                 response = await _unless(_wait_for_disconnect(request), self._response(builder, stream))

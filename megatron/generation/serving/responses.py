@@ -61,8 +61,8 @@ class ResponseBuilder:
     prefix = ""  # of ids
     objects = ("", "")  # the field `object` of the response and of its chunks
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        self.parsed, self.model, self.texts = parsed, model, texts
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        self.parsed, self.texts = parsed, texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.choices = [_Choice() for _ in parsed.requests]
@@ -136,15 +136,15 @@ class ResponseBuilder:
         return {**prompt, "token_ids": choice.tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.parsed.body.model}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
     objects = ("text_completion", "text_completion")
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(parsed, model, texts)
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        super().__init__(parsed, texts)
         assert isinstance(parsed.body, CompletionRequest)
         self.echo, self.count = parsed.body.echo, parsed.body.logprobs
 
@@ -162,9 +162,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             return None
         tokens, values, tops, offsets = [], [], [], []
         for token_logprob in choice.logprobs:
-            token = (
-                token_logprob.token if token_logprob is not None else self.parsed.requests[index].tokens[0]
-            )  # nothing stands before it
+            # Nothing stands before the first token.
+            token = self.parsed.requests[index].tokens[0] if token_logprob is None else token_logprob.token
             tokens.append(self.texts[token])
             values.append(None if token_logprob is None else max(token_logprob.logprob, _LOWEST_LOGPROB))
             tops.append(self._top(token_logprob))
@@ -192,8 +191,8 @@ class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(parsed, model, texts)
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        super().__init__(parsed, texts)
         assert isinstance(parsed.body, ChatCompletionRequest)
         self.with_logprobs, self.count = parsed.body.logprobs, parsed.body.top_logprobs
 
