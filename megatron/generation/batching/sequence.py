@@ -45,7 +45,7 @@ class SequenceState:
         self.longest_short = longest_short
         # Blocks given to `BlockAllocator.register`, and the last one's id
         self.registered, self.prefix_id = 0, self.first_prefix_id
-        self.last_column = -1  # of its row in the current forward
+        self.count = 0  # tokens that the current forward computes
 
     @property
     def is_long(self) -> bool:
