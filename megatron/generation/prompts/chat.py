@@ -73,7 +73,7 @@ class ChatTemplate:
 
         tokenizer = self.tokenizer
         ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
-        names = {role: tokenizer.special_tokens[i] for role, i in ids.items() if i in tokenizer.special_tokens}
+        names: dict[str, Any] = {role: tokenizer.special_tokens.get(-1 if i is None else i) for role, i in ids.items()}
         try:
             with render_limit():
                 rendered: Any = render_jinja_template(
@@ -82,7 +82,7 @@ class ChatTemplate:
                     chat_template=self.text,
                     add_generation_prompt=generation_prompt,
                     continue_final_message=open_end,
-                    **names,
+                    **{role: name for role, name in names.items() if name is not None},
                     **settings.variables or {},
                 )
         except RenderTimeout as problem:
