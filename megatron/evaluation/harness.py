@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
-from megatron.evaluation.quiet import quiet
+from megatron.generation.prompts.chat import ChatTemplate
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -26,9 +28,8 @@ from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.evaluation.language_model import NeoXLM
-    from megatron.evaluation.task_loading import LoadedTasks
 
-RANDOM_SEED, NUMPY_SEED = 0, 1234  # lm-eval's
+RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last chooses examples
 # What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
 _PARTS = (
     "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
@@ -66,6 +67,21 @@ class EvaluationResults:
         return metrics
 
 
+@dataclass
+class LoadedTasks:
+    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
+
+    failures: why the data of a task could not be fetched, by requested name.
+    template: chat template, if `eval_apply_chat_template` is set.
+    system_prompt: the text that begins every prompt.
+    """
+
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    system_prompt: str | None = None
+
+
 def load_tasks_on_rank0(
     args: NeoXArgs,
     groups: ParallelGroups,
@@ -82,8 +98,7 @@ def load_tasks_on_rank0(
     """
 
     def work(call: RunOperation) -> LoadedTasks:
-        from megatron.evaluation.task_folders import searched_folders, warn_of_broken
-        from megatron.evaluation.task_loading import load_tasks
+        from megatron.evaluation.task_loading import load_tasks, searched_folders, warn_of_broken
 
         logger.info(searched_folders(args))
         warn_of_broken(args, logger)
@@ -114,12 +129,14 @@ def evaluate(
 
     def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
-        _seed()
+        # As lm-eval seeds them. In training, `run.inference` restores their states afterwards.
+        random.seed(RANDOM_SEED)
+        np.random.seed(NUMPY_SEED)
         logger.info(f"{DESCRIPTION} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
         with EvaluationProgress(logger) as progress, quiet():
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
 
-    return run_rank0_driver(model.groups, work, ModelOperations(model).operations(), on_beat=on_beat)
+    return run_rank0_driver(model.groups, work, model_operations(model), on_beat=on_beat)
 
 
 def _run(
@@ -148,11 +165,11 @@ def _run(
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
                 evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
                 _report(args, logger, name, evaluation.failures[name])
-    counts = language_model.counts
-    if counts.too_long:
-        done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
-        logger.info(f"{counts.too_long} requests were longer than the model's {model.positions} positions: {done}")
-    evaluation.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
+    too_long, skipped = language_model.num_too_long, language_model.num_skipped
+    if too_long:
+        done = f"{skipped} of them were skipped" if skipped else "their beginnings were left out"
+        logger.info(f"{too_long} requests were longer than the model's {model.positions} positions: {done}")
+    evaluation.results["too_long"] = {"requests": too_long, "skipped": skipped}
     return evaluation
 
 
@@ -166,9 +183,8 @@ def run_task(
     """
     import lm_eval
 
-    from megatron.evaluation.task_loading import seed_tasks
-
-    seed_tasks(tasks)
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # so that it chooses the same examples each time
     try:
         results = lm_eval.evaluate(
             language_model,
@@ -212,13 +228,8 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         return
     from lm_eval.api.model import CachingLM
 
-    cache_key = (
-        identity,
-        args.params_dtype,
-        args.eval_overlong,
-        language_model.max_length,
-        language_model.tokenizer_name,
-    )
+    length, tokenizer = language_model.max_length, language_model.tokenizer_name
+    cache_key = (identity, args.params_dtype, args.eval_overlong, length, tokenizer)
     name = hashlib.sha256(repr(cache_key).encode()).hexdigest()[:16]
     folder = Path(args.eval_cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,8 +240,35 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         cached.dbdict.close()
 
 
-def _seed() -> None:
-    """Seeds Python's and numpy's generators as lm-eval does. In training, `run.inference` restores their
-    states afterwards."""
-    random.seed(RANDOM_SEED)
-    np.random.seed(NUMPY_SEED)
+@contextmanager
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Silences lm-eval's log lines and progress bars within the context, and keeps lm-eval from starting
+    processes.
+
+    Its bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a process
+    that uses a GPU.
+
+    bars: True: new progress bars are shown, such as a download's. Bars that have begun are shown in any case.
+    """
+    from lm_eval.api import metrics
+
+    log, draw = logging.getLogger("lm_eval"), tqdm.__init__
+
+    def hidden(bar: tqdm, *arguments: Any, **keywords: Any) -> None:
+        draw(bar, *arguments, **{**keywords, "disable": True})
+
+    multiprocessing = os.environ.get("DISABLE_MULTIPROC")
+    with ExitStack() as restore:
+        restore.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        if multiprocessing is None:
+            restore.callback(os.environ.pop, "DISABLE_MULTIPROC")
+        else:
+            restore.callback(os.environ.__setitem__, "DISABLE_MULTIPROC", multiprocessing)
+        os.environ["DISABLE_MULTIPROC"] = "1"
+        restore.callback(delattr, metrics, "print")
+        setattr(metrics, "print", lambda *arguments: None)  # noqa: B010 - "bootstrapping for stddev"
+        if not bars:
+            restore.callback(setattr, tqdm, "__init__", draw)
+            setattr(tqdm, "__init__", hidden)  # noqa: B010 - of every library
+        yield

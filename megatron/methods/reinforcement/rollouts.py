@@ -18,7 +18,7 @@ from megatron.callbacks import TrainingRun
 from megatron.checkpointing.huggingface import declared_eos_ids
 from megatron.data import Batch
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
-from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.generation.prompts.chat import ChatTemplate, find_shared_template
 from megatron.methods.reinforcement.answers import Answer, as_pairs, at_tokens, batch_of
 from megatron.methods.reinforcement.conversations import ENVIRONMENT, Conversations, Speech, with_environment
 from megatron.methods.reinforcement.environments.environments import Environments
@@ -396,10 +396,4 @@ def _template(run: TrainingRun, has_messages: bool) -> ChatTemplate | None:
     """Returns the run's chat template, which rank 0 finds; None if no prompt needs it."""
     if not has_messages:
         return None
-
-    def find() -> tuple[str, str]:
-        template = find_template(run.args, run.tokenizer, run.companion_files)
-        return template.text, template.source
-
-    text, source = on_rank_zero(run.groups, find)
-    return ChatTemplate(text, run.tokenizer, source)
+    return find_shared_template(run.args, run.tokenizer, run.groups, run.companion_files)
