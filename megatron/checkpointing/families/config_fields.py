@@ -3,7 +3,7 @@
 `..._keys` go from config.json to our keys, `..._config` back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
@@ -37,6 +37,11 @@ def get(config: Config, name: str, default: Any) -> Any:
     """Returns the field `name` of config.json; `default` if the field is absent or null."""
     value = config.get(name)
     return default if value is None else value
+
+
+def without(fields: Config, *names: str) -> dict[str, Any]:
+    """Returns `fields` except those called `names`."""
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def number(value: float) -> int | float:
@@ -211,6 +216,17 @@ def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
     return {"sliding_window_width": window - 1, "layer_types": list(types)}
 
 
+def same_window_keys(window: int | None) -> dict[str, Any]:
+    """As `window_keys`, for a model whose layers all have the window."""
+    return {} if window is None else {"sliding_window_width": window - 1}
+
+
+def layer_kinds(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
+    """Returns `layer_types` of config.json; where it is absent, what `slides` says of each layer's number."""
+    kinds = [SLIDING if slides(i) else FULL for i in range(config["num_hidden_layers"])]
+    return get(config, "layer_types", kinds)
+
+
 def layer_types(args: NeoXArgs) -> list[str]:
     """Returns config.json's `layer_types`: sliding or full attention for every layer."""
     slides = SLIDING if args.sliding_window_width is not None else FULL
@@ -220,6 +236,13 @@ def layer_types(args: NeoXArgs) -> list[str]:
 def window_of(args: NeoXArgs) -> int | None:
     """Returns config.json's `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
+
+
+def window_config(args: NeoXArgs, unused: int = 4096) -> dict[str, Any]:
+    """Returns `sliding_window` and `layer_types` of config.json.
+
+    unused: the window if no layer has one, because the field must stand there."""
+    return {"sliding_window": window_of(args) or unused, "layer_types": layer_types(args)}
 
 
 def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, Any]:
