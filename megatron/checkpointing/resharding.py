@@ -6,8 +6,6 @@ One layer is in memory at a time. Data-parallel size and ZeRO stage change only 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
@@ -130,12 +128,11 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
     config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
-    return Manifest(
-        run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
-        consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
-        layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1), model={},
-        tokenizer=None, data={}, versions={"torch": version("torch")},
-        created=datetime.now(UTC).isoformat(timespec="seconds"), config=config, optimizer=optimizer,
+    state = {"consumed_samples": _samples(source, args), "seed": args.seed} if optimizer else {}
+    source_layout = ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1)
+    return untrained_manifest(
+        f"GPT-NeoX {source.resolve()}", source_layout, {}, config, (), optimizer=optimizer,
+        iteration=layout.step_of(source), **state,
     )  # fmt: skip
 
 
@@ -248,6 +245,13 @@ def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
         "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
         "args": {**{key: getattr(args, key) for key in keys}, "model_parallel_size": args.tp},
     }  # fmt: skip
+
+
+def write_bare_files(path: Path, args: NeoXArgs, iteration: int, sequential: bool = False) -> list[FileRecord]:
+    """Write the mp_rank file of every rank of `args`, with `bare_state`; returns their records.
+
+    sequential: as of `write_model_files`."""
+    return write_model_files(path, [bare_state(args, iteration)] * (args.pp * args.tp), sequential)
 
 
 def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:

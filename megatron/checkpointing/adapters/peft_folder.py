@@ -26,7 +26,7 @@ from megatron.checkpointing.adapters.peft_names import (
     vocabulary_modules,
 )
 from megatron.checkpointing.adapters.peft_places import is_left_out, is_selected, peft_sizes, placed
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families import (
     check_adapter_fields,
     memory_name,
@@ -34,6 +34,7 @@ from megatron.checkpointing.families import (
     text_modules,
     text_name,
 )
+from megatron.checkpointing.families.convert import padded
 from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.folder import PickledFile, SafetensorsFile
 from megatron.checkpointing.huggingface.model_files import read_json
@@ -140,9 +141,8 @@ class PeftFolder:
             if ".lora_A." not in name and not (".lora_B." in name and not self.file.get(names[name]).any())
         ]  # fmt: skip
         if trained:
-            remainder = f" and {len(trained) - _MAX_NAMED} more" if len(trained) > _MAX_NAMED else ""
             raise CheckpointError(
-                f"{self.path}: {', '.join(sorted(trained)[:_MAX_NAMED])}{remainder}: only adapters of the language "
+                f"{self.path}: {shortened(sorted(trained), _MAX_NAMED)}: only adapters of the language "
                 "model are supported, not those of the vision tower; train with target_modules such as "
                 f"{text_modules(['q_proj', 'v_proj'])}"
             )
@@ -236,7 +236,7 @@ class PeftFolder:
     def _read(self, tensor: PeftTensor) -> Tensor:
         keys = self._stored_keys(tensor)
         value = self.file.get(self._stored[keys[0]]).clone()
-        return _padded(value, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(value)
+        return padded(value, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(value)
 
     def _stored_keys(self, tensor: PeftTensor) -> list[str]:
         return [key for key in (*tensor.keys, *tensor.older) if key in self._stored]
@@ -285,11 +285,6 @@ def _today(name: str) -> str:
     """Converts a tensor name as older versions of peft write it to the name that current peft writes."""
     name = name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
     return re.sub(r"\.modules_to_save(\.default)?\.weight$", ".weight", name)
-
-
-def _padded(weight: Tensor, rows: int) -> Tensor:
-    mean = weight.mean(0, keepdim=True, dtype=torch.float32).to(weight.dtype)
-    return torch.cat([weight, mean.expand(rows - len(weight), -1)])
 
 
 def peft_config(

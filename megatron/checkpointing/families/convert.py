@@ -12,17 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import (
-    SCORE,
-    SCORES,
-    Config,
-    Family,
-    TensorMapping,
-    gives_score,
-    merged,
-)
+from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score, merged
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.weight_map import attention_of, layer_params, named_params
 from megatron.mpu import ParamSpec
@@ -101,7 +93,7 @@ def _read(
                 n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), expected_parts, strict=True)
             }
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), attention, spec.experts)
-            yield layer, spec.name, joined if rows == spec.shape else _padded(joined, spec.shape[0])
+            yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
         if attention is not None and (layers is None or layer in layers):
             for name, value in _constants(family, layer):
                 stored = get_tensor(name)
@@ -207,7 +199,7 @@ def to_hf(
             shape_problems = [
                 f"{name} is {given_shapes.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
             ]
-            raise CheckpointError(f"layer {layer}: {_shortened(shape_problems)}")
+            raise CheckpointError(f"layer {layer}: {shortened(shape_problems, _MAX_NAMED)}")
         shared: dict[str, dict[int, Tensor]] = {}  # parts of HuggingFace tensors that hold several parameters
         for spec, row in _rows(table, args, layer, specs.get(layer, ())):
             parameter = tensors[spec.name]
@@ -272,9 +264,9 @@ def check_hf_tensors(
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     misshapen = [name for name in expected if name in shapes and tuple(shapes[name]) != expected[name]]
     wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {expected[name]} by config.json" for name in misshapen]
-    lines += wrong[:_MAX_NAMED] + (
-        [f"and {len(wrong) - _MAX_NAMED} more of another shape"] if len(wrong) > _MAX_NAMED else []
-    )
+    lines += wrong[:_MAX_NAMED]
+    if len(wrong) > _MAX_NAMED:
+        lines.append(f"and {len(wrong) - _MAX_NAMED} more of another shape")
     if head in missing:
         lines.append(
             f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json, unless "
@@ -309,15 +301,9 @@ def _grouped(names: Iterable[str]) -> list[str]:
     for name, numbers_by_kind in groups.items():
         layers, experts = ([str(n) for n in sorted(numbers)] for numbers in numbers_by_kind.values())
         places = [f"layers {', '.join(layers)}"] if layers else []
-        places += [f"experts {_shortened(experts)}"] if experts else []
+        places += [f"experts {shortened(experts, _MAX_NAMED)}"] if experts else []
         lines.append(f"{name} ({'; '.join(places)})" if places else name)
     return sorted(lines)
-
-
-def _shortened(entries: list[str], separator: str = ", ") -> str:
-    return separator.join(entries[:_MAX_NAMED]) + (
-        f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
-    )
 
 
 def _family_for(args: NeoXArgs, family: str | None) -> Family:
@@ -332,7 +318,7 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         has_same_parts = has_states or candidate.has_experts == (args.moe_num_experts > 1)
         is_same_kind = has_same_parts and candidate.has_states == has_states
         other_blocks = any("(attention_config)" in line for line in differences)
-        line = f"{candidate.model_type}: {_shortened(differences, '; ')}"
+        line = f"{candidate.model_type}: {shortened(differences, _MAX_NAMED, '; ')}"
         candidates.append(((not is_same_kind, other_blocks, len(differences)), line))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
     if args.pos_emb not in ("rotary", "learned", "none"):
@@ -387,6 +373,7 @@ def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:
     return (vocab, *spec.shape[1:]) if spec.name in _VOCABULARY else spec.shape
 
 
-def _padded(weight: Tensor, rows: int) -> Tensor:
+def padded(weight: Tensor, rows: int) -> Tensor:
+    """Returns `weight` with rows added at its end, up to `rows`, that are the mean of its rows."""
     mean = weight.mean(0, keepdim=True, dtype=torch.float32).to(weight.dtype)
     return torch.cat([weight, mean.expand(rows - len(weight), -1)])

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import layout
-from megatron.checkpointing.errors import CheckpointError, DamagedError
+from megatron.checkpointing.errors import CheckpointError, DamagedError, shortened
 from megatron.checkpointing.families import (
     TEXT_TOWERS,
     hf_config,
@@ -155,8 +156,7 @@ def export_hf(
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
     export = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    temporary = begin_folder(output, weight_bytes(export.all_shapes, export.dtype))
-    try:
+    with new_folder(output, weight_bytes(export.all_shapes, export.dtype)) as temporary:
         with opened.verifying_ahead(layer_names), BackgroundSync() as to_disk:
             layers = sorted(layer_params(export.args))
             read = read_layers(opened, export.args, progress(layers, len(layers)), export.dtype, export.wide)
@@ -169,16 +169,9 @@ def export_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(read_layers(opened, export.args, [layer], export.dtype, export.wide))[layer]
 
-        comparison = None
-        if check:
-            comparison = compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
-        sync(temporary)
-        put_in_place(temporary, output)
-    except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return comparison
+        if not check:
+            return None
+        return compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
 
 
 def export_plan(
@@ -329,7 +322,24 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(start) if start == last else f"{start}-{last}" for start, last in runs)
 
 
-def begin_folder(output: Path, size: int) -> Path:
+@contextmanager
+def new_folder(output: Path, size: int) -> Iterator[Path]:
+    """Yields an empty temporary folder next to `output`, which it replaces at the end of the context.
+
+    After an exception `output` is as before. size: bytes to be written. Raises CheckpointError, also if the
+    folder cannot be written."""
+    temporary = _begin_folder(output, size)
+    try:
+        yield temporary
+        sync(temporary)
+        _put_in_place(temporary, output)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _begin_folder(output: Path, size: int) -> Path:
     """Creates an empty temporary folder next to `output`, and returns its path.
 
     Raises CheckpointError without `size` free bytes, and if `output` holds files that no export writes."""
@@ -340,10 +350,7 @@ def begin_folder(output: Path, size: int) -> Path:
         names = {path.relative_to(output).as_posix(): path.is_dir() for path in entries}
         foreign = sorted(name for name, is_folder in names.items() if not _is_model_file(name, is_folder))
         if foreign:
-            remainder = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise CheckpointError(
-                f"{output}: holds other files ({', '.join(foreign[:3])}{remainder}); give another folder"
-            )
+            raise CheckpointError(f"{output}: holds other files ({shortened(foreign, 3)}); give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +384,7 @@ def recover(output: Path) -> None:
         os.rename(backup, output)
 
 
-def put_in_place(temporary: Path, output: Path) -> None:
+def _put_in_place(temporary: Path, output: Path) -> None:
     """Rename a complete folder to `output`, replacing an earlier one."""
     recover(output)
     backup = output.with_name(f".old_{output.name}")

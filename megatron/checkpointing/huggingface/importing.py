@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,10 @@ from megatron.checkpointing.huggingface.exporting import LayerProgress, check_sp
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.weight_writer import weight_bytes
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.manifest import ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
+from megatron.checkpointing.resharding import PRECISIONS, write_bare_files
 from megatron.checkpointing.tensor_files import BackgroundCalls, BackgroundSync, FileRecord
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
 from megatron.model.weight_map import layer_params, may_be_wide
@@ -44,9 +42,9 @@ _RECORD = 500  # bytes that torch.save adds to a tensor's, approximately
 _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
 _BIASES = "moe_router_bias_update_rate"
 # Model keys of a manifest that HuggingFace does not fix: a run may set them.
-_FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
+FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 # te_layernorm_mlp replaces erf by tanh, and a norm's epsilon by 1e-5 or 1e-8.
-_FREE_UNDER_TE = (*_FREE, "te_layernorm_mlp", "bias_gelu_fusion")
+_FREE_UNDER_TE = (*FREE, "te_layernorm_mlp", "bias_gelu_fusion")
 
 TOKENIZER_JSON = "tokenizer/tokenizer.json"  # of `save`
 
@@ -106,25 +104,19 @@ def import_hf(
             return load_weights(written, cpu_args, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
-        if pipe == 0:
-            records = []
-        states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
-        records += write_model_files(temporary, states, sequential=pipe == 0)
+        records = records if pipe else []
+        records += write_bare_files(temporary, args, iteration, sequential=pipe == 0)
         records += write_companion_files(companions, temporary / HF_SUBFOLDER, f"{HF_SUBFOLDER}/")
         if folder.carried:
             records.append(write_carried(folder, temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         config = {**keys, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             config |= {"tokenizer_type": "HFTokenizer", "vocab_file": str((save / TOKENIZER_JSON).resolve())}
-        free, source = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
+        free, source = _FREE_UNDER_TE if naming == "te" else FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
-        manifest = Manifest(
-            run_id=f"huggingface {source.resolve() if source.exists() else source}", iteration=iteration,
-            consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
-            layout=ParallelLayout(max(pipe, 1), 1, tensor, 0, PRECISIONS[dtype], max(pipe, 1) * tensor),
-            versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=config, files={record.name: record for record in records}, optimizer=False,
-        )  # fmt: skip
+        run_id = f"huggingface {source.resolve() if source.exists() else source}"
+        parallel = ParallelLayout.of(args, PRECISIONS[dtype])
+        manifest = untrained_manifest(run_id, parallel, model, config, records, iteration=iteration)
         text = f"# {source.name}, of HuggingFace: {parity}\n{yaml.safe_dump(config, sort_keys=False)}"
         path = publish(temporary, save, iteration, manifest, {"hf_model.yml": text})
         if save_tokenizer:

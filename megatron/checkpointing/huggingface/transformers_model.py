@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families import FAMILIES, family_of, gives_score, is_multimodal, text_name
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.huggingface.dequantize import weight_dtype
@@ -151,7 +151,9 @@ def _loaded(auto: Any, config: Any, folder: HFFolder) -> Mapping[str, Tensor]:
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
             names = sorted(str(name) for name in info[kind])
-            raise CheckpointError(f"{folder.origin}: transformers finds {kind.replace('_', ' ')}: {_shortened(names)}")
+            raise CheckpointError(
+                f"{folder.origin}: transformers finds {kind.replace('_', ' ')}: {shortened(names, _MAX_NAMED)}"
+            )
     return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
@@ -200,7 +202,9 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread = {name for name in folder.shapes.keys() - read if not re.fullmatch(family.ignored, name)}
     unread -= {family.head} if gives_score(folder.config) else set()
     if unread:
-        raise CheckpointError(f"{folder.origin}: transformers' model does not use {_shortened(sorted(unread))}")
+        raise CheckpointError(
+            f"{folder.origin}: transformers' model does not use {shortened(sorted(unread), _MAX_NAMED)}"
+        )
 
 
 def _compare_loaded(folder: HFFolder, loaded: Mapping[str, Tensor], stored: Stored) -> None:
@@ -309,8 +313,3 @@ def _quiet(transformers: Any) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _shortened(names: list[str]) -> str:
-    remainder = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{remainder}"
