@@ -77,7 +77,7 @@ def write_model(folder: Path, config: dict[str, Any], precision: str, shard_byte
     """Writes a model with random weights to `folder`. Returns its bytes, and those of its largest layer."""
     import torch
 
-    from megatron.checkpointing.families import from_hf, hf_shapes
+    from megatron.checkpointing.families.convert import from_hf, hf_shapes
     from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
     from megatron.model.weight_map import layer_params
     from megatron.neox_arguments import NeoXArgs

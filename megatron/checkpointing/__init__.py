@@ -32,7 +32,7 @@ from megatron.checkpointing.manifest import (
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.nonfinite import check_finite, verify_finite
-from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
+from megatron.checkpointing.opening import OpenCheckpoint, verify
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
@@ -81,7 +81,6 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
-    "open_checkpoint",
     "open_lock_file",
     "optimizer_file",
     "publish",

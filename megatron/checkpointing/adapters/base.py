@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, from_hf, text_config
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.families.family import Config
+from megatron.checkpointing.families.multimodal import text_config
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader, vocab_size_from_hf

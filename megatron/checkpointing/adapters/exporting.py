@@ -12,7 +12,7 @@ from megatron.checkpointing.adapters.merging import unmerged_logits
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import TEXT_TOWERS, is_multimodal
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal
 from megatron.checkpointing.huggingface.companion_files import (
     companion_files_of,
     is_of_tokenizer,

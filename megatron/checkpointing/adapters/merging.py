@@ -15,7 +15,7 @@ from megatron.checkpointing.adapters.base import BaseWeights
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import with_vocab_size
+from megatron.checkpointing.families.multimodal import with_vocab_size
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
 from megatron.checkpointing.huggingface.exporting import LayerProgress, no_progress

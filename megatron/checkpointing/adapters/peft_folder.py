@@ -27,15 +27,10 @@ from megatron.checkpointing.adapters.peft_names import (
 )
 from megatron.checkpointing.adapters.peft_places import is_left_out, is_selected, peft_sizes, placed
 from megatron.checkpointing.errors import CheckpointError, shortened
-from megatron.checkpointing.families import (
-    check_adapter_fields,
-    memory_name,
-    names_a_wrapper,
-    text_modules,
-    text_name,
-)
 from megatron.checkpointing.families.convert import padded
 from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families.field_types import check_adapter_fields
+from megatron.checkpointing.families.multimodal import memory_name, names_a_wrapper, text_modules, text_name
 from megatron.checkpointing.huggingface.folder import PickledFile, SafetensorsFile
 from megatron.checkpointing.huggingface.model_files import read_json
 from megatron.checkpointing.huggingface.weight_writer import write_weights

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, hf_config, is_of_family, memory_name
+from megatron.checkpointing.families.convert import hf_config, is_of_family
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
+from megatron.checkpointing.families.multimodal import memory_name
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
 from megatron.mpu import ParamSpec

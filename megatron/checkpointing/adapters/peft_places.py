@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.checkpointing.adapters.peft_names import PeftModule
-from megatron.checkpointing.families import memory_name
+from megatron.checkpointing.families.multimodal import memory_name
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.lora_settings import block_adapters, module_names
 

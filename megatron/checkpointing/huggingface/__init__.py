@@ -24,7 +24,6 @@ from megatron.checkpointing.huggingface.importing import (
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
 from megatron.checkpointing.huggingface.same_tokens import reads_same_tokens
-from megatron.checkpointing.saved_config import load_checkpoint_args
 
 __all__ = [
     "HF_SUBFOLDER",
@@ -34,7 +33,6 @@ __all__ = [
     "vocab_size_from_hf",
     "read_companion_files",
     "declared_eos_ids",
-    "load_checkpoint_args",
     "export_hf",
     "export_plan",
     "exported_vocab_size",

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import check_fields, text_config
+from megatron.checkpointing.families.field_types import check_fields
+from megatron.checkpointing.families.multimodal import text_config
 from megatron.checkpointing.huggingface.folder import LEGAL, TEMPLATES
 from megatron.checkpointing.huggingface.model_files import CONFIG, read_config, read_json
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes

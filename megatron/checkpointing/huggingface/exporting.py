@@ -17,19 +17,16 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError, DamagedError, shortened
-from megatron.checkpointing.families import (
-    TEXT_TOWERS,
+from megatron.checkpointing.families.convert import (
     hf_config,
     hf_names,
     hf_shapes,
-    is_multimodal,
     is_same_model,
-    multimodal_config,
-    stored_name,
     to_hf,
     unchanged_family,
     with_fields,
 )
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal, multimodal_config, stored_name
 from megatron.checkpointing.huggingface.carried_tensors import carried_tensors
 from megatron.checkpointing.huggingface.companion_files import (
     CARD,

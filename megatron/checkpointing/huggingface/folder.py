@@ -17,17 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import (
-    FAMILIES,
-    ExpertRows,
-    gives_score,
-    is_multimodal,
-    lacks_prefix,
-    rows_of_experts,
-    text_config,
-    text_names,
-)
-from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families.convert import lacks_prefix
+from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
+from megatron.checkpointing.families.family import Family, gives_score
+from megatron.checkpointing.families.multimodal import is_multimodal, text_config, text_names
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
 from megatron.checkpointing.tensor_files import load_tensors

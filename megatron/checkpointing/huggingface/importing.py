@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import canonical_config, check_hf_tensors, from_hf
+from megatron.checkpointing.families.canonical_config import canonical_config
+from megatron.checkpointing.families.convert import check_hf_tensors, from_hf
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, write_carried
 from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,

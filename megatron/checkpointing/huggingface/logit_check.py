@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import family_of, to_hf
+from megatron.checkpointing.families.convert import to_hf
+from megatron.checkpointing.families.registry import family_of
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.huggingface.transformers_model import lend, same_values, transformers_logits
 from megatron.data import Batch

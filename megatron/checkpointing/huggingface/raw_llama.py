@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.families.config_fields import rope_of
+from megatron.checkpointing.families.family import gives_score
 from megatron.checkpointing.huggingface.exporting import check_space
 from megatron.checkpointing.huggingface.folder import HFFolder, load_named
 from megatron.checkpointing.huggingface.model_files import CONFIG, read_json

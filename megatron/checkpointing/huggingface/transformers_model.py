@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpointing.errors import CheckpointError, shortened
-from megatron.checkpointing.families import FAMILIES, family_of, gives_score, is_multimodal, text_name
-from megatron.checkpointing.families.family import Config, Family
+from megatron.checkpointing.families.family import Config, Family, gives_score
+from megatron.checkpointing.families.multimodal import is_multimodal, text_name
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.checkpointing.huggingface.dequantize import weight_dtype
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.tensor_files import readable_size
