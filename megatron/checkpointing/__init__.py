@@ -31,7 +31,6 @@ from megatron.checkpointing.manifest import (
     saved_model,
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
-from megatron.checkpointing.nonfinite import check_finite, verify_finite
 from megatron.checkpointing.opening import OpenCheckpoint, verify
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
@@ -41,11 +40,13 @@ from megatron.checkpointing.rng import restore_rng, rng_state, seed_generators
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import (
     FileRecord,
+    check_finite,
     load_tensors,
     open_lock_file,
     readable_size,
     replace_file,
     save_tensors,
+    verify_finite,
     write_bytes,
 )
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_layout

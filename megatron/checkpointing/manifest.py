@@ -50,13 +50,7 @@ _BLOCK_KEYS = (
 _ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
-    "ffn_size": (
-        "intermediate_size",
-        "expansion_factor",
-        "mlp_multiple_of",
-        "compat_ffn_width",
-        "hidden_size",
-    ),
+    "ffn_size": ("intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width", "hidden_size"),
     "expert_ffn_size": ("moe_intermediate_size", "intermediate_size", "hidden_size"),
     "router_scores": ("moe_router_score_function", "moe_router_type"),
 }

@@ -136,14 +136,14 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     )  # fmt: skip
 
 
-def only_dtype(source: Path, dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """Returns the only element of `dtypes`, the dtypes of the weights of checkpoint `source`.
+def only_dtype(source: str | Path, dtypes: Collection[torch.dtype | None], hint: str = "") -> torch.dtype:
+    """Returns the only element of `dtypes`, the dtypes of the weights of `source`.
 
-    Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
+    hint: end of the error. Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
     if len(dtypes) != 1 or not set(dtypes) <= PRECISIONS.keys():
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names})")
-    return next(iter(dtypes))
+        raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names}){hint}")
+    return next(dtype for dtype in dtypes if dtype is not None)
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:
@@ -207,13 +207,7 @@ def _model_states(
     Every rank gets counters, schedule and random states of the first rank. Saved logits of the last pipeline
     stage are sharded over the new tensor ranks. extra: further entries for every rank."""
     states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
-    base_state: dict[str, Any] = {
-        **states[0],
-        "module": None,
-        "optimizer": None,
-        "mp_world_size": to.tensor,
-        **extra,
-    }
+    base_state: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **extra}
     if isinstance(base_state.get("args"), dict):
         base_state["args"] = {**base_state["args"], "model_parallel_size": to.tensor}
     parts = [rank_state[layout.LOGITS] for rank_state in states if rank_state.get(layout.LOGITS) is not None]
@@ -233,13 +227,7 @@ def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
     """Returns the content of an mp_rank file without weights, schedule and random states.
 
     GPT-NeoX's converters write the same."""
-    keys = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "padded_vocab_size",
-    )
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
     return {
         "module": None, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
         "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,

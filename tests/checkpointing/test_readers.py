@@ -252,7 +252,7 @@ RAW_READERS = {
     "megatron/checkpointing/manifest.py saved_model": "GPT-NeoX's, which has no manifest",
     "megatron/checkpointing/neox_optimizer.py _FlatZeroState": "GPT-NeoX's",
     "megatron/checkpointing/neox_optimizer.py _groups_of": "GPT-NeoX's",
-    "megatron/checkpointing/nonfinite.py verify_finite": "called once the files are checked; looks for NaN",
+    "megatron/checkpointing/tensor_files.py verify_finite": "called once the files are checked; looks for NaN",
     "megatron/checkpointing/opening.py OpenCheckpoint": "the gate itself",
     "megatron/checkpointing/resharding.py _samples": "GPT-NeoX's",
     "megatron/checkpointing/tensor_files.py load_tensors": "the function itself",

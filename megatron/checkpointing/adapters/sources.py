@@ -144,32 +144,22 @@ def open_with_base(
         args = plain_args(first_source.args.replace(lora=None))
         weights = BaseWeights(first_source.path, False, args, first_source.read_base, first_source.checkpoint)
     else:
-        weights = open_base(*_named_base(first_source, peft, paths[0], args, rows))
+        weights = open_base(_named_base(first_source, peft[0], paths[0]), args, rows, paths[0])
     sources = [open_adapter(path, weights.args) for path in paths]
     for source in sources:
         check_base(source, weights)
     return weights, sources
 
 
-def _named_base(
-    source: AdapterSource | None,
-    peft: Sequence[PeftFolder | None],
-    path: str | Path,
-    args: NeoXArgs | None,
-    rows: int,
-) -> tuple[str, NeoXArgs | None, int, Path]:
-    base = peft[0].base if source is None and peft[0] is not None else None
+def _named_base(source: AdapterSource | None, peft: PeftFolder | None, path: str | Path) -> str:
+    """Returns the base weights that adapters name: an existing or absolute path, or `hf://NAME`."""
+    base = peft.base if source is None and peft is not None else None
     if source is not None and source.manifest is not None and source.manifest.base is not None:
         base = source.manifest.base["path"]
     if base is None:
         reason = "they were trained over freshly initialised weights" if source is not None else "it names no base"
         raise CheckpointError(f"{path}: {reason}; give the base weights with --base")
-    return _address(base), args, rows, Path(path)
-
-
-def _address(name: str) -> str:
-    """Returns an existing path or absolute path unchanged, any other name as `hf://NAME`."""
-    return name if Path(name).exists() or name.startswith("/") else f"hf://{name}"
+    return base if Path(base).exists() or base.startswith("/") else f"hf://{base}"
 
 
 def check_base(source: AdapterSource, base: BaseWeights) -> None:

@@ -84,22 +84,17 @@ def size_config(args: NeoXArgs) -> dict[str, Any]:
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
             raise CheckpointError(f"layers differ in {name}, but config.json of this family has only one value")
+    length, scaling = args.max_position_embeddings, args.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        length = scaling["original_max_position_embeddings"]  # the length before scaling
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
         "intermediate_size": args.ffn_size,
-        "max_position_embeddings": trained_length(args),
+        "max_position_embeddings": length,
         "tie_word_embeddings": not args.no_weight_tying,
     }
-
-
-def trained_length(args: NeoXArgs) -> int:
-    """Returns config.json's max_position_embeddings; with dynamic NTK scaling, the length before scaling."""
-    scaling = args.rope_scaling
-    if scaling is not None and scaling["rope_type"] == "dynamic":
-        return scaling["original_max_position_embeddings"]
-    return args.max_position_embeddings
 
 
 def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:

@@ -95,8 +95,8 @@ def _read(
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), attention, spec.experts)
             yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
         if attention is not None and (layers is None or layer in layers):
-            for name, value in _constants(family, layer):
-                stored = get_tensor(name)
+            for general, value in family.constants.items():
+                stored = get_tensor(name := general.format(layer - 2))
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
                     raise CheckpointError(f"{name}: has value {stored.flatten()[0]}, only {value} is supported")
 
@@ -217,8 +217,8 @@ def to_hf(
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
         if attention_of(args, layer) is not None:
             sample = next(iter(tensors.values()))
-            for name, value in _constants(table, layer):
-                yield name, torch.full((), value, dtype=sample.dtype, device=sample.device)
+            for name, value in table.constants.items():
+                yield name.format(layer - 2), torch.full((), value, dtype=sample.dtype, device=sample.device)
 
 
 def hf_shapes(
@@ -362,10 +362,6 @@ def _rows(
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: family {family.model_type} has no tensor for {spec.name}")
         yield spec, table[spec.name]
-
-
-def _constants(family: Family, layer: int) -> list[tuple[str, float]]:
-    return [(name.format(layer - 2), value) for name, value in family.constants.items()]
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:

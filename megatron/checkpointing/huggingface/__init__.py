@@ -11,6 +11,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     declared_eos_ids,
     exported_vocab_size,
     read_companion_files,
+    reads_same_tokens,
 )
 from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
@@ -23,7 +24,6 @@ from megatron.checkpointing.huggingface.importing import (
     vocab_size_from_hf,
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
-from megatron.checkpointing.huggingface.same_tokens import reads_same_tokens
 
 __all__ = [
     "HF_SUBFOLDER",

@@ -134,7 +134,33 @@ def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]
     vocab = content["model"].get("vocab") or {}
     if not isinstance(vocab, dict):  # of a unigram model: [token, score] in the order of their ids
         vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
-    return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    return {**vocab, **_added_ids(content)}
+
+
+def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a HuggingFace folder's tokenizer has the same ids for the same tokens as `tokenizer`.
+
+    Compares the files byte by byte, else vocabularies and added tokens. Raises CheckpointError if the folder
+    has no tokenizer."""
+    files = tokenizer.files()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file() and name in files:
+            content = (folder / name).read_bytes()
+            return content == files[name] or name == "tokenizer.json" and _tokens(content) == _tokens(files[name])
+    raise CheckpointError(
+        f"{folder}: has no tokenizer.json or tokenizer.model, so its tokenizer cannot be compared with this run's "
+        f"{type(tokenizer).__name__}; add the file"
+    )
+
+
+def _tokens(content: bytes) -> tuple[Any, dict[str, int]]:
+    """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: of the file."""
+    parsed = json.loads(content)
+    return parsed["model"].get("vocab"), _added_ids(parsed)
+
+
+def _added_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
+    return {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", ())}
 
 
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:

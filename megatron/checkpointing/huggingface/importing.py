@@ -31,7 +31,7 @@ from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.manifest import ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import PRECISIONS, write_bare_files
+from megatron.checkpointing.resharding import PRECISIONS, only_dtype, write_bare_files
 from megatron.checkpointing.tensor_files import BackgroundCalls, BackgroundSync, FileRecord
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
 from megatron.model.weight_map import layer_params, may_be_wide
@@ -220,12 +220,7 @@ def _check_target(final: Path) -> None:
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
     required = _required_tensors(folder, keys)
     dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(
-            f"{folder.origin}: its weights have several or unknown dtypes ({dtype_names}); choose one with --precision"
-        )
-    return next(dtype for dtype in dtypes if dtype is not None)
+    return only_dtype(folder.origin, dtypes, "; choose one with --precision")
 
 
 def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
