@@ -8,6 +8,7 @@ import torch
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import write_bare_files
@@ -15,7 +16,6 @@ from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
 from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
-from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
 
 _MADE_FROM = "initial values"
@@ -47,7 +47,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         if (existing.run_id, existing.model, existing.layout.tensor) == wanted:
             return final
         raise CheckpointError(f"{save}: already holds other weights or a run; set save to another folder")
-    size = 4 * sum(_size(spec) for layer in specs.values() for spec in layer)
+    size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), torch.float32)
     with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
         for layer in progress(sorted(specs), len(specs)):
@@ -69,7 +69,3 @@ def _existing_manifest(final: Path, save: Path) -> Manifest | None:
     if manifest is None or layout.read_latest(save) != layout.step_tag(0):
         raise CheckpointError(f"{save}: already holds a run; set save to another folder")
     return manifest
-
-
-def _size(spec: ParamSpec) -> int:
-    return torch.Size(spec.shape).numel()

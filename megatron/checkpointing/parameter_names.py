@@ -157,11 +157,7 @@ def to_file_names(
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
     _check_names(mlp, args)
-    table = (
-        *(_TE_MHA if te_attention else ()),
-        *_MLP[mlp],
-        *(_TE_NORMS if args.norm.startswith("te_") else ()),
-    )
+    table = (*(_TE_MHA if te_attention else ()), *_MLP[mlp], *(_TE_NORMS if args.norm.startswith("te_") else ()))
     tensors, attention = dict(tensors), attention_of(args, layer)
     old = has_old_rows((), attention, "pre1315" if WEIGHT_NAMINGS[mlp] in _OLD_ROWS else "post1315")
     sample = tensors.get("attention.query_key_value.weight")  # None outside blocks

@@ -173,11 +173,7 @@ def check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> N
 
 
 def _reshard_state(
-    state: OptimizerFiles | NeoXOptimizer,
-    temporary: Path,
-    layer: int,
-    specs: Sequence[ParamSpec],
-    tensor_size: int,
+    state: OptimizerFiles | NeoXOptimizer, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
 ) -> list[FileRecord]:
     trained = {name for _, name in state.names([layer])}
     trained_specs = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]

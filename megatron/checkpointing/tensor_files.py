@@ -124,15 +124,13 @@ def _write(
     return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
 
 
-def save_tensors(
-    state: Any, path: str | Path, name: str | None = None, to_disk: Callable[[Path], None] = sync
-) -> FileRecord:
+def save_tensors(state: Any, path: str | Path, to_disk: Callable[[Path], None] = sync) -> FileRecord:
     """Write `state` to `path` by `torch.save`, synced to disk; returns the file's record for the manifest.
 
-    name: the file's path inside the checkpoint; None: the file's name. to_disk: called with `path` to sync
-    the file, now or later (`BackgroundSync`). Raises CheckpointError if the file cannot be written.
+    to_disk: called with `path` to sync the file, now or later (`BackgroundSync`). Raises CheckpointError if
+    the file cannot be written.
     """
-    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name, to_disk)
+    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), None, to_disk)
     return replace(record, tensors=describe_tensors(state))
 
 

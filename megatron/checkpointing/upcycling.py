@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.manifest import ParallelLayout, model_keys, untrained_manifest
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.publish import new_checkpoint, publish
@@ -97,7 +98,8 @@ def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
     if args.moe_router_topk_scaling_factor != 1.0:
         text = f"{args.moe_router_topk_scaling_factor} would scale the dense model's output; leave it out"
         problems.add("moe_router_topk_scaling_factor", text)
-    widths = {as_tuple(args.ffn_size)[block % len(as_tuple(args.ffn_size))] for block in _blocks(args)}
+    sizes = as_tuple(args.ffn_size)
+    widths = {sizes[block % len(sizes)] for block in range(args.num_layers) if args.has_experts(block)}
     if len(widths) > 1:
         text = f"the chosen blocks have several MLP widths ({', '.join(map(str, sorted(widths)))}), experts only one"
         problems.add("moe_layer_freq", f"{text}; choose blocks of one width")
@@ -137,7 +139,7 @@ def upcycle(
     opened, dtype = open_checkpoint(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
-    size = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
+    size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), dtype)
     with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
         for layer in progress(sorted(specs), len(specs)):
@@ -155,10 +157,6 @@ def upcycle(
         added = {key: config[key] for key in config if key in keys_of(MoEKeys)}
         text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"
         return publish(temporary, save, 0, manifest, {EXPERTS_FILE: text})
-
-
-def _blocks(args: NeoXArgs) -> list[int]:
-    return [block for block in range(args.num_layers) if args.has_experts(block)]
 
 
 def _with_experts(

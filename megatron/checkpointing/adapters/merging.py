@@ -126,11 +126,7 @@ def write_merged(
 
 
 def write_adapters(
-    base: BaseWeights,
-    source: AdapterSource,
-    save: str | Path,
-    *,
-    progress: LayerProgress = no_progress,
+    base: BaseWeights, source: AdapterSource, save: str | Path, *, progress: LayerProgress = no_progress
 ) -> Path:
     """Write a checkpoint `<save>/global_stepN` of adapters alone, which a run with `lora` can load.
 

@@ -3,7 +3,6 @@
 One layer is in memory at a time."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -33,7 +32,7 @@ from megatron.checkpointing.families.field_types import check_adapter_fields
 from megatron.checkpointing.families.multimodal import memory_name, names_a_wrapper, text_modules, text_name
 from megatron.checkpointing.huggingface.folder import PickledFile, SafetensorsFile
 from megatron.checkpointing.huggingface.model_files import read_json
-from megatron.checkpointing.huggingface.weight_writer import write_weights
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import chosen_blocks, copied_modules, lora_targets
 
@@ -355,8 +354,8 @@ def write_peft(
             for name, value in values.items():
                 yield from _parts(tensors_by_name[layer, name], value, vocab_size)
 
-    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    write_weights(folder, shapes, dtype, stored_tensors(), limit=size + 1, single_name=WEIGHTS)
+    limit = weight_bytes(shapes.values(), dtype) + 1  # so that there is one file
+    write_weights(folder, shapes, dtype, stored_tensors(), limit=limit, single_name=WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(peft_config(args, its_family, tensors, base, in_wrapper), indent=2) + "\n")
 
 

@@ -202,8 +202,8 @@ def _linear_tensor(
     if not modules:
         raise CheckpointError(
             f"{name}: {family.model_type} has no such module for peft, because its rows are fused in "
-            f"{_last(row.hf_names[0])}; set lora.target to modules of [{', '.join(_family_targets(family))}], or merge the adapter "
-            "into the weights (tools/ckpts/adapter.py merge)"
+            f"{_last(row.hf_names[0])}; set lora.target to modules of [{', '.join(_family_targets(family))}], or "
+            "merge the adapter into the weights (tools/ckpts/adapter.py merge)"
         )
     return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
 

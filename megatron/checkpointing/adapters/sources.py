@@ -76,12 +76,11 @@ def is_adapter_checkpoint(path: str | Path) -> bool:
     return manifest is not None and manifest.model.get("lora") is not None
 
 
-def open_adapter(path: str | Path, base_args: NeoXArgs | None = None, iteration: int | None = None) -> AdapterSource:
+def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> AdapterSource:
     """Opens the adapters in a checkpoint or in a folder in peft's format; files are checked when read.
 
     base_args: the configuration of the base model; required for a peft folder, which does not store it.
-    iteration: of the checkpoint, if `path` holds several. Raises CheckpointError, also if the adapters do
-    not fit `base_args`.
+    Raises CheckpointError, also if the adapters do not fit `base_args`.
     """
     if is_peft(path):
         if base_args is None:
@@ -92,7 +91,7 @@ def open_adapter(path: str | Path, base_args: NeoXArgs | None = None, iteration:
     reason = "holds no adapters: it is neither a checkpoint of a run with `lora` nor a folder in peft's format"
     if is_hf(path):
         raise CheckpointError(f"{path}: {reason}")
-    source = checkpoint_folder(path, iteration)
+    source = checkpoint_folder(path)
     opened = OpenCheckpoint(source)
     manifest = opened.manifest
     if manifest is None or manifest.model.get("lora") is None:

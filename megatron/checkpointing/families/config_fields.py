@@ -3,7 +3,7 @@
 `..._keys` go from config.json to our keys, `..._config` back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
@@ -264,6 +264,6 @@ def activation_keys(config: Config, name: str = "hidden_act", default: str = "si
     return {"activation": GATES[activation]}
 
 
-def first_name(table: Mapping[str, str], wanted_value: str) -> str | None:
-    """The first key of `table` whose value is `wanted_value`; None when there is none."""
-    return next((key for key, value in table.items() if value == wanted_value), None)
+def gated_activation(args: NeoXArgs, default: str = "silu") -> str:
+    """Returns HuggingFace's name of a gated MLP's activation; `default` if it has none."""
+    return next((name for name, neox_activation in GATES.items() if neox_activation == args.activation), default)

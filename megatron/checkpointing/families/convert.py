@@ -68,11 +68,7 @@ def from_hf(
 
 
 def _read(
-    family: Family,
-    args: NeoXArgs,
-    vocab: int,
-    get_tensor: Callable[[str], Tensor],
-    layers: Collection[int] | None,
+    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
     shared: dict[str, tuple[Tensor, int]] = {}  # tensors that further parameters need, and how many do
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
     FULL,
-    GATES,
     SLIDING,
-    first_name,
+    gated_activation,
     get,
     layer_kinds,
     number,
@@ -52,7 +51,7 @@ def _common_config(args: NeoXArgs) -> dict[str, Any]:
     """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
     return {
         **without(common_config(args), "hidden_act"),
-        "hidden_activation": first_name(GATES, args.activation) or "gelu_pytorch_tanh",
+        "hidden_activation": gated_activation(args, "gelu_pytorch_tanh"),
         "query_pre_attn_scalar": number(args.query_pre_attn_scalar or args.head_dim),
         **window_config(args),
         "attn_logit_softcapping": args.attn_logit_softcapping,

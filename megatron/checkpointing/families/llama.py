@@ -4,10 +4,9 @@ from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
     FULL,
-    GATES,
     SLIDING,
     activation_keys,
-    first_name,
+    gated_activation,
     get,
     layer_types,
     refuse_unless,
@@ -89,7 +88,7 @@ def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
         **size_config(args),
         "num_key_value_heads": args.kv_heads,
         **({"head_dim": args.head_dim} if head_dim or not usual else {}),
-        "hidden_act": first_name(GATES, args.activation) or "silu",
+        "hidden_act": gated_activation(args),
         "rms_norm_eps": args.rms_norm_epsilon,
         "attention_bias": args.use_bias_in_attn_linear,
     }

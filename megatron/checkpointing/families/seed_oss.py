@@ -18,10 +18,7 @@ def _keys(config: Config) -> dict[str, Any]:
     inner, outer = get(config, "attention_bias", True), get(config, "attention_out_bias", False)
     if outer and not inner:
         raise CheckpointError("config.json: attention_out_bias without attention_bias is not supported")
-    return {
-        **llama_keys({**config, "attention_bias": outer}, _DEFAULTS),
-        "add_qkv_bias": inner and not outer,
-    }
+    return {**llama_keys({**config, "attention_bias": outer}, _DEFAULTS), "add_qkv_bias": inner and not outer}
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:

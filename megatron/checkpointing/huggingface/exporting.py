@@ -37,12 +37,7 @@ from megatron.checkpointing.huggingface.companion_files import (
 from megatron.checkpointing.huggingface.folder import CONFIG, TEMPLATES, HFFolder, SafetensorsFile, cast_to
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.model_card import model_card
-from megatron.checkpointing.huggingface.weight_writer import (
-    SHARD_BYTES,
-    planned_sizes,
-    weight_bytes,
-    write_weights,
-)
+from megatron.checkpointing.huggingface.weight_writer import SHARD_BYTES, planned_sizes, weight_bytes, write_weights
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.tensor_files import BackgroundSync, need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
@@ -153,7 +148,7 @@ def export_hf(
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
     export = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    with new_folder(output, weight_bytes(export.all_shapes, export.dtype)) as temporary:
+    with new_folder(output, weight_bytes(export.all_shapes.values(), export.dtype)) as temporary:
         with opened.verifying_ahead(layer_names), BackgroundSync() as to_disk:
             layers = sorted(layer_params(export.args))
             read = read_layers(opened, export.args, progress(layers, len(layers)), export.dtype, export.wide)
@@ -233,7 +228,7 @@ def _prepare(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     card = model_card(source, run_args, config, parameters, dtype, extras.card)
     if carried is not None and is_part:
         config = multimodal_config(config, extras.full_config, is_same_model(args, extras.config))

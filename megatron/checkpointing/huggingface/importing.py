@@ -86,7 +86,8 @@ def import_hf(
     companions = _companion_files(folder, chat_template)
     if save_tokenizer and "tokenizer.json" not in companions:
         raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
-    size = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1) + weight_bytes(folder.carried, dtype)
+    size = weight_bytes(folder.shapes.values(), dtype) * (2 if pipe == 0 else 1)
+    size += weight_bytes(folder.carried.values(), dtype)
     with new_checkpoint(save, iteration, size, check_space) as temporary:
         records: list[FileRecord] = []
         layers, cpu_args = _group_by_layer(tensors, sorted(specs)), plain_args(args)
@@ -174,7 +175,7 @@ def import_plan(
     companions = _companion_files(folder, chat_template)
     files |= {f"{HF_SUBFOLDER}/{name}": len(content) for name, content in companions.items()}
     if folder.carried:
-        files[f"{HF_SUBFOLDER}/{CARRIED}"] = weight_bytes(folder.carried, dtype)
+        files[f"{HF_SUBFOLDER}/{CARRIED}"] = weight_bytes(folder.carried.values(), dtype)
     return {f"{layout.step_tag(iteration)}/{name}": size for name, size in files.items()}
 
 

@@ -144,8 +144,7 @@ def export_mamba_ssm(
     if vocab > rows:
         raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding {rows} rows")
     config, specs = mamba_ssm_config(args, vocab), named_params(args)
-    size = weight_bytes({str(place): spec.shape for place, spec in specs.items()}, dtype)
-    with new_folder(output, size) as temporary:
+    with new_folder(output, weight_bytes((spec.shape for spec in specs.values()), dtype)) as temporary:
         state: dict[str, Tensor] = {}
         order = sorted({layer for layer, _ in specs})
         for layer, tensors in read_layers(opened, args, progress(order, len(order)), dtype, wide):

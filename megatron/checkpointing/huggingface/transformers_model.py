@@ -6,7 +6,6 @@ they do not fit, or for Meta's files, which it cannot read, modules get their te
 and the result says so.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from megatron.checkpointing.families.multimodal import is_multimodal, text_name
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.checkpointing.huggingface.dequantize import weight_dtype
 from megatron.checkpointing.huggingface.folder import HFFolder
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.tensor_files import readable_size
 from megatron.mpu.memory import free_host_memory
 
@@ -124,7 +124,7 @@ def _load_obstacle(folder: HFFolder, stored: Stored) -> str | None:
         return "from_pretrained reads quantised blocks at the edge of a weight otherwise"
     dtypes = set(folder.stored_dtypes.values())
     as_stored = folder.quantised is None and len(dtypes) == 1 and all(len(names) == 1 for names in stored.values())
-    size = sum(map(math.prod, folder.shapes.values())) * _dtype(folder).itemsize
+    size = weight_bytes(folder.shapes.values(), _dtype(folder))
     free = free_host_memory(size)
     if as_stored or size <= free:
         return None

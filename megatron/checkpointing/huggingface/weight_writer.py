@@ -21,8 +21,8 @@ from megatron.data.files import sync
 SHARD_BYTES = 5 * 10**9
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+def weight_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> int:
+    return sum(map(math.prod, shapes)) * dtype.itemsize
 
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
