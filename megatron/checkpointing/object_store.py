@@ -263,9 +263,8 @@ def fetch_checkpoint(
     if MANIFEST in remote_sizes:
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
-    files = (
-        {name: record for name, record in manifest.files.items() if is_selected(name)} if manifest is not None else {}
-    )
+    records = manifest.files if manifest is not None else {}
+    files = {name: record for name, record in records.items() if is_selected(name)}
     local_sizes = file_sizes(path, remote_sizes)
     missing = [name for name, size in remote_sizes.items() if local_sizes.get(name) != size]
     missing_bytes, free = sum(remote_sizes[name] for name in missing), shutil.disk_usage(path).free

@@ -202,9 +202,8 @@ def _check_names(mlp: str, args: NeoXArgs) -> None:
 
 def _split_groups(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     queries = attention.heads // attention.kv_heads
-    if queries == 1 or len(qkv) % (
-        (queries + 2) * attention.head_dim
-    ):  # of another model: the error about its shape comes later
+    # Rows of another model stay: the error about their shape comes later.
+    if queries == 1 or len(qkv) % ((queries + 2) * attention.head_dim):
         return qkv
     groups = qkv.unflatten(0, (-1, queries + 2, attention.head_dim))
     return torch.cat([part.flatten(0, 2) for part in groups.split([queries, 1, 1], 1)])

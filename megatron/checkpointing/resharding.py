@@ -71,11 +71,8 @@ def reshard(
         existing = read_manifest(final)
         expected = (to, source_manifest.run_id, with_state)
         is_same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == expected
-        if (
-            is_same
-            and describe_checkpoint(final).blocks == tensor_names
-            and bool(layout.layer_files(final)) != sequential
-        ):
+        is_same = is_same and describe_checkpoint(final).blocks == tensor_names
+        if is_same and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
         raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")

@@ -268,11 +268,9 @@ class PeftFolder:
                 "(peft's ensure_weight_tying)"
             ]
         embedding_value, head_value = (self.file.get(self._stored[key]) for key in (embedding[0], heads[0]))
-        return (
-            []
-            if torch.equal(embedding_value, head_value)
-            else [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
-        )
+        if torch.equal(embedding_value, head_value):
+            return []
+        return [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
 
 
 def _today(name: str) -> str:

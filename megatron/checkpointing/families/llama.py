@@ -57,9 +57,8 @@ def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> di
     """
     config = {**defaults, **config}
     refuse_unless(config, "rope_interleaved", False)
-    heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
-    head_dim = config.get("head_dim")
-    keys = size_keys(config, defaults)
+    keys, head_dim = size_keys(config, defaults), config.get("head_dim")
+    heads = keys["num_attention_heads"]
     return {
         **keys,
         **activation_keys(config, act, defaults.get(act, "silu")),

@@ -336,11 +336,8 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
-    names = {}
-    for role in _ROLES:
-        token_id = getattr(tokenizer, role)
-        if token_id is not None and token_id in tokenizer.special_tokens:
-            names[f"{role}_token"] = tokenizer.special_tokens[token_id]
+    special, ids = tokenizer.special_tokens, {role: getattr(tokenizer, role) for role in _ROLES}
+    names = {f"{role}_token": special[token_id] for role, token_id in ids.items() if token_id in special}
     return _json({"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -110,34 +111,43 @@ class _Export:
             yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
 
 
-def export_hf(
-    source: str | Path,
-    args: NeoXArgs,
-    output: str | Path,
-    *,
-    family: str | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: bool = True,
-    vocab_is_hf: bool = False,
-    pad_token_id: int | None = None,
-    check: bool = True,
-    shard_bytes: int = SHARD_BYTES,
-    progress: LayerProgress = no_progress,
-    notes: Mapping[str, bytes] | None = None,
-) -> LogitComparison | None:
-    """Writes checkpoint `source` as the HuggingFace folder `output`; returns the comparison of logits.
+class ExportOptions(TypedDict, total=False):
+    """What an export may be given about its files.
 
-    args: from `load_checkpoint_args`.
     family: a `model_type`; None: the imported model's (multimodal if it was), else the first that can express
         the model.
     dtype: of the written weights; None: the checkpoint's.
     tokenizer: false leaves the tokenizer's files out.
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
     pad_token_id: replaces the tokenizer's.
+    """
+
+    family: str | None
+    dtype: torch.dtype | None
+    tokenizer: bool
+    vocab_is_hf: bool
+    pad_token_id: int | None
+
+
+def export_hf(
+    source: str | Path,
+    args: NeoXArgs,
+    output: str | Path,
+    *,
+    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    progress: LayerProgress = no_progress,
+    notes: Mapping[str, bytes] | None = None,
+    **options: Unpack[ExportOptions],
+) -> LogitComparison | None:
+    """Writes checkpoint `source` as the HuggingFace folder `output`; returns the comparison of logits.
+
+    args: from `load_checkpoint_args`.
     check: compare logits with transformers before the folder appears; false: returns None.
     shard_bytes: largest size of a weight file.
     progress: wraps the layers, for a progress bar.
     notes: content of further .json files, by name.
+    options: as in `ExportOptions`.
 
     A tensor is written while the next is read; no others are in memory. Files are checked against the
     manifest before they are used. A folder of an earlier conversion is replaced; you can repeat an
@@ -147,7 +157,7 @@ def export_hf(
     opened = OpenCheckpoint(source)
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
-    export = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
+    export = _prepare(source, args, **options)
     with new_folder(output, weight_bytes(export.all_shapes.values(), export.dtype)) as temporary:
         with opened.verifying_ahead(layer_names), BackgroundSync() as to_disk:
             layers = sorted(layer_params(export.args))
@@ -166,20 +176,11 @@ def export_hf(
         return compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
 
 
-def export_plan(
-    source: str | Path,
-    args: NeoXArgs,
-    *,
-    family: str | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: bool = True,
-    vocab_is_hf: bool = False,
-    pad_token_id: int | None = None,
-) -> dict[str, int]:
+def export_plan(source: str | Path, args: NeoXArgs, **options: Unpack[ExportOptions]) -> dict[str, int]:
     """Returns {file name: size in bytes} of the folder that `export_hf` would write; no weight is read.
 
     Arguments and errors are those of `export_hf`."""
-    export = _prepare(Path(source), args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
+    export = _prepare(Path(source), args, **options)
     return planned_sizes(export.all_shapes, export.dtypes) | {
         name: len(content) for name, content in export.files.items()
     }
@@ -188,11 +189,12 @@ def export_plan(
 def _prepare(
     source: Path,
     args: NeoXArgs,
-    family: str | None,
-    dtype: torch.dtype | None,
-    tokenizer: bool,
-    vocab_is_hf: bool,
-    pad_token_id: int | None,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
 ) -> _Export:
     """Returns shapes, dtypes and other files of an export, without reading weights.
 
@@ -282,10 +284,12 @@ def read_layers(
             problems += [line.strip() for line in lines]
             continue
         if not problems:
-            dtypes = {name: wide.get((layer, name), dtype) for name in tensors}
             yield (
                 layer,
-                {name: cast_to(value, dtypes[name], f"layer {layer}: {name}") for name, value in tensors.items()},
+                {
+                    name: cast_to(value, wide.get((layer, name), dtype), f"layer {layer}: {name}")
+                    for name, value in tensors.items()
+                },
             )
     if problems:
         raise CheckpointError(f"{source.path}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))

@@ -340,7 +340,5 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
     added = max(0, tokens - vocab)
     resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
     packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
-    return (
-        rows,
-        f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}",
-    )
+    text = f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}"
+    return rows, text
