@@ -18,8 +18,6 @@ from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
-_MADE_FROM = "initial values"
-
 
 def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: LayerProgress = no_progress) -> Path:
     """Writes `<save>/global_step0` with the initial weights of `seed`, in fp32, and sets `latest` to it.
@@ -40,7 +38,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         )
     save, specs, model = Path(args.save), layer_params(args), model_keys(args)
     methods = [args.init_method, args.output_layer_init_method, args.init_method_std]
-    made_from = f"{_MADE_FROM} {json.dumps([args.seed, *methods])}"
+    made_from = f"initial values {json.dumps([args.seed, *methods])}"
     final = save / layout.step_tag(0)
     if (existing := _existing_manifest(final, save)) is not None:
         wanted = (made_from, json.loads(json.dumps(model)), args.tp)

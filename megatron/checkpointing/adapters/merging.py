@@ -171,13 +171,12 @@ def _publish(
     write: Callable[[Path], tuple[list[FileRecord], set[torch.dtype]]],
     base_record: Mapping[str, Any] | None,
 ) -> Path:
-    iteration = source.iteration
+    iteration = 0 if source.manifest is None else source.manifest.iteration
     final = save / layout.step_tag(iteration)
     if final.exists():
         raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
-    size = sum(
-        file.stat().st_size for file in (base.path if base_record is None else source.path).iterdir() if file.is_file()
-    )
+    weights = base.path if base_record is None else source.path
+    size = sum(file.stat().st_size for file in weights.iterdir() if file.is_file())
     with new_checkpoint(save, iteration, size) as temporary:
         records, kinds = write(temporary)
         records += write_bare_files(temporary, args, iteration)
@@ -207,7 +206,7 @@ def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
 
     The adapters' files replace the base model's, because their tokenizer may have more tokens."""
     base_files = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
-    adapter_files = source.companions()
+    adapter_files = read_companion_files(source.path if source.manifest is None else source.path / HF_SUBFOLDER)
     if source.manifest is None:  # the README.md of a peft folder describes the adapter
         adapter_files = {name: content for name, content in adapter_files.items() if is_of_tokenizer(name)}
         adapter_files |= _resized(base_files, PeftFolder(source.path).vocab_size)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -218,13 +219,10 @@ def _copy_tensor(
     if spec.name == SCORE.neox_name:
         return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.hf_names[0]}",), _repeated(1))
     weight = _COPIES[spec.name]
-    names = (
-        [weight] if args.no_weight_tying or args.score_head or weight != "word_embeddings" else [weight, "final_linear"]
-    )
+    is_head_too = weight == "word_embeddings" and not args.no_weight_tying and not args.score_head
+    names = [weight, "final_linear"] if is_head_too else [weight]
     module_lists = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
-    modules, older = (
-        [module for module_list in lists for module in module_list] for lists in zip(*module_lists, strict=True)
-    )
+    modules, older = (list(chain(*lists)) for lists in zip(*module_lists, strict=True))
     modules += [_HEADS[0]] if modules[-1] == _HEADS[1] else []
     keys, older_keys = _keys(modules, "weight"), _keys(older, "weight")
     return PeftTensor(layer, spec, keys, _repeated(len(modules)), vocabulary=True, older=older_keys)

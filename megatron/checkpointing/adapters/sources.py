@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron.checkpointing.adapters.base import BaseWeights, ReadLayer, adapter_model, checkpoint_folder, open_base
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, is_peft
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, read_companion_files
 from megatron.checkpointing.huggingface.folder import is_hf
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.manifest import Manifest, check_model, read_manifest
@@ -55,14 +54,6 @@ class AdapterSource:
         groups: ranks that share the work. Raises DamagedError."""
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
-
-    @property
-    def iteration(self) -> int:
-        return 0 if self.manifest is None else self.manifest.iteration
-
-    def companions(self) -> dict[str, bytes]:
-        """Content of the HuggingFace files stored with the adapters (config.json, tokenizer), by name."""
-        return read_companion_files(self.path if self.manifest is None else self.path / HF_SUBFOLDER)
 
     def modules(self) -> Mapping[int, nn.Module]:
         """The modules of the model with adapters, without values (meta device), by NeoX layer index."""

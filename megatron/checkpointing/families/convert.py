@@ -115,8 +115,11 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
     Raises CheckpointError that names the settings that the family (None: any family) does not support.
     """
     chosen_family, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
+    architecture = chosen_family.architecture
+    if args.score_head:
+        architecture = chosen_family.scorer or architecture.replace("ForCausalLM", SCORES)
     return {
-        "architectures": [_architecture(chosen_family, bool(args.score_head))],
+        "architectures": [architecture],
         "model_type": chosen_family.model_type,
         **(_ONE_LABEL if args.score_head else {}),
         **chosen_family.to_config(args),
@@ -144,12 +147,6 @@ def is_of_family(args: NeoXArgs, family: Family) -> bool:
 def is_same_model(args: NeoXArgs, imported: Config) -> bool:
     """Whether the imported model's config.json still describes the model of `args`."""
     return not _differences(args, FAMILIES[str(imported["model_type"])], imported)
-
-
-def _architecture(family: Family, scores: bool) -> str:
-    if not scores:
-        return family.architecture
-    return family.scorer or family.architecture.replace("ForCausalLM", SCORES)
 
 
 def with_fields(config: Config, imported: Config, args: NeoXArgs) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from megatron.checkpointing.huggingface.companion_files import (
 )
 from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
-from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
 from megatron.checkpointing.huggingface.importing import (
     hf_loader,
     import_hf,
@@ -37,7 +36,6 @@ __all__ = [
     "export_plan",
     "exported_vocab_size",
     "find_hf",
-    "find_in_hub_or_cache",
     "has_hf_score",
     "hf_loader",
     "import_hf",

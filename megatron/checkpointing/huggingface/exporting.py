@@ -181,9 +181,8 @@ def export_plan(source: str | Path, args: NeoXArgs, **options: Unpack[ExportOpti
 
     Arguments and errors are those of `export_hf`."""
     export = _prepare(Path(source), args, **options)
-    return planned_sizes(export.all_shapes, export.dtypes) | {
-        name: len(content) for name, content in export.files.items()
-    }
+    files = {name: len(content) for name, content in export.files.items()}
+    return planned_sizes(export.all_shapes, export.dtypes) | files
 
 
 def _prepare(

@@ -181,7 +181,7 @@ class HFFolder:
         embedding = next(row.hf_names[0] for row in family.rows if row.neox_name == "word_embeddings.weight")
         if not {embedding, family.head} <= self.shapes.keys():
             return
-        embedding_value, head_value = (self._uncast(name) for name in (embedding, family.head))
+        embedding_value, head_value = (self.get_carried(self._names.get(n, n)) for n in (embedding, family.head))
         if (
             embedding_value.shape == head_value.shape
             and torch.equal(embedding_value[:1], head_value[:1])
@@ -295,12 +295,8 @@ class HFFolder:
         return dtypes
 
     def get_carried(self, name: str) -> Tensor:
-        """Returns one tensor of `carried`, by its name in the files: as stored, or dequantised."""
+        """Returns one tensor, such as of `carried`, by its name in the files: as stored, or dequantised."""
         return self._dequantised(name) if name in self._packed else self._stored(name)
-
-    def _uncast(self, name: str) -> Tensor:
-        stored = self._names.get(name, name)
-        return self._dequantised(stored) if stored in self._packed else self._stored(stored)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]

@@ -186,7 +186,9 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
     keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
     check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
-    dtype = _only_dtype(folder, keys)
+    required = _required_tensors(folder, keys)
+    dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
+    dtype = only_dtype(folder.origin, dtypes, "; choose one with --precision")
     keys |= {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
     try:
         return keys, NeoXArgs.from_dict(keys), dtype
@@ -216,12 +218,6 @@ def _check_target(final: Path) -> None:
         manifest = read_manifest(final)
         if manifest is None or manifest.data or manifest.optimizer:
             raise CheckpointError(f"{final}: already exists and is no import; give another folder or --iteration")
-
-
-def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
-    required = _required_tensors(folder, keys)
-    dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
-    return only_dtype(folder.origin, dtypes, "; choose one with --precision")
 
 
 def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:

@@ -104,23 +104,14 @@ def compare_logits(
     comparison = LogitComparison.of(logits, reference_logits, tokens, not_loaded=not_loaded)
     if not comparison.is_close:
         raise CheckpointError(f"{folder.origin}: is not the same model as ours: {comparison}")
-    _compare_weights(folder, args, weights, vocab_size)
-    return comparison
-
-
-def _compare_weights(
-    folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
-) -> None:
-    """Raise CheckpointError if a tensor of the folder differs from ours.
-
-    Equal logits do not show this for vocabulary rows whose tokens are not in the batch. Arguments: those of
-    `compare_logits`."""
-    args, family = plain_args(args), family_of(folder.config)
+    # Equal logits do not show that vocabulary rows are equal whose tokens are not in the batch.
+    args = plain_args(args)
     layers = ((layer, weights(layer)) for layer, specs in layer_params(args).items() if specs)
-    for name, value in to_hf(args, layers, family=family, vocab_size=vocab_size, copy=False):
+    for name, value in to_hf(args, layers, family=family_of(folder.config), vocab_size=vocab_size, copy=False):
         stored = folder.get(name)
         if not same_values(value.to(stored.dtype), stored):
             raise CheckpointError(f"{folder.origin}: is not the same model: {name} differs from the checkpoint's")
+    return comparison
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:

@@ -127,11 +127,10 @@ def write_weights(
         with BackgroundCalls() as writer:
             for name, tensor in tensors:
                 assert tuple(tensor.shape) == tuple(shapes[name]), name
-                data = (
-                    cast_to(tensor, _dtype_of(dtypes, name), name).contiguous().view(-1).view(torch.uint8).numpy().data
-                )
+                value = cast_to(tensor, _dtype_of(dtypes, name), name).contiguous().view(-1)
+                data = value.view(torch.uint8).numpy().data
                 writer(partial(write, file_of[name], name, data))
-                del tensor, data
+                del tensor, value, data
         assert not any(missing.values()), f"not given: {missing}"
     if len(plan) > 1:
         write_bytes(_index(plan), path / INDEX)
