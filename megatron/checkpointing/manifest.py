@@ -133,13 +133,13 @@ class Manifest:
         """
         try:
             raw = json.loads(text)
-            format_version = raw["format_version"]
-            if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
+            version = raw["format_version"]
+            if not isinstance(version, int) or version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{file_name}: format_version {format_version} is newer than this program reads "
+                    f"{file_name}: format_version {version} is newer than this program reads "
                     f"({FORMAT_VERSION}); update the program"
                 )
-            if (format_version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
+            if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
             raw["layout"] = ParallelLayout(**raw["layout"])
             raw["files"] = {
