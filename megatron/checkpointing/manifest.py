@@ -167,11 +167,11 @@ def untrained_manifest(
     """Returns the manifest of a checkpoint that no run has saved: no optimizer state, data nor samples.
 
     records: of its files. more: further fields, or others than of a checkpoint that begins a run."""
-    begin = {"iteration": 0, "consumed_samples": 0, "seed": 0, "tokenizer": None, "data": {}, "optimizer": False}
+    more = {"iteration": 0, "consumed_samples": 0, "seed": 0, "tokenizer": None, "data": {}, "optimizer": False, **more}
     return Manifest(
         run_id=run_id, layout=layout, model=model, config=config, files={record.name: record for record in records},
         versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-        **{**begin, **more},
+        **more,
     )  # fmt: skip
 
 
