@@ -31,8 +31,7 @@ from megatron.checkpointing.manifest import (
     saved_model,
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
-from megatron.checkpointing.nonfinite import check_finite, verify_finite
-from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
+from megatron.checkpointing.opening import OpenCheckpoint, verify
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
@@ -41,11 +40,13 @@ from megatron.checkpointing.rng import restore_rng, rng_state, seed_generators
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import (
     FileRecord,
+    check_finite,
     load_tensors,
     open_lock_file,
     readable_size,
     replace_file,
     save_tensors,
+    verify_finite,
     write_bytes,
 )
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_layout
@@ -81,7 +82,6 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
-    "open_checkpoint",
     "open_lock_file",
     "optimizer_file",
     "publish",

@@ -6,8 +6,9 @@ the repository and the working folder.
 
 import difflib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.evaluation.harness import LoadedTasks
 from megatron.generation.prompts.chat import find_template
 from megatron.generation.prompts.files import read_key_file
@@ -32,6 +32,7 @@ _UNNAMED = ("lm_eval_tasks", "eval_tasks")
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
 _ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
+_HUB_SECONDS, _HUB_TRIES = 5.0, 2
 # Kinds of exceptions of datasets and the Hub that mean: not here.
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
 
@@ -58,6 +59,44 @@ def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
         for task in loaded["tasks"].values():
             _set_num_fewshot(task, args.eval_num_fewshot)
     return loaded_tasks
+
+
+@contextmanager
+def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
+    """Within the context, HuggingFace's libraries use only the local cache if the Hub does not answer.
+
+    It is asked once, so that nothing waits for retries without a network. A file missing in the cache then
+    fails at once, as with HF_HUB_OFFLINE. Any answer counts, also that of a proxy or a mirror (HF_ENDPOINT).
+    log: called with a line of text if the Hub does not answer.
+    """
+    from huggingface_hub import constants
+
+    problem = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if problem is None:
+        yield
+        return
+    log(f"{constants.ENDPOINT} does not answer ({problem}): only files in its local cache can be used")
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Returns why the Hub at `endpoint` does not answer; None if it does. Uses the Hub library's proxies."""
+    from huggingface_hub.utils import get_session
+
+    problem = None
+    for attempt in range(_HUB_TRIES):
+        if attempt:
+            time.sleep(1.0)
+        try:
+            get_session().head(endpoint, timeout=_HUB_SECONDS)
+            return None
+        except Exception as cause:  # of the transport, which is another library in each version
+            problem = " ".join(str(cause).split()) or type(cause).__name__
+    return problem
 
 
 def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:

@@ -17,7 +17,7 @@ from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkp
 from megatron.checkpointing.adapters import AdapterSource, export_peft, open_adapter, open_base, open_with_base
 from megatron.checkpointing.adapters.exporting import compare_with_peft
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
-from megatron.checkpointing.families import TEXT_TOWERS
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.model.weight_map import adapter_params

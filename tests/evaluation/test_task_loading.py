@@ -12,10 +12,9 @@ import pytest
 from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
-from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.evaluation import task_loading
 from megatron.evaluation.harness import LoadedTasks
-from megatron.evaluation.task_loading import load_tasks
+from megatron.evaluation.task_loading import find_in_hub_or_cache, load_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, require_lm_eval
 from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
 from megatron.checkpointing.layout import is_tag
 from megatron.methods.distillation.keys import DistillationKeys

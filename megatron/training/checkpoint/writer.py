@@ -46,7 +46,7 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
-from megatron.checkpointing.families import hf_config
+from megatron.checkpointing.families.convert import hf_config
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
