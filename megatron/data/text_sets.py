@@ -35,11 +35,10 @@ from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_
 from megatron.data.index_maps import DataState, IndexKey, IndexMaps, full_windows, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
-from megatron.data.masked_tokens import masked_token_lines
+from megatron.data.log_lines import masked_token_lines, packing_efficiency_line
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
-from megatron.data.packing_efficiency import packing_efficiency_line
 from megatron.data.run_datasets import Datasets, SampleSet, SetContents
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
@@ -219,12 +218,12 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
         weights = blend_weights(args, list_name, members)
         shares = samples_per_member(weights, samples)
         phases: Phases = ()
-        if name == "train" and args.train_data_weight_schedule is not None:
-            phases = _phases(args, samples)
+        schedule = args.train_data_weight_schedule
+        if name == "train" and schedule is not None:
+            phases = weight_phases(schedule["until"], schedule["weights"], samples // args.train_iters, samples)
             shares = [sum(counts) for counts in zip(*(samples_per_member(w, n) for n, w in phases), strict=True)]
         sources = []
-        for i, (indexed, share) in enumerate(zip(members, shares, strict=True)):
-            start, stop = ranges[i]
+        for i, (indexed, share, (start, stop)) in enumerate(zip(members, shares, ranges, strict=True)):
             cited = f'{name} part of split "{args.split}" of ' if is_split else ""
             origin = f"{cited}{indexed.data_file} ({list_name}_data_paths)"
             source = _TextSource(indexed, start, _limited(args, start, stop), share, origin)
@@ -287,12 +286,6 @@ def _one_pass(plan: _TextPlan, args: NeoXArgs) -> _TextPlan:
 def _limited(args: NeoXArgs, start: int, stop: int) -> int:
     """Return the end of the used sequences of [start, stop), of which at most `limit_samples` are used."""
     return stop if args.limit_samples is None else min(stop, start + args.limit_samples)
-
-
-def _phases(args: NeoXArgs, samples: int) -> Phases:
-    schedule = args.train_data_weight_schedule
-    assert schedule is not None
-    return weight_phases(schedule["until"], schedule["weights"], samples // args.train_iters, samples)
 
 
 def _with_companions(source: _TextSource, args: NeoXArgs, name: str, member: int) -> _TextSource:
@@ -401,20 +394,18 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
 def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[str]:
     """Return lines on the tokens that `loss_mask_token_ids` masks, and on how full the rows of each source
     are. GPT-NeoX's rows, which mix epochs, are not measured."""
-    packing = packing_from_args(args)
     if plan.name != "train":
         return []
+    packing = packing_from_args(args)
     parts = [(source.indexed, source.labels, source.start, source.stop) for source in plan.sources]
     lines = masked_token_lines(masked_token_ids(args), parts)
     if not packing.unsplit_documents or packing.compat:
         return lines
     cached_maps = _cached_maps(plan, args)
     for source in plan.sources:
-        maps = cached_maps.maps(_index_key(source, args), IndexMaps)
+        maps, seq_length = cached_maps.maps(_index_key(source, args), IndexMaps), args.seq_length
         lines.append(
-            packing_efficiency_line(
-                plan.name, source.indexed, maps, packing, args.seq_length, source.labels, train_batch_size
-            )
+            packing_efficiency_line(source.indexed, maps, packing, seq_length, source.labels, train_batch_size)
         )
     return lines
 

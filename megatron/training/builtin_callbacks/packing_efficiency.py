@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron.callbacks import Callback, TrainingRun
 from megatron.data import Batch, trains_preferences
-from megatron.data.packing_efficiency import count_places
+from megatron.data.log_lines import count_places
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
