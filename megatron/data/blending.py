@@ -19,11 +19,6 @@ from megatron.data.packed_dataset import PackedDataset, TokenSample
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.process import look_for_stop
 
-LANES = 1024
-LANE_LENGTH = 4096
-WARM_UP = 512
-UINT32_MAX = np.iinfo(np.uint32).max
-
 
 @dataclass(frozen=True)
 class BlendMaps:
@@ -165,12 +160,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = 
 
 
 def build_blend(
-    weights: Sequence[float],
-    num_samples: int,
-    *,
-    lanes: int = LANES,
-    lane_length: int = LANE_LENGTH,
-    warm_up: int = WARM_UP,
+    weights: Sequence[float], num_samples: int, *, lanes: int = 1024, lane_length: int = 4096, warm_up: int = 512
 ) -> BlendMaps:
     """Return the maps of the first num_samples samples of a blend of sets in proportion to `weights`.
 
@@ -180,7 +170,7 @@ def build_blend(
     shares = normalized(weights)
     shares /= np.sum(shares)
     dataset_index = np.empty(num_samples, np.min_scalar_type(len(shares) - 1))
-    sample_index = np.empty(num_samples, np.uint32 if num_samples <= UINT32_MAX else np.int64)
+    sample_index = np.empty(num_samples, np.uint32 if num_samples <= np.iinfo(np.uint32).max else np.int64)
     num_drawn = np.zeros(len(shares), np.int64)
     for start in range(0, num_samples, lanes * lane_length):
         look_for_stop()

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import (
+from megatron.data.conversations.messages import (
     CONVERSATION_COLUMNS,
     PAIR,
+    check_characters,
     conversation,
+    prompt_message,
     row_conversation,
     row_system,
+    shared_prompt,
     template_settings,
     with_system,
 )
-from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import CANDIDATE_LENGTHS, share
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
@@ -99,19 +101,14 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
 
 def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> RowTexts:
     chat.require_template()
-    settings = template_settings(row)
-    prompt_text = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
-    full_texts = [chat.render([*prompt, *answer], *settings) for answer in answers]
-    for full_text, answer in zip(full_texts, answers, strict=True):
-        chat.check_rendered(full_text, [*prompt, *answer], *settings)
-    have_end = [
-        chat.ends_with_stop_token(full_text, [*prompt, *answer][-1])
-        for full_text, answer in zip(full_texts, answers, strict=True)
-    ]
-    end = chat.hf.eos_token or ""
-    return RowTexts(
-        prompt_text, tuple(w if done else w + end for w, done in zip(full_texts, have_end, strict=True)), False
-    )
+    settings, end = template_settings(row), chat.hf.eos_token or ""
+    prompt_text = chat.render(prompt, settings, generation_prompt=True) if prompt and answers[0] else ""
+    conversations = [[*prompt, *answer] for answer in answers]
+    full_texts = [chat.render(messages, settings) for messages in conversations]
+    for i, messages in enumerate(conversations):
+        chat.check_rendered(full_texts[i], messages, settings)
+        full_texts[i] += "" if chat.ends_with_stop_token(full_texts[i], messages[-1]) else end
+    return RowTexts(prompt_text, tuple(full_texts), False)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

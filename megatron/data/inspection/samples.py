@@ -70,13 +70,11 @@ class StoredDocuments:
     several groups, other data one."""
 
     def __init__(self, file_groups: Sequence[FileGroup]):
-        self.file_groups = file_groups
-        self._texts = [open_dataset(group.text) for group in file_groups]
-        self._labels = [_labels(*pair) for pair in zip(file_groups, self._texts, strict=True)]
-        self._rewards = [_rewards(*pair) for pair in zip(file_groups, self._texts, strict=True)]
-        counts = {len(text.doc_idx) - 1 for text in self._texts}
+        texts = [open_dataset(group.text) for group in file_groups]
+        self._files = [(group, text, *_companions(group, text)) for group, text in zip(file_groups, texts, strict=True)]
+        counts = {len(text.doc_idx) - 1 for text in texts}
         if len(counts) > 1:
-            names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in self._texts)
+            names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in texts)
             raise DataError(f"a pair's files hold different numbers of documents: {names}; make them again in one go")
         self._count = counts.pop()
 
@@ -84,17 +82,15 @@ class StoredDocuments:
         return self._count
 
     def __getitem__(self, index: int) -> list[DisplayedSample]:
-        return [self._sample(place, index) for place in range(len(self.file_groups))]
-
-    def _sample(self, place: int, index: int) -> DisplayedSample:
-        text, labels, rewards = self._texts[place], self._labels[place], self._rewards[place]
-        begin, end = map(int, text.doc_idx[index : index + 2])
-        tokens = np.asarray(text.span(begin, end))
-        trained = np.ones(len(tokens), bool) if labels is None else labels.span(begin, end) >= 0
-        name = self.file_groups[place].name if len(self.file_groups) > 1 else ""
-        parts = (DisplayedPart(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
-        reward = None if rewards is None or end == begin else float(rewards.get(begin, 0, 1)[0])
-        return DisplayedSample(f"document {index}", name, parts, reward)
+        samples, title = [], f"document {index}"
+        for group, text, labels, rewards in self._files:
+            begin, end = map(int, text.doc_idx[index : index + 2])
+            tokens = np.asarray(text.span(begin, end))
+            trained = np.ones(len(tokens), bool) if labels is None else labels.span(begin, end) >= 0
+            parts = (DisplayedPart(title, tokens, np.where(trained, TRAINED, MASKED)),)
+            reward = None if rewards is None or end == begin else float(rewards.get(begin, 0, 1)[0])
+            samples.append(DisplayedSample(title, group.name if len(self._files) > 1 else "", parts, reward))
+        return samples
 
 
 class PackedRows:
@@ -108,9 +104,8 @@ class PackedRows:
         text = open_dataset(group.text)
         if not len(text):
             raise DataError(f"{text.index_file}: no documents")
-        packing, labels = Packing(pack_impl=pack_impl), _labels(group, text)
+        packing, (labels, rewards) = Packing(pack_impl=pack_impl), _companions(group, text)
         maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
-        rewards = _rewards(group, text)
         self._set = PackedDataset("set", text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
 
     def __len__(self) -> int:
@@ -131,12 +126,10 @@ class PackedRows:
         return [DisplayedSample(f"sample {index}", "", tuple(parts), sample.reward)]
 
 
-def _labels(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
-    return None if group.label is None else open_labels(group.label, text)
-
-
-def _rewards(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
-    return None if group.reward is None else open_rewards(group.reward, text)
+def _companions(group: FileGroup, text: IndexedDataset) -> tuple[IndexedDataset | None, IndexedDataset | None]:
+    """Return the labels and the rewards of a text, opened."""
+    labels = None if group.label is None else open_labels(group.label, text)
+    return labels, None if group.reward is None else open_rewards(group.reward, text)
 
 
 def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:

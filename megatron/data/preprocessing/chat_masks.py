@@ -12,12 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import Message, is_trained, message_texts
-from megatron.data.conversations.messages import roles_of
+from megatron.data.conversations.messages import Message, TemplateSettings, is_trained, message_texts, roles_of
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
@@ -46,8 +44,7 @@ def trained_spans(
     *,
     role: str = "assistant",
     only_last: bool = False,
-    tools: list | None = None,
-    variables: Mapping[str, Any] | None = None,
+    settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
     unanswered: bool = False,
 ) -> TrainedText:
     """Render a conversation and return the spans of the answers, the messages of `role`. With only_last, only
@@ -58,18 +55,18 @@ def trained_spans(
     unanswered: allow a conversation without a message of `role`.
     Raises DataError for such a conversation otherwise, and for a failed check.
     """
-    render = _TemplateRenderer(chat, tools, variables)
+    render = _TemplateRenderer(chat, settings)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
-        text = chat.render(messages, tools, variables)
-        return TrainedText(text, (), chat.check_rendered(text, messages, tools, variables))
+        text = chat.render(messages, settings)
+        return TrainedText(text, (), chat.check_rendered(text, messages, settings))
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     selected = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
-    marked = chat.marks_generation(tools)
+    marked = chat.marks_generation(settings.tools)
     prompts = {index: render.prompt(messages, index) for index in selected}
     text, spans = render.marked(messages, answers, selected) if marked else render.compared(messages, prompts)
-    counts = chat.check_rendered(text, messages, tools, variables)
+    counts = chat.check_rendered(text, messages, settings)
     for index, span in spans.items():
         prompt = prompts[index]
         if not text.startswith(prompt):
@@ -82,19 +79,19 @@ def trained_spans(
 class _TemplateRenderer:
     """Renders the conversations of one row, which share tools and template variables."""
 
-    def __init__(self, chat: ChatTokenizer, tools: list | None, variables: Mapping[str, Any] | None):
-        self.chat, self.settings = chat, (tools, variables)
+    def __init__(self, chat: ChatTokenizer, settings: TemplateSettings):
+        self.chat, self.settings = chat, settings
 
     def prompt(self, messages: Sequence[Message], index: int) -> str:
         """Return the prompt that the model gets before it writes message `index`."""
-        return self.chat.render(messages[:index], *self.settings, generation_prompt=True) if index else ""
+        return self.chat.render(messages[:index], self.settings, generation_prompt=True) if index else ""
 
     def marked(
         self, messages: Sequence[Message], answers: list[int], selected: list[int]
     ) -> tuple[str, dict[int, Span]]:
         """Return (text, {index: span} of the selected answers). The spans are those that the template marks
         with `{% generation %}`."""
-        text, spans = self.chat.render_generations(messages, *self.settings)
+        text, spans = self.chat.render_generations(messages, self.settings)
         if len(spans) != len(answers):
             raise DataError(
                 f"the template marks {len(spans)} texts with {{% generation %}}, but the conversation has "
@@ -105,11 +102,11 @@ class _TemplateRenderer:
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
         """Return (text, {index: span} of each answer). The span is what the render up to and including the
         answer adds to its prompt. prompts: {index: rendered prompt} of the answers."""
-        text = self.chat.render(messages, *self.settings)
+        text = self.chat.render(messages, self.settings)
         spans = {}
         for index, prompt in prompts.items():
             if index:
-                rendered = self.chat.render(messages[: index + 1], *self.settings)
+                rendered = self.chat.render(messages[: index + 1], self.settings)
                 if not text.startswith(rendered):  # a template may end every conversation in the eos_token
                     rendered = rendered.rstrip().removesuffix(self.chat.hf.eos_token or "")
                 if not text.startswith(rendered):
@@ -172,7 +169,7 @@ class _TemplateRenderer:
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
         """Raise DataError if `lead`, which the template writes before the answer but not in its generation
         prompt, holds words."""
-        silent = prompt == self.chat.render(messages[:index], *self.settings)
+        silent = prompt == self.chat.render(messages[:index], self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
             bare = bare.replace(token, "")

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import (
+from megatron.data.conversations.messages import (
     PAIR,
     Message,
+    check_characters,
     conversation,
     is_trained,
     message_texts,
+    prompt_message,
     row_system,
+    shared_prompt,
     template_settings,
     with_system,
 )
-from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.chat_masks import UNSTOPPED, trained_spans
 from megatron.data.preprocessing.chat_options import ChatOptions
@@ -96,13 +98,13 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     if isinstance(completion, str):
         return _plain_text(str(prompt), completion, chat, options)
     chat.require_template()
-    tools, variables = template_settings(row)
+    settings = template_settings(row)
     prompt_messages = prompt if isinstance(prompt, list) else []
     if options.all_turns:
         prompt, prompt_messages, completion = None, [], [*prompt_messages, *completion]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
-            chat, completion, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
+            chat, completion, role=options.role, only_last=options.only_last, settings=settings,
             unanswered=options.untrained == "keep",
         )  # fmt: skip
         start = trained.spans[-1][0] if trained.spans else 0
@@ -119,8 +121,8 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
             f'"{key}" message {untrained} has weight: 0, but all messages of "{key}" are trained; '
             "see --loss-scope all_assistant"
         )
-    text = chat.render(prompt_messages + completion, tools, variables)
-    counts.update(chat.check_rendered(text, prompt_messages + completion, tools, variables))
+    text = chat.render(prompt_messages + completion, settings)
+    counts.update(chat.check_rendered(text, prompt_messages + completion, settings))
     if prompt is None or not options.mask or options.for_rm:
         return TextToEncode(text, eos=_eos(text, completion, chat))
     other_turns = sum(message["role"] != options.role for message in completion)
@@ -129,7 +131,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
             return TextToEncode(text, spans=(), eos=_eos(text, completion, chat))
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
     counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += other_turns
-    rendered_prompt = chat.render(prompt_messages, tools, variables, generation_prompt=True)
+    rendered_prompt = chat.render(prompt_messages, settings, generation_prompt=True)
     start = len(os.path.commonprefix([rendered_prompt, text]))
     for number, message in enumerate(completion):
         for part in message_texts(message):
