@@ -252,8 +252,8 @@ class BlendedDataset:
     Raises DataError if a member has fewer samples than the blend draws (GPT-NeoX would repeat them).
     """
 
-    def __init__(self, name: str, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
-        self.name, self.members, self.maps = name, tuple(members), maps
+    def __init__(self, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
+        self.members, self.maps = tuple(members), maps
         for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
             if num_drawn > len(member):
                 raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}")

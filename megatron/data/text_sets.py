@@ -32,7 +32,7 @@ from megatron.data.blending import (
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
-from megatron.data.index_maps import DataState, IndexKey, IndexMaps, full_windows, segment_ends
+from megatron.data.index_maps import DataState, IndexKey, IndexMaps, Packing, full_windows, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.log_lines import masked_token_lines, packing_efficiency_line
@@ -139,10 +139,9 @@ def build_text_sets(
         for plan in plans
         if packing_from_args(args).joint and plan.epochs is None
     }
-    further = {name: dataset for name, dataset in sets.items() if name in further_sets()}
     scored = {name for name, declared in further_sets().items() if declared.is_scored}
     contents = {plan.name: _contents(plan, args) for plan in plans if plan.name in scored}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(log_lines), contents, ends, further)
+    return Datasets(None, None, None, tuple(log_lines), contents, ends).with_sets(sets)
 
 
 def text_samples_per_epoch(args: NeoXArgs) -> int:
@@ -355,33 +354,18 @@ def _cached_maps(plan: _TextPlan, args: NeoXArgs) -> CachedMaps:
     return load_cached(_cache_dir(plan, args), _map_builders(plan, args))
 
 
+def _order(source: _TextSource, args: NeoXArgs) -> tuple[int, int, int, int, int, Packing]:
+    """Return the arguments that `IndexKey` and `build_maps` share: they decide the order of the samples."""
+    return source.start, source.stop, source.num_samples, args.seq_length, data_seed(args), packing_from_args(args)
+
+
 def _index_key(source: _TextSource, args: NeoXArgs) -> IndexKey:
-    return IndexKey(
-        source.indexed.index_sha256,
-        source.start,
-        source.stop,
-        source.num_samples,
-        args.seq_length,
-        data_seed(args),
-        packing_from_args(args),
-        source.labels_sha256,
-        source.earlier_ends,
-    )
+    return IndexKey(source.indexed.index_sha256, *_order(source, args), source.labels_sha256, source.earlier_ends)
 
 
 def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
     """Build the index maps of a source. Raises DataError if its documents give no row."""
-    maps = build_maps(
-        source.indexed.sizes,
-        source.start,
-        source.stop,
-        source.num_samples,
-        args.seq_length,
-        data_seed(args),
-        packing_from_args(args),
-        source.labels,
-        source.earlier_ends,
-    )
+    maps = build_maps(source.indexed.sizes, *_order(source, args), source.labels, source.earlier_ends)
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{source.origin}: no sample can be made of its {source.stop - source.start} documents: none has a label "
@@ -424,7 +408,6 @@ def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:
     cached_maps = _cached_maps(plan, args)
     members = [
         PackedDataset(
-            plan.name,
             source.indexed,
             cached_maps.maps(_index_key(source, args), IndexMaps),
             args.seq_length,
@@ -437,5 +420,5 @@ def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:
     ]
     dataset: PackedDataset | BlendedDataset = members[0]
     if len(members) > 1:
-        dataset = BlendedDataset(plan.name, members, cached_maps.maps(plan.blend_key, BlendMaps))
+        dataset = BlendedDataset(members, cached_maps.maps(plan.blend_key, BlendMaps))
     return dataset if plan.epochs is None else RepeatedDataset(dataset, plan.epochs)

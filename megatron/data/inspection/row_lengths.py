@@ -183,17 +183,15 @@ def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_p
         numbers = [int(np.percentile(values, p, method="higher")) for p in (50, 95, 100)]
         shares = "".join(f"{(values <= length).mean():>8.1%}" for length in CANDIDATE_LENGTHS)
         lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + shares)
-    num_truncated = int((full_lengths > max_length).sum())
-    lines.append(
-        f"--max-length {max_length}: {num_truncated} rows ({share(num_truncated, len(full_lengths))}) would be cut"
+    flags = []
+    limits = (
+        ("--max-length", max_length, "whole", "rows"),
+        ("--max-prompt-length", max_prompt_length, "prompt", "prompts"),
     )
-    flags = f"--max-length {suggested_length(full_lengths)}"
-    if "prompt" in lengths:
-        num_truncated = int((lengths["prompt"] > max_prompt_length).sum())
-        lines.append(
-            f"--max-prompt-length {max_prompt_length}: {num_truncated} prompts "
-            f"({share(num_truncated, len(full_lengths))}) would be cut"
-        )
-        flags += f" --max-prompt-length {suggested_length(lengths['prompt'])}"
-    lines.append(f"suggested: {flags} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
+    for flag, limit, part, unit in limits:
+        if part in lengths:
+            count = int((lengths[part] > limit).sum())
+            lines.append(f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) would be cut")
+            flags.append(f"{flag} {suggested_length(lengths[part])}")
+    lines.append(f"suggested: {' '.join(flags)} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
     return lines

@@ -32,12 +32,11 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DisplayedPart:
-    """The tokens of one document in a sample, or the padding. start: the position of the first token."""
+    """The tokens of one document in a sample, or the padding."""
 
     name: str
     tokens: np.ndarray  # [n] ids
     kinds: np.ndarray  # [n] indices into KINDS
-    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,7 @@ class PackedRows:
             raise DataError(f"{text.index_file}: no documents")
         packing, (labels, rewards) = Packing(pack_impl=pack_impl), _companions(group, text)
         maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
-        self._set = PackedDataset("set", text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
+        self._set = PackedDataset(text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
 
     def __len__(self) -> int:
         return len(self._set)
@@ -147,7 +146,7 @@ def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
     without text."""
     ids = part.tokens.tolist()
     if part.name == "padding":
-        yield TextSpan("", KINDS[PADDING], False, part.start, len(ids))
+        yield TextSpan("", KINDS[PADDING], False, 0, len(ids))
         return
     names = [_name(i, tokenizer) for i in ids]
     start = text_start = 0  # plain: where the text since the last special token begins
@@ -157,7 +156,7 @@ def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
             continue
         name = names[start]
         text = _text(ids[max(text_start, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
-        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, part.start + start, end - start)
+        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, start, end - start)
         text_start = text_start if name is None else end
         start = end
 

@@ -364,7 +364,7 @@ def _load(args: NeoXArgs, plan: _PreferencePlan) -> PreferenceDataset | BlendedD
     ]
     if plan.blend is None:
         return sets[0]
-    return BlendedDataset(plan.name, sets, cached_maps.maps(plan.blend, BlendMaps))
+    return BlendedDataset(sets, cached_maps.maps(plan.blend, BlendMaps))
 
 
 def _load_member(
@@ -377,7 +377,7 @@ def _load_member(
     for side, reference in enumerate(member.references or ()):
         check_sums(reference, member.sources[side], maps.size[side::2], in_samples)
     build = partial(
-        PreferenceDataset, member.name, member.sources, seq_length=key.seq_length, packing=key.packing,
+        PreferenceDataset, member.sources, seq_length=key.seq_length, packing=key.packing,
         labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl_dataset = None
