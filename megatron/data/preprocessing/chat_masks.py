@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.conversations.messages import Message, TemplateSettings, is_trained, message_texts, roles_of
+from megatron.data.conversations.rendered import quoted
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
@@ -123,8 +124,8 @@ class _TemplateRenderer:
         for part in message_texts(messages[index]):
             if part.strip() not in body:
                 raise DataError(
-                    f"message {index} cannot be verified: its trained text {_short(body)} does not hold the message's "
-                    f"text {_short(part.strip())}"
+                    f"message {index} cannot be verified: its trained text {quoted(body)} does not hold the message's "
+                    f"text {quoted(part.strip())}"
                 )
         content = messages[index].get("content")
         affixes = None
@@ -148,7 +149,7 @@ class _TemplateRenderer:
             probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
             raise DataError(
-                f"message {index} cannot be verified: its trained text contains words of other messages: {_short(body)}"
+                f"message {index} cannot be verified: its trained text contains words of other messages: {quoted(body)}"
             )
         if affixes is not None:
             self.chat.verified.add(affixes)
@@ -175,7 +176,7 @@ class _TemplateRenderer:
             bare = bare.replace(token, "")
         if bare.strip():
             raise DataError(
-                f"message {index} cannot be verified: the template writes {_short(lead)} before the answer, but not in "
+                f"message {index} cannot be verified: the template writes {quoted(lead)} before the answer, but not in "
                 "its generation prompt; mark the answers in the template with {% generation %}"
             )
 
@@ -248,11 +249,7 @@ def _other_words(message: Message, number: int) -> Message:
 def _unstable(index: int, part: str, text: str) -> str:
     num_equal = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     return (
-        f"message {index} cannot be verified: up to it the conversation renders as {_short(part[num_equal:])} where "
-        f"the full one renders as {_short(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
+        f"message {index} cannot be verified: up to it the conversation renders as {quoted(part[num_equal:])} where "
+        f"the full one renders as {quoted(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
         "template for training)"
     )
-
-
-def _short(text: str, length: int = 40) -> str:
-    return repr(text if len(text) <= length else text[:length] + "...")

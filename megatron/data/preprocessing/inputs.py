@@ -155,15 +155,18 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         _without_subsets(folder, subset)
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or DEFAULT_SPLIT)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
-    readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
-    paths = sorted(path for path in readable if path.name not in _DESCRIPTIONS)
-    shards = (path for path in (folder / "data").glob("*") if path.name.endswith(_ENDINGS))
+    paths, shards = sorted(_data_files(folder)), _data_files(folder / "data")
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
     if as_on_the_hub or not paths and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
     if not paths:
         raise DataError(f"{folder}: neither a dataset folder nor a folder with {', '.join(SUFFIXES)} files")
     return _files_by_split(paths, split, subset, folder)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    files = [path for path in folder.glob("*") if path.is_file() and path.name not in _DESCRIPTIONS]
+    return [path for path in files if path.name.endswith(_ENDINGS)]
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -234,11 +237,9 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
 
 def _log_left_out(folder: Path, read: Collection[Path]) -> None:
     """Log one line if a folder holds data files that are not read because their names tell no split."""
-    candidates = (
-        path for place in (folder, folder / "data") for path in place.glob("*") if path.name.endswith(_ENDINGS)
-    )
     resolved = {path.resolve() for path in read}
-    left = sorted(path.name for path in candidates if path.name not in _DESCRIPTIONS and path.resolve() not in resolved)
+    candidates = [*_data_files(folder), *_data_files(folder / "data")]
+    left = sorted(path.name for path in candidates if path.resolve() not in resolved)
     if left:
         logging.getLogger("megatron").warning(
             f"{folder}: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: their names tell no split, so "
