@@ -40,12 +40,12 @@ from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.run_datasets import Datasets, SampleSet, SetContents
-from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
     blend_weights,
     companion_paths,
     data_prefixes,
+    data_seed,
     hash_cache_dir,
     index_cache_dir,
     masked_token_ids,

@@ -42,11 +42,11 @@ from megatron.data.preferences.pairwise import (
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, PreferenceMaps, build_preference_maps
 from megatron.data.run_datasets import Datasets, SetContents
-from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
     blend_weights,
     companion_paths,
+    data_seed,
     hash_cache_dir,
     index_cache_dir,
     requested_samples,

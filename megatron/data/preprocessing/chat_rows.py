@@ -146,7 +146,9 @@ def _parts(
     """Return (prompt or None, completion) of one key: both are texts, or both are messages."""
     if options.maps:
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], row, options, counts)
-    value = _column(row, key)
+    if (value := row.get(key)) is None:
+        present = ", ".join(map(str, row))
+        raise DataError(f'no key "{key}" (found: {present}); name the right one with --jsonl-keys')
     prompt = row.get("prompt") if key in PROMPTED else None
     if isinstance(prompt, str) and not isinstance(value, str):
         prompt = prompt_message(prompt, conversation(value, key), key, options.role)
@@ -185,13 +187,6 @@ def _plain_text(prompt: str, completion: str, chat: ChatTokenizer, options: Chat
     end = "" if completion.endswith(chat.hf.eos_token) else chat.hf.eos_token
     masked = options.mask and not options.for_rm
     return TextToEncode(prompt + completion + end, prompt=prompt if masked else None, special=True)
-
-
-def _column(row: Mapping[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        present = ", ".join(map(str, row))
-        raise DataError(f'no key "{key}" (found: {present}); name the right one with --jsonl-keys')
-    return row[key]
 
 
 def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:
