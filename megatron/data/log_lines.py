@@ -1,7 +1,6 @@
 """Lines about the training data for the log: documents cut or left out, masked tokens, how full rows are."""
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of, further_sets
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process import look_for_stop
-
-if TYPE_CHECKING:
-    from megatron.data.batch import Batch
 
 BLOCK = 1 << 20  # tokens looked at in one go
 BLOCKS = 64  # of a set that is larger, so many are looked at
@@ -144,11 +140,3 @@ def _trained(labels: IndexedDataset, documents: np.ndarray, used_lengths: np.nda
     trained = sum(int((labels.get(document, 1, count - 1) >= 0).sum()) for document, count in sampled)
     share = 100 * trained / max(1, sum(count for _, count in sampled))
     return f"{share:.1f} % of the tokens are trained" + (f" (of {len(sampled)} documents)" if step > 1 else "")
-
-
-def count_places(batches: "Iterable[Batch]") -> tuple[int, int, int]:
-    """Return the number of positions, of padding positions, and of trained positions, summed over
-    micro-batches."""
-    counts = [(b.tokens.numel(), b.padding, int(b.loss_weights.sum())) for b in batches]
-    places, padding, trained = (sum(column) for column in zip(*counts, strict=True))
-    return places, padding, trained

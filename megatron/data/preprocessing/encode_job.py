@@ -118,8 +118,7 @@ class EncodeJob:
         return columns, {WHITE: blank} if blank else {}
 
     def describe(self) -> dict[str, Any]:
-        kind, *files = self.tokenizer_args
-        tokenizer = self.tokenizer()
+        (kind, *files), tokenizer = self.tokenizer_args, self.tokenizer()
         tokenizer_facts = {"type": kind, "files": [file for file in files if file], "vocab_size": tokenizer.vocab_size}
         return {
             "tokenizer": tokenizer_facts | {"sha256": tokenizer.fingerprint()},
@@ -145,9 +144,8 @@ def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
 
     A tokenizer needs about 120 bytes of memory for each byte of text.
     """
-    return np.concatenate(
-        [join_documents(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)]
-    )
+    parts = (tokenizer.tokenize_batch([piece]) for piece in pieces(text, tokenizer))
+    return np.concatenate([join_documents(ids, dtype)[0] for ids in parts])
 
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:
