@@ -118,7 +118,8 @@ class EncodeJob:
         return columns, {WHITE: blank} if blank else {}
 
     def describe(self) -> dict[str, Any]:
-        (kind, *files), tokenizer = self.tokenizer_args, self.tokenizer()
+        kind, *files = self.tokenizer_args
+        tokenizer = self.tokenizer()
         tokenizer_facts = {"type": kind, "files": [file for file in files if file], "vocab_size": tokenizer.vocab_size}
         return {
             "tokenizer": tokenizer_facts | {"sha256": tokenizer.fingerprint()},
