@@ -39,14 +39,6 @@ class ChatOptions:
     overlong: str = "refuse"
     untrained: str = "refuse"
 
-    @property
-    def only_last(self) -> bool:
-        return self.scope == "last_turn"
-
-    @property
-    def all_turns(self) -> bool:
-        return self.scope == "all_assistant"
-
     def check(self) -> None:
         """Raise DataError for options that exclude each other."""
         several = len(self.keys) > 1 or self.reward_key is not None

@@ -91,7 +91,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     """Return the text of one key of a row, with its trained part. Raises DataError if the trained part cannot
     be verified."""
     prompt, completion = _parts(row, key, options, counts)
-    if options.all_turns and isinstance(completion, str):
+    if options.scope == "all_assistant" and isinstance(completion, str):
         raise DataError(f'"{key}" is plain text, but --loss-scope all_assistant is only for conversations')
     if options.scope == "completion" and prompt is None:
         raise DataError(f'"{key}" has no prompt before it: --loss-scope completion needs a column "prompt" or a pair')
@@ -100,11 +100,11 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     chat.require_template()
     settings = template_settings(row)
     prompt_messages = prompt if isinstance(prompt, list) else []
-    if options.all_turns:
+    if options.scope == "all_assistant":
         prompt, prompt_messages, completion = None, [], [*prompt_messages, *completion]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
-            chat, completion, role=options.role, only_last=options.only_last, settings=settings,
+            chat, completion, role=options.role, only_last=options.scope == "last_turn", settings=settings,
             unanswered=options.untrained == "keep",
         )  # fmt: skip
         start = trained.spans[-1][0] if trained.spans else 0
@@ -113,7 +113,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         counts.update(trained.counts)
         counts[UNSTOPPED] -= closed
         return item
-    if options.only_last:
+    if options.scope == "last_turn":
         prompt_messages, completion = prompt_messages + completion[:-1], completion[-1:]
     untrained = next((number for number, message in enumerate(completion) if not is_trained(message)), None)
     if untrained is not None and not options.for_rm:
