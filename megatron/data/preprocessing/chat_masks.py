@@ -56,7 +56,6 @@ def trained_spans(
     unanswered: allow a conversation without a message of `role`.
     Raises DataError for such a conversation otherwise, and for a failed check.
     """
-    render = _TemplateRenderer(chat, settings)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
         text = chat.render(messages, settings)
@@ -64,24 +63,27 @@ def trained_spans(
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     selected = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
-    marked = chat.marks_generation(settings.tools)
+    render = _TemplateRenderer(chat, settings)
     prompts = {index: render.prompt(messages, index) for index in selected}
-    text, spans = render.marked(messages, answers, selected) if marked else render.compared(messages, prompts)
+    text, spans = render.marked(messages, answers, selected) if render.is_marked else render.compared(messages, prompts)
     counts = chat.check_rendered(text, messages, settings)
     for index, span in spans.items():
         prompt = prompts[index]
         if not text.startswith(prompt):
             raise DataError(_unstable(index, prompt, text))
-        render.check_answer(messages, index, text, span, marked, prompt)
+        render.check_answer(messages, index, text, span, prompt)
         counts[UNSTOPPED] += check_stop(chat, text, span, messages[index], index)
     return TrainedText(text, tuple(spans.values()), counts)
 
 
 class _TemplateRenderer:
-    """Renders the conversations of one row, which share tools and template variables."""
+    """Renders the conversations of one row, which share tools and template variables.
+
+    is_marked: whether the template marks answers with `{% generation %}`.
+    """
 
     def __init__(self, chat: ChatTokenizer, settings: TemplateSettings):
-        self.chat, self.settings = chat, settings
+        self.chat, self.settings, self.is_marked = chat, settings, chat.marks_generation(settings.tools)
 
     def prompt(self, messages: Sequence[Message], index: int) -> str:
         """Return the prompt that the model gets before it writes message `index`."""
@@ -115,9 +117,7 @@ class _TemplateRenderer:
                 spans[index] = (len(prompt), len(rendered))
         return text, spans
 
-    def check_answer(
-        self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
-    ) -> None:
+    def check_answer(self, messages: Sequence[Message], index: int, text: str, span: Span, prompt: str) -> None:
         """Raise DataError unless the span of message `index` holds its answer, and nothing of other
         messages."""
         body = text[slice(*span)]
@@ -130,10 +130,10 @@ class _TemplateRenderer:
         content = messages[index].get("content")
         affixes = None
         if isinstance(content, str) and set(messages[index]) <= {"role", "content"}:
-            lead, suffix = self._affixes(messages, index, body, marked, prompt)
+            lead, suffix = self._affixes(messages, index, body, prompt)
             if content.strip():
                 affixes = (lead, suffix)
-            if not marked and lead.strip():
+            if not self.is_marked and lead.strip():
                 self._check_lead(lead, messages, index, prompt)
         if affixes is not None and affixes in self.chat.verified:
             return
@@ -142,7 +142,7 @@ class _TemplateRenderer:
             message if i == index or message["role"] in ("system", "developer", "tool") else _other_words(message, i)
             for i, message in enumerate(messages)
         ]
-        if marked:
+        if self.is_marked:
             answers = [i for i, message in enumerate(messages) if message["role"] == messages[index]["role"]]
             probe, spans = self.marked(altered, answers, [index])
         else:
@@ -154,13 +154,11 @@ class _TemplateRenderer:
         if affixes is not None:
             self.chat.verified.add(affixes)
 
-    def _affixes(
-        self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str
-    ) -> tuple[str, str]:
+    def _affixes(self, messages: Sequence[Message], index: int, body: str, prompt: str) -> tuple[str, str]:
         """Return what the template writes before and after the answer within its span `body`. An empty answer
         is replaced by placeholder words to find out."""
         answer = messages[index]["content"].strip()
-        if not answer and not marked:
+        if not answer and not self.is_marked:
             altered = _other_words(messages[index], index)
             text, spans = self.compared([*messages[:index], altered], {index: prompt})
             answer, body = altered["content"], text[slice(*spans[index])]
