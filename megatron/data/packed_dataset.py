@@ -47,7 +47,6 @@ class PackedDataset:
 
     def __init__(
         self,
-        name: str,
         indexed: IndexedDataset | SlicedDocuments,
         maps: IndexMaps,
         seq_length: int,
@@ -57,7 +56,7 @@ class PackedDataset:
         labels: IndexedDataset | SlicedDocuments | PromptMaskedLabels | None = None,
         rewards: IndexedDataset | None = None,
     ):
-        self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
+        self.indexed, self.maps, self.seq_length = indexed, maps, seq_length
         self.packing, self.labels, self.rewards = packing or Packing(), labels, rewards
         self.vocab_size = vocab_size
 

@@ -53,8 +53,7 @@ class Datasets:
 
     def get(self, name: str) -> SampleSet | None:
         """Return the set of this name: train, valid, test, or a further one."""
-        sets = {"train": self.train, "valid": self.valid, "test": self.test}
-        return sets[name] if name in sets else self.further.get(name)
+        return {**self.further, "train": self.train, "valid": self.valid, "test": self.test}.get(name)
 
     def with_sets(self, sets: Mapping[str, SampleSet | None]) -> "Datasets":
         """Return a copy with these sets, by name."""

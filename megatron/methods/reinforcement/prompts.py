@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
-from megatron.data.sampler import data_seed
+from megatron.data.set_config import data_seed
 from megatron.methods.reinforcement.keys import ReinforcementKeys
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import look_for_stop
