@@ -38,14 +38,12 @@ from megatron.training.deepspeed.pipeline import PipeStage, leave_out_timers, tr
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
-from megatron.training.engine_base import EngineBase
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
-from megatron.training.step_loss import StepLoss
 
 
-class DeepSpeedEngine(EngineBase):
+class DeepSpeedEngine(Engine):
     """`Engine` in any layout, by DeepSpeed."""
 
     name = "deepspeed"

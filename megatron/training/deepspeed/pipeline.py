@@ -17,7 +17,7 @@ from megatron.model import HiddenStates, Stage
 from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.step_loss import StepLoss
+from megatron.training.engine import StepLoss
 
 
 class PipeStage(nn.Module):

@@ -35,7 +35,7 @@ from megatron.model import build_stage, eager_blocks, forward_only, materialize
 from megatron.model.init import stage_parameters
 from megatron.model.lora import without_adapters
 from megatron.model.norms import Norm
-from megatron.model.pipeline_forward import Read
+from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import (
@@ -191,7 +191,7 @@ class ReferenceModel:
     """
 
     device: torch.device
-    run: Callable[[list[Batch], Read, Callable[[Batch], tuple[int, ...]]], list[torch.Tensor]]
+    run: Callable[[list[Batch], Read, Shape], list[torch.Tensor]]
     score: Callable[[list[Batch]], list[torch.Tensor]]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -238,7 +238,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     group, columns, temperature = groups.group("tensor"), args.softmax_rows, loss_temperature(args)
     read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
 
-    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+    def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
         with nullcontext() if own_stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
             return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
 
@@ -257,7 +257,7 @@ def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch
         with without_adapters(stage):
             return engine.step_logprobs(batches)
 
-    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+    def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
         with without_adapters(stage):
             return engine.forward_only(batches, read, shape)
 

@@ -11,7 +11,7 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
-from megatron.training.native.optimizers import build_native_optimizer
+from megatron.training.native.update import build_native_optimizer
 from megatron.training.native.shards import ReplicatedWeights
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
