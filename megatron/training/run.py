@@ -18,7 +18,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import stop_signal
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.engine import Engine
 from megatron.training.loop_state import LoopState

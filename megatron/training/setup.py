@@ -1,6 +1,7 @@
 """Builds a run, in order and once: groups, tokenizer, datasets, model, engine, then loads a checkpoint."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,6 @@ from megatron.training.checkpoint.source import (
 )
 from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.compile_blocks import resolve_compile
-from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.method import Method, build_objective, find_method
@@ -66,6 +66,13 @@ from megatron.training.precision_policy import recorded_precision
 from megatron.training.reference.model import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
+
+# With `deterministic_mode`: what the libraries may be told, ours first. NCCL's other algorithms sum in an order
+# that timing decides.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
 
 
 def _backward_reach(args: NeoXArgs) -> str:
@@ -99,6 +106,26 @@ def build_engine(
         if say is not None:
             say(note)
     return parallelize(stage, build_objective(args), args, groups, engine, say)
+
+
+def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
+    """With `deterministic_mode` (as Megatron-LM's), set torch and its libraries to deterministic algorithms, so
+    that runs give the same bits every time. Call it before they use a GPU.
+
+    An operation that cannot be deterministic then raises where it is used. Attention kernels that cannot are
+    never chosen by `attention_backend: auto`, and are refused by name.
+    Raises ConfigError if an environment variable asks for the opposite.
+    """
+    if not args.deterministic_mode:
+        return
+    for name, values in _DETERMINISTIC.items():
+        if os.environ.setdefault(name, values[0]) not in values:
+            wrong = f"the environment sets {name}={os.environ[name]}"
+            raise args.error("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in _DETERMINISTIC)
+    say(f"deterministic_mode: torch.use_deterministic_algorithms(True), cuDNN without benchmarking, {variables}")
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:

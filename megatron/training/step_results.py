@@ -7,7 +7,7 @@ import torch
 from megatron.checkpointing import NonFiniteStateError
 from megatron.distributed import on_rank_zero
 from megatron.training.builtin_callbacks.status import note_failure
-from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.engine import StepResult
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.nonfinite_guard import NonFiniteError, most_skips, on_device, report

@@ -17,8 +17,8 @@ from megatron.mpu import Linear, ParallelGroups, gpu_kernels
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import apex, compile_blocks
 from megatron.training.apex import use_apex_norms, uses_apex
-from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import choose_compile, resolve_compile
+from megatron.training.parallelize import use_async_tensor_parallel
 from megatron.training.transformer_engine import choose_te_backend, use_transformer_engine_norms
 from tests.model.stages import gradients, make_stage, random_batch, random_weights, small
 from tests.pool import run_ranks

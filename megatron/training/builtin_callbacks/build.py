@@ -82,7 +82,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         groups, lambda: build_loggers(args, start_iteration, run_id, metadata, rank, logger.warning)
     )
     router_load = build_router_load(training)
-    trackers = Trackers(loggers, loop.stopwatch, training.watchdog)
+    trackers = Trackers(training, loggers)
     log = LogCallback(training, bar, loop.stopwatch, [*probes, packing], trackers.on_settled)
 
     def settle() -> None:
@@ -98,7 +98,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         log,  # takes the step's values, to be read when the next step has begun
         *router_load,  # likewise, the load of experts
         stop,  # decides whether this step is the last, and whether a save is due
-        ValidationCallback(training, bar, callbacks),  # calls on_validation_end
+        ValidationCallback(training, callbacks),  # calls on_validation_end
         *training.method.callbacks(training),
         *evaluations,  # eval_tasks, demo_prompts
         *best,  # keeps the model if validation or evaluation say so

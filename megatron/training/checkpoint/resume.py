@@ -44,8 +44,7 @@ from megatron.mpu import DTYPES, ParamSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.checkpoint.base_weights import base_source, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
-from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.run_parts import Origin, RunParts
+from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.checkpoint.same_run import check_same_run
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
 from megatron.training.initial_adapters import begin_adapters

@@ -46,8 +46,8 @@ from megatron.neox_arguments.values.losses import (
 )
 from megatron.objectives import HeadUse, label_logprobs
 from megatron.process import StopRequested, look_for_stop
-from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.resume import CheckpointLoader
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
 from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine
