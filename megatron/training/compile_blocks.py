@@ -67,7 +67,7 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
     return CompileChoice("block", reason)
 
 
-def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None] | None) -> NeoXArgs:
+def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None]) -> NeoXArgs:
     """Returns the configuration with `compile: auto` replaced by the choice, which is logged.
 
     Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine's hooks prevent
@@ -82,8 +82,7 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
             problem = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
             raise args.error("compile", f"{problem}; write engine: native, another ZeRO stage, or compile: auto")
         return args
-    if log is not None:
-        log(f"compile: {choice.compile or 'false'} ({choice.reason})")
+    log(f"compile: {choice.compile or 'false'} ({choice.reason})")
     return args.settle("compile", choice.compile)
 
 

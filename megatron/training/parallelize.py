@@ -37,7 +37,7 @@ def parallelize(
     args: NeoXArgs,
     groups: ParallelGroups,
     engine: type[Engine],
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Prepare a stage for training and return the engine built around it, which gives it memory.
 
@@ -50,12 +50,11 @@ def parallelize(
     asynchronous tensor parallelism that a key requires.
     """
     freeze(stage_parameters(stage), args)
-    say = log or (lambda line: None)
-    args = settle_precision(stage, args, groups, choose_precision(args, groups.device), say)
+    args = settle_precision(stage, args, groups, choose_precision(args, groups.device), log)
     precision = choose_precision(args, groups.device)
-    quantize_base(stage, args, say)
-    use_fp8(stage, precision, args, groups, say)
-    use_async_tensor_parallel(stage, args, groups, say)
+    quantize_base(stage, args, log)
+    use_fp8(stage, precision, args, groups, log)
+    use_async_tensor_parallel(stage, args, groups, log)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
     use_transformer_engine_norms(stage, args, precision.recipe, log)

@@ -30,7 +30,6 @@ from megatron.distributed import (
     run_on_each_rank,
 )
 from megatron.model import (
-    Stage,
     build_stage,
     lowest_trained,
     trained_parameters,
@@ -67,8 +66,8 @@ from megatron.training.reference.model import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
 
-# With `deterministic_mode`: what the libraries may be told, ours first. NCCL's other algorithms sum in an order
-# that timing decides.
+# What the libraries may be told with `deterministic_mode`, ours first. NCCL's other algorithms sum in an
+# order that timing decides.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -97,20 +96,19 @@ def build_engine(
     """
     if engine is None:
         engine = choose_engine(args, groups.device.type == "cuda").load()
-    say = logger.info if logger is not None else None
+    say: Callable[[str], None] = logger.info if logger is not None else lambda line: None
     args = resolve_compile(args, groups.device, engine.name, say)
     args = resolve_update_keys(args, groups, engine.name, say)
-    stage: Stage = build_stage(args, groups, log=say)
+    stage = build_stage(args, groups, log=say)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
     for note in [*engine.notes(args), *notes]:
-        if say is not None:
-            say(note)
+        say(note)
     return parallelize(stage, build_objective(args), args, groups, engine, say)
 
 
 def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
-    """With `deterministic_mode` (as Megatron-LM's), set torch and its libraries to deterministic algorithms, so
-    that runs give the same bits every time. Call it before they use a GPU.
+    """With `deterministic_mode` (as Megatron-LM's), set torch and its libraries to deterministic algorithms.
+    Runs then give the same bits every time. Call it before they use a GPU.
 
     An operation that cannot be deterministic then raises where it is used. Attention kernels that cannot are
     never chosen by `attention_backend: auto`, and are refused by name.
