@@ -99,7 +99,10 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     """
     if args.compile in (False, "auto"):
         return
-    _check_compiler(args, stage.device_of_groups)
+    device = stage.device_of_groups
+    if not has_compiler(device):  # torch.compile would only say so in the first step
+        problem = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
+        raise args.error("compile", problem)
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
@@ -143,10 +146,3 @@ def _compilers(device: torch.device) -> list[str]:
 def has_compiler(device: torch.device) -> bool:
     """Returns whether the compiler that torch.compile and Triton need on this device is on the PATH."""
     return any(map(shutil.which, _compilers(device)))
-
-
-def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
-    # torch.compile would only say so in the first step.
-    if not has_compiler(device):
-        problem = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
-        raise args.error("compile", problem)

@@ -59,11 +59,8 @@ class StepResults:
 
     def _check(self, previous: TrainingProgress, result: StepResult) -> None:
         """Decide on a step that was skipped because it was not finite."""
-        args, step, bearable = (
-            self.training.args,
-            previous.iteration + 1,
-            self.in_a_row <= most_skips(self.training.args),
-        )
+        args, step = self.training.args, previous.iteration + 1
+        bearable = self.in_a_row <= most_skips(args)
         if args.params_dtype == "fp16":
             if bearable:
                 return

@@ -12,8 +12,8 @@ from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
 from megatron.training.builtin_callbacks.log import LogCallback
-from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.host_copy import HostCopy
+from megatron.training.run import Stopwatch
 from megatron.training.step_results import StepResults
 from tests.pool import run_ranks
 from tests.training.batches import batches_of

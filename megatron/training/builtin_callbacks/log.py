@@ -10,14 +10,13 @@ from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import has_curriculum, rows_per_sample
-from megatron.training.loop_state import Stopwatch
 from megatron.training.method import LoggedSteps
 from megatron.training.metrics.flops import model_flops, neox_flops, readable_flops
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.metrics.metric_probes import Probe
 from megatron.training.nonfinite_guard import on_device
 from megatron.training.recompute import recomputed_product_share
-from megatron.training.run import Training
+from megatron.training.run import Stopwatch, Training
 
 
 class LogCallback(Callback):

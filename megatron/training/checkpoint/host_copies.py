@@ -58,10 +58,8 @@ def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
     checkpoint; None if all have enough."""
     for machine in sorted({rank.machine for rank in ranks}):
         machine_ranks = [rank for rank in ranks if rank.machine == machine]
-        free, num_bytes = (
-            min(rank.free for rank in machine_ranks),
-            sum(max(0, rank.size - rank.held) for rank in machine_ranks),
-        )
+        free = min(rank.free for rank in machine_ranks)
+        num_bytes = sum(max(0, rank.size - rank.held) for rank in machine_ranks)
         if num_bytes > _COPY_AT_MOST * free:
             return (
                 f"{machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "

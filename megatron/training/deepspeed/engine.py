@@ -22,6 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megatron.checkpointing import OpenCheckpoint, load_tensors
@@ -37,7 +38,7 @@ from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts, owned_parameters
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state, on_cpu_adam
-from megatron.training.deepspeed.pipeline import PipeStage, leave_out_timers, truncate_backward, wrap_pipeline
+from megatron.training.deepspeed.pipeline import PipeStage, truncate_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
@@ -102,7 +103,7 @@ class DeepSpeedEngine(Engine):
             if is_never_trained(param):  # it casts whole modules
                 param.data = param.data.float()
         if self._pipe is not None:
-            leave_out_timers(self._ds)
+            self._ds.timers = NoopTimer()  # its own leak two CUDA events a step unless it prints them
             truncate_backward(self._ds, stage, ordered)
         items = {id(item[2]): item for item in self._params}
         trained = [items[id(p)] for p in ordered if id(p) in items]  # the others are placeholders

@@ -9,7 +9,6 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from megatron.data import Batch
@@ -85,12 +84,6 @@ def wrap_pipeline(
     copies = [(param, spec.stages(groups)) for _, _, param, spec in ordered]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
-
-
-def leave_out_timers(ds: Any) -> None:
-    """Disable the timers of DeepSpeed's pipeline engine: they leak two CUDA events a step unless it prints
-    them."""
-    ds.timers = NoopTimer()
 
 
 def truncate_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:

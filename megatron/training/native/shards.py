@@ -107,8 +107,8 @@ class Weights(Protocol):
 class RowParts:
     """Gathers and scatters weights whose rows are split over the ranks of a group.
 
-    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `cut`, the ranks with one
-    block split its rows again, and the last ones may have fewer; else each has all of them.
+    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `cut`, the ranks with
+    one block split its rows again, and the last ones may have fewer; else each has all of them.
     """
 
     def __init__(
