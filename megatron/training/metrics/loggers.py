@@ -179,7 +179,7 @@ def build_loggers(
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     rows = build_jsonl(args, METRICS_FILE, iteration, run_id, say)
     trackers = [TolerantTracker(target, say) for target in build_trackers(args, iteration, run_id, config)]
-    return trackers if rows is None else [rows, *trackers]
+    return [*([rows] if rows is not None else []), *trackers]
 
 
 def build_jsonl(

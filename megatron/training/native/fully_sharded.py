@@ -88,18 +88,14 @@ class ShardedWeights:
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
         replicated = [shard.param for shard in self.trained if shard.local is shard.param]
-        self._replicated = (
-            GradientBucket(replicated, groups.group("data"), groups.device, lambda: None) if replicated else None
-        )
+        self._replicated = GradientBucket(replicated, groups.group("data"), groups.device, lambda: None)
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
         if not spec.trained or self._is_replicated(param):
             return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
         local = nn.Parameter(_local(param), param.requires_grad)
         if self._experts.is_expert_weight(spec):
-            rows = -(-param.shape[0] // self._experts.replicas)
-            start = min(groups.rank("expert_data") * rows, param.shape[0])
-            return self._experts.shard(layer, spec, param, local, groups, (start, 0))
+            return self._experts.shard(layer, spec, param, local, groups)
         start = min(self._rank * self._parts.rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
         return Shard(layer, spec, param, local, start, param.shape, groups.rank("data") // self._size)
 
@@ -110,8 +106,7 @@ class ShardedWeights:
         root = self._root
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
-        if self._replicated is not None:
-            self._replicated.begin_micro_batch()
+        self._replicated.begin_micro_batch()
 
     @property
     def _root(self) -> FSDPModule:
@@ -121,7 +116,7 @@ class ShardedWeights:
     def gradients(self) -> list[Tensor | None]:
         for module in self._modules:  # frozen ones have no backward, after which they would be
             module.reshard()
-        replicated = {} if self._replicated is None else self._replicated.reduced()
+        replicated = self._replicated.reduced()
         return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
 
     def _gradient(self, shard: Shard) -> Tensor | None:
@@ -130,17 +125,15 @@ class ShardedWeights:
     def clear_gradients(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             shard.param.grad = None
-        if self._replicated is not None:
-            self._replicated.clear()
+        self._replicated.clear()
 
     def gradient_memory(self) -> list[Tensor | None]:
         sharded = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
-        return sharded if self._replicated is None else [*sharded, self._replicated.flat]
+        return [*sharded, self._replicated.flat]
 
     def close(self) -> None:
         self.clear_gradients(self.trained)
-        if self._replicated is not None:
-            self._replicated.close()
+        self._replicated.close()
 
     def publish(self, shards: Sequence[Shard]) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.

@@ -172,14 +172,13 @@ class ExpertParts(RowParts):
         return self.blocks > 1 and spec.experts is not None
 
     def shard(
-        self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups,
-        rows: tuple[int, int] | None = None,
-    ) -> Shard:  # fmt: skip
-        """Returns the shard of an expert weight. rows: (first row, replica) of `local` within this rank's
-        experts; None: it has all rows."""
-        shape = torch.Size(spec.local_shape(groups.size("tensor")))
-        first_row, replica = (0, groups.rank("expert_data")) if rows is None else rows
-        start = spec.expert_rows(groups)[0] + first_row
+        self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups
+    ) -> Shard:
+        """Returns the shard of an expert weight."""
+        shape, replica = torch.Size(spec.local_shape(groups.size("tensor"))), groups.rank("expert_data")
+        start = spec.expert_rows(groups)[0]
+        if self._cut:
+            start, replica = start + min(replica * self.rows(shape), shape[0] // self.blocks), 0
         return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
 
 
@@ -351,7 +350,7 @@ class GradientBucket:
     def reduced(self) -> dict[nn.Parameter, Tensor]:
         """Sum the gradients over ranks, and return them by parameter."""
         self.zero_empty()
-        if self.group is not None:
+        if self.group is not None and self._params:
             dist.all_reduce(self.flat, group=self.group)
         return dict(zip(self._params, self.views, strict=True))
 
