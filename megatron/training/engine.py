@@ -4,7 +4,7 @@ engines share: a step's loss, passes without gradients, and completing the batch
 `engine_choice` chooses the engine of a run, `parallelize` its pipeline schedule.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.nonfinite_guard import GradientWatch
+from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 
 PipelineSchedule = Literal["1F1B", "none"]
 """How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there
@@ -85,6 +85,8 @@ class Engine(RunEngine, Protocol):
     zero_stage: int
     routing: RoutingCounts | None = None
     _stage: Stage
+    watch: GradientWatch
+    spikes: SpikeGuard | None
     _loss: StepLoss
     _fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
 
@@ -148,12 +150,15 @@ class Engine(RunEngine, Protocol):
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         """Restore `loss_scaler` and `spike_window` of `model_state` where present, and the run's `iteration`,
         `consumed_samples` and `skipped_steps`."""
+        if self.spikes is not None:
+            self.spikes.restore(state.get("spike_window", []))
 
     def layout_state(self) -> dict[str, Any] | None:
         """Returns this rank's optimizer state in a form that only the same layout can read.
 
         Used for optimizers without state by parameter. None if `model_state` holds the state.
         """
+        return None
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         """Restore the optimizer's state from the model file's `state`, or with ZeRO from the file `name`."""
@@ -234,6 +239,19 @@ class Engine(RunEngine, Protocol):
         training does."""
         # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
         return self._forward_only(batches, self._label_logprobs, _shape)
+
+    def _watch_losses(self, names: Sequence[str]) -> None:
+        """Prepare the losses of steps, and the guards of its updates. names: of the trained parameters."""
+        args = self.args
+        self.watch = GradientWatch(names, self.groups.device, most_skips(args))
+        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
+        self._loss = StepLoss(self.objective, self.groups, self.watch)
+
+    def _begin_losses(self, batches: list[Batch]) -> Tensor:
+        """Returns the weight of a step over all data ranks, `[k]`, and begins to watch the step."""
+        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
+        self.watch.begin(weight)
+        return weight
 
     def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
         """Prepare the stage's load balancing for a step.

@@ -85,13 +85,9 @@ def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[d
 
     Non-finite values become null.
     """
-    records = []
-    for row in rows:
-        retained = {name: value for name, value in row.items() if name in POSITION or name.startswith(_KINDS)}
-        records.append(
-            {**{name: _number(value) for name, value in retained.items()}, "trainable_share": trainable_share}
-        )
-    return records
+    known = [{name: row[name] for name in row if name in POSITION or name.startswith(_KINDS)} for row in rows]
+    share = {"trainable_share": trainable_share}
+    return [{name: _number(value) for name, value in row.items()} | share for row in known]
 
 
 def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -94,12 +94,8 @@ class RunParts:
     def layout(self) -> ParallelLayout:
         """The layout of the run, as manifests record it."""
         sizes = {axis: self.groups.size(axis) for axis in ("pipe", "data", "tensor")}
-        return ParallelLayout(
-            **sizes,
-            zero_stage=self.engine.zero_stage,
-            precision=self.args.params_dtype,
-            world_size=self.groups.world_size,
-        )
+        zero_stage, precision = self.engine.zero_stage, self.args.params_dtype
+        return ParallelLayout(**sizes, zero_stage=zero_stage, precision=precision, world_size=self.groups.world_size)
 
     def data_record(self, consumed_samples: int) -> dict[str, Any]:
         """Returns the manifest's record of the data at this position."""

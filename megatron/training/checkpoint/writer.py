@@ -61,8 +61,7 @@ from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
-from megatron.training.checkpoint.lock import lock_folder
-from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
+from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, lock_folder, serialised
 from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.metrics.run_metadata import local_sizes
 

@@ -40,8 +40,7 @@ from megatron.training.deepspeed.optimizer_parts import OptimizerParts, owned_pa
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state, on_cpu_adam
 from megatron.training.deepspeed.pipeline import PipeStage, truncate_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
-from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
-from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -69,10 +68,8 @@ class DeepSpeedEngine(Engine):
         take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
         init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # all it trains is of one type
         trained_params = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
-        self.watch = GradientWatch(list(trained_params), groups.device, most_skips(args))
+        self._watch_losses(list(trained_params))
         self.watch.watch(list(trained_params.values()))
-        self._loss = StepLoss(objective, groups, self.watch)
-        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
         optimizer = build_sharded_optimizer(stage, args, groups)
@@ -144,8 +141,7 @@ class DeepSpeedEngine(Engine):
         self._on_gradients = on_gradients
         batches = self.complete(batches)
         self._count_micro_batches(len(batches))
-        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
-        self.watch.begin(weight)
+        weight = self._begin_losses(batches)
         scaler_before = {} if self._scaler is None else dict(vars(self._scaler))
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight
         # instead.
@@ -288,16 +284,14 @@ class DeepSpeedEngine(Engine):
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        layer_params: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for layer, name, param in stage_parameters(self.stage, copies=True):
-            if name_filter is None or name_filter(name):
-                layer_params.setdefault(layer, []).append((name, param))
+        params = stage_parameters(self.stage, copies=True)
         for layer, writer in writer_of.items():
             is_writer, tensors = writer == self.groups.rank("data"), {}
-            for name, param in layer_params.get(layer, []):
-                with self._gathered([param]):
-                    if is_writer:
-                        tensors[name] = copy(param)
+            for param_layer, name, param in params:
+                if param_layer == layer and (name_filter is None or name_filter(name)):
+                    with self._gathered([param]):
+                        if is_writer:
+                            tensors[name] = copy(param)
             if is_writer:
                 yield layer, tensors
 
@@ -319,13 +313,12 @@ class DeepSpeedEngine(Engine):
         return {**state, "loss_scaler": scaler, "spike_window": window}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
+        super().load_model_state(state)
         self._ds.global_steps, self._ds.global_samples = state["iteration"], state["consumed_samples"]
         self._ds.skipped_steps = state["skipped_steps"]
         for key, value in state.get("loss_scaler", {}).items():
             if hasattr(self._scaler, key):
                 setattr(self._scaler, key, value)
-        if self.spikes is not None:
-            self.spikes.restore(state.get("spike_window", []))
 
     def layout_state(self) -> dict[str, Any] | None:
         """Returns this rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; None without ZeRO."""

@@ -69,13 +69,10 @@ class OptimizerParts:
         data group iterate to the end together. A rank holds no more than one layer that it writes, and one
         parameter on its device.
         """
-        layer_params: dict[int, list[NamedParameter]] = {}
-        for item in self.params:
-            layer_params.setdefault(item[0], []).append(item)
         for layer, writer in writer_of.items():
-            is_writer = writer == self.groups.rank("data")
-            states = {name: self._collect(param, writer, copy) for _, name, param in layer_params.get(layer, [])}
-            if is_writer:
+            params = [(name, param) for param_layer, name, param in self.params if param_layer == layer]
+            states = {name: self._collect(param, writer, copy) for name, param in params}
+            if writer == self.groups.rank("data"):
                 yield layer, states
 
     def _collect(self, param: nn.Parameter, writer: int, copy: HostCopy) -> State:

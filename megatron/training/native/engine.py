@@ -15,12 +15,11 @@ from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective
-from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits
 from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
-from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import state_tensors
 
 
@@ -49,10 +48,8 @@ class NativeEngine(Engine):
         # While its weights are gathered a stage has other parameters than these.
         shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
         self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
-        self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
-        self._loss = StepLoss(objective, groups, self.watch)
+        self._watch_losses([f"{s.layer}.{s.name}" for s in trained])
         self._update = Update(self.shards, stage, args, groups, self.watch)
-        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
@@ -71,8 +68,7 @@ class NativeEngine(Engine):
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         batches = self.complete(batches)
-        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
-        self.watch.begin(weight)
+        weight = self._begin_losses(batches)
         self._loss.begin(1.0 / weight.clamp(min=1.0))
         if not self._stage.training:
             self._stage.train()
@@ -190,13 +186,6 @@ class NativeEngine(Engine):
         window = self.spikes.state() if self.spikes is not None else []
         # The first two stand in files of GPT-NeoX, where weights and moments have files of their own as well.
         return {"module": None, "optimizer": None, "loss_scaler": {}, "spike_window": window}
-
-    def load_model_state(self, state: Mapping[str, Any]) -> None:
-        if self.spikes is not None:
-            self.spikes.restore(state.get("spike_window", []))
-
-    def layout_state(self) -> dict[str, Any] | None:
-        return None
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise CheckpointError(

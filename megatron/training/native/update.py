@@ -35,8 +35,8 @@ class _Part(NamedTuple):
 class Update:
     """Computes norm, verdict, clipping and the optimizer's step over this rank's shards.
 
-    One optimizer updates all weights. With `overlap_optimizer_with_forward` there is one in `optimizers` for
-    each module that the forward uses; it runs during the next forward.
+    One optimizer updates all weights. With `overlap_optimizer_with_forward` there is one for each module that
+    the forward uses; it runs during the next forward.
     state: the state of all optimizers, by `Shard.local`.
     """
 
@@ -56,10 +56,9 @@ class Update:
             self.state.update(part.optimizer.state)
             part.optimizer.state = self.state
         self._schedule = UpdateSchedule(stage, shards_by_user, groups.device) if overlapped else None
-        self.optimizers = [part.optimizer for part in self._parts]
         self._fused = args.fused_update is True
         self._clips_inside = all(
-            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
+            getattr(optimizer, "_step_supports_amp_scaling", False) for _, _, optimizer in self._parts
         )
         self._held = [shard.local for shard in weights.trained]
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
