@@ -40,10 +40,7 @@ def steps_of(training: Training) -> Iterator[StepData]:
     next_step = progress.iteration + 1
 
     def load(
-        dataset: SampleSet,
-        consumed: int,
-        collate: Callable[..., Batch] | None = None,
-        num_workers: int | None = None,
+        dataset: SampleSet, consumed: int, collate: Callable[..., Batch] | None = None, num_workers: int | None = None
     ) -> Iterator[list[Batch]]:
         return train_loader(
             dataset,

@@ -29,11 +29,7 @@ from megatron.distributed import (
     run_on_all_ranks,
     run_on_each_rank,
 )
-from megatron.model import (
-    build_stage,
-    lowest_trained,
-    trained_parameters,
-)
+from megatron.model import build_stage, lowest_trained, trained_parameters
 from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
@@ -84,10 +80,7 @@ def _backward_reach(args: NeoXArgs) -> str:
 
 
 def build_engine(
-    args: NeoXArgs,
-    groups: ParallelGroups,
-    logger: logging.Logger | None = None,
-    engine: type[Engine] | None = None,
+    args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None, engine: type[Engine] | None = None
 ) -> Engine:
     """Returns an engine with a freshly initialised model.
 

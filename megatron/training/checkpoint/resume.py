@@ -121,11 +121,7 @@ class CheckpointLoader:
         return checkpoint
 
     def _load_weights(
-        self,
-        path: Path,
-        checkpoint: OpenCheckpoint | None,
-        load: _Load = load_weights,
-        begins: bool = False,
+        self, path: Path, checkpoint: OpenCheckpoint | None, load: _Load = load_weights, begins: bool = False
     ) -> bool:
         """Load the weights at `path`; return whether the model got a fresh score head.
 

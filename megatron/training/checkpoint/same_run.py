@@ -55,12 +55,7 @@ def begun_of(manifest: Manifest | None, method: MethodState) -> DataState:
 
 
 def check_same_run(
-    args: NeoXArgs,
-    path: Path,
-    manifest: Manifest,
-    goes_on: bool,
-    record: Mapping[str, Any],
-    tokenizer: Tokenizer,
+    args: NeoXArgs, path: Path, manifest: Manifest, goes_on: bool, record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
     """Raise CheckpointError for a checkpoint of another run, or of other data. record: `RunParts.data_record`
     at the checkpoint's `consumed_samples`."""

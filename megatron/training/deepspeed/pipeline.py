@@ -63,11 +63,7 @@ class TiedPipelineModule(PipelineModule):
 
 
 def wrap_pipeline(
-    stage: Stage,
-    loss: StepLoss,
-    groups: ParallelGroups,
-    args: NeoXArgs,
-    optimized: Sequence[nn.Parameter],
+    stage: Stage, loss: StepLoss, groups: ParallelGroups, args: NeoXArgs, optimized: Sequence[nn.Parameter]
 ) -> tuple[PipeStage, TiedPipelineModule]:
     """Returns the stage in the form that DeepSpeed's pipeline engine runs. optimized: parameters of the
     optimizer, placeholders too."""

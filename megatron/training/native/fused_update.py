@@ -56,7 +56,9 @@ class FusedAdamW(torch.optim.Optimizer):
             if not masters:
                 continue
             for master in masters:
-                self._fill_state(master)
+                if not self.state[master]:
+                    zeros = {key: torch.zeros_like(master, dtype=self._moments) for key in ("exp_avg", "exp_avg_sq")}
+                    self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
             weights = [self._weights[master] for master in masters] if self._weights else []
             states = [self.state[master] for master in masters]
             popped = [self.gradients.pop(master, None) for master in masters]
@@ -69,11 +71,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 weights, self._unit_scale if scale is None else scale, self._zero_skip if skip is None else skip,
                 streams, firsts, group["lr"], *group["betas"], group["eps"], group["weight_decay"],
             )  # fmt: skip
-
-    def _fill_state(self, master: Tensor) -> None:
-        if not self.state[master]:
-            zeros = {key: torch.zeros_like(master, dtype=self._moments) for key in ("exp_avg", "exp_avg_sq")}
-            self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
 
 @torch.library.custom_op("megatron::adamw", mutates_args=("masters", "exp_avgs", "exp_avg_sqs", "steps", "out"))
