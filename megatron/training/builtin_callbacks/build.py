@@ -70,7 +70,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     args, groups, loop, logger = training.args, training.groups, training.loop, training.logger
     callbacks: list[Callback] = []  # those that call the others' methods hold the list itself
     best = [BestModelCallback(training)] if args.save_best is not None else []
-    loop.bar = bar = build_bar(training)
+    loop.bar = build_bar(training)
     stop = StopCallback(training, results.settle)
     metadata = run_metadata(args, groups, training.engine.stage)
     logger.info(metadata_line(metadata))
@@ -83,7 +83,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     )
     router_load = build_router_load(training)
     trackers = Trackers(training, loggers)
-    log = LogCallback(training, bar, loop.stopwatch, [*probes, packing], trackers.on_settled)
+    log = LogCallback(training, [*probes, packing], trackers.on_settled)
 
     def settle() -> None:
         results.settle()
@@ -105,7 +105,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         trackers,  # write the row, to which all above may have added
         *training.user_callbacks,
         SaveCallback(training, callbacks),  # calls on_save; all above have counted the step in their state
-        ProgressBarCallback(bar),
+        ProgressBarCallback(loop.bar),
         profiler,  # begins and ends its window between two steps
         HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last
     ]

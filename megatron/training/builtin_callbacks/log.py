@@ -17,7 +17,7 @@ from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.metrics.metric_probes import Probe
 from megatron.training.nonfinite_guard import on_device
 from megatron.training.recompute import recomputed_product_share
-from megatron.training.run import Stopwatch, Training
+from megatron.training.run import Training
 
 
 class LogCallback(Callback):
@@ -31,15 +31,12 @@ class LogCallback(Callback):
     def __init__(
         self,
         training: Training,
-        bar: tqdm,
-        stopwatch: Stopwatch,
         probes: Sequence[Probe] = (),
         on_settled: Callable[[Step], None] = lambda step: None,
     ) -> None:
         """probes: measure further metrics in logged steps; on_settled: called when a logged step's row has
         its values."""
-        self.training, self.bar, self.stopwatch = training, bar, stopwatch
-        self.probes, self._on_settled = probes, on_settled
+        self.training, self.probes, self._on_settled = training, probes, on_settled
         self.steps = 0
         # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
         self.tokens, self.length = 0, 0.0
@@ -90,7 +87,10 @@ class LogCallback(Callback):
             self.probed += names
             values.append(measured.float().to(device))
         reading, lengths = HostCopy(torch.cat(values)), [len(part) for part in values]
-        self.pending, step.settled = (step, reading, lengths, self.stopwatch.lap() / self.steps, self.roles), False
+        self.pending, step.settled = (
+            (step, reading, lengths, self.training.loop.stopwatch.lap() / self.steps, self.roles),
+            False,
+        )
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
         self.losses, self.metrics, self.skips, self.spikes, self.untrained, self.roles = [], {}, [], [], [], []
         self.steps, self.tokens, self.rows = 0, 0, 0
@@ -118,8 +118,9 @@ class LogCallback(Callback):
         step.row.update(self.training.method.row(self.training.args, logged))
         step.row.update(zip(self.probed, chain.from_iterable(probed), strict=True))
         if self.training.groups.world_rank == 0:
-            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            with self.bar.external_write_mode():
+            bar = self.training.loop.bar
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            with bar.external_write_mode():
                 self.training.logger.info(self._line(step, loss, seconds, means, skipped, untrained))
                 self._memory(step.iteration)
         step.settled = True

@@ -154,9 +154,8 @@ class _Pages:
         page_bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         page_bytes[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
         locking.lock(page_bytes.data_ptr(), size)
-        weakref.finalize(
-            self, locking.unlock, page_bytes.data_ptr()
-        ).atexit = False  # the end of a process unlocks, too
+        unlocking = weakref.finalize(self, locking.unlock, page_bytes.data_ptr())
+        unlocking.atexit = False  # the end of a process unlocks, too
 
 
 def host_copies(device: torch.device) -> HostCopies:

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tqdm import tqdm
 
 import megatron.training.run
 from megatron.callbacks import Step, StepResult
@@ -32,7 +31,7 @@ from megatron.training.builtin_callbacks.router_load import MOST_LINES, RouterLo
 from megatron.training.method import find_method
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
-from megatron.training.run import Stopwatch
+from megatron.training.run import LoopState, Stopwatch
 from tests.pool import run_ranks
 from tests.training.callbacks.test_stopping import run_with_signal
 from tests.training.checkpoint.test_resume import metrics
@@ -62,7 +61,8 @@ def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[s
                                     logger=SimpleNamespace(info=lines.append), method=find_method(args),
                                     watchdog=SimpleNamespace(restarts=0))  # fmt: skip
     clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
-    log = LogCallback(training, tqdm(disable=True), clock)
+    training.loop = LoopState(stopwatch=clock)
+    log = LogCallback(training)
     for i, result in enumerate(results, 1):
         log.on_step_end(training, step := Step(i, 8 * i, 32, result))
     log.settle()
