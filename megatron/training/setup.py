@@ -37,7 +37,7 @@ from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids
 from megatron.training.builtin_callbacks.best_model import check_best
-from megatron.training.builtin_callbacks.from_file import load_callbacks
+from megatron.training.builtin_callbacks.build import load_callbacks
 from megatron.training.builtin_callbacks.profiling import record_memory_history
 from megatron.training.checkpoint.resume import CheckpointLoader
 from megatron.training.checkpoint.run_parts import RunParts
