@@ -87,10 +87,8 @@ class LogCallback(Callback):
             self.probed += names
             values.append(measured.float().to(device))
         reading, lengths = HostCopy(torch.cat(values)), [len(part) for part in values]
-        self.pending, step.settled = (
-            (step, reading, lengths, self.training.loop.stopwatch.lap() / self.steps, self.roles),
-            False,
-        )
+        seconds = self.training.loop.stopwatch.lap() / self.steps
+        self.pending, step.settled = (step, reading, lengths, seconds, self.roles), False
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
         self.losses, self.metrics, self.skips, self.spikes, self.untrained, self.roles = [], {}, [], [], [], []
         self.steps, self.tokens, self.rows = 0, 0, 0
