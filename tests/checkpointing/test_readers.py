@@ -257,7 +257,7 @@ RAW_READERS = {
     "megatron/checkpointing/resharding.py _samples": "GPT-NeoX's",
     "megatron/checkpointing/tensor_files.py load_tensors": "the function itself",
     "megatron/checkpointing/weights.py gather_layers": "files that were just written",
-    "megatron/training/deepspeed/state.py EngineState": "a file that the checkpointer has checked",
+    "megatron/training/deepspeed/engine.py DeepSpeedEngine": "a file that the checkpointer has checked",
     "tools/compare_commits.py _digests": "compares the files of two runs byte by byte",
 }
 

@@ -40,10 +40,6 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
         self._thread.start()
 
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Wait until no write is under way. Raises the write's exception, once."""
         if self._thread is not None:
@@ -58,7 +54,7 @@ class BackgroundWriter:
 
         In a collective, the thread would make the interpreter's clean-up abort with exit code 134.
         """
-        if self.busy:
+        if self._thread is not None and self._thread.is_alive():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

@@ -61,10 +61,8 @@ from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
-from megatron.training.checkpoint.lock import lock_folder
-from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
-from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.run_parts import Origin, RunParts
+from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, lock_folder, serialised
+from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.metrics.run_metadata import local_sizes
 
 
@@ -109,10 +107,10 @@ class CheckpointWriter:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
+    def save(self, progress: TrainingProgress, *, ephemeral: bool = False) -> None:
         """Write `<save>/global_stepN` and let `latest` name it. It becomes visible only once it is complete.
 
-        With `async_save` and `in_background` it is complete when `wait`, or the next `save`, returns.
+        With `async_save` it is complete when `wait`, or the next `save`, returns.
         ephemeral: the next save deletes it.
         """
         save = self.args.save_dir
@@ -121,7 +119,7 @@ class CheckpointWriter:
         if self.saved_at == progress.iteration:
             on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
             return
-        in_background = self._check_space(Path(save)) and in_background
+        in_background = self._check_space(Path(save))
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
@@ -231,11 +229,6 @@ class CheckpointWriter:
         if self._store is not None:
             self._store.begin(step_tag(iteration))
         return temporary
-
-    @property
-    def writing(self) -> bool:
-        """Whether this rank's part of a save is still being written in the background."""
-        return self._writer is not None and self._writer.busy
 
     @property
     def failed(self) -> bool:

@@ -21,15 +21,10 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
     if args.git_hash is not None:
         return args.git_hash
     try:
+        command = ["git", "-C", str(package), "rev-parse"]
         top, commit = (
-            subprocess.run(
-                ["git", "-C", str(package), "rev-parse", *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-            for arguments in (["--show-toplevel"], ["--short", "HEAD"])
+            subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (["--show-toplevel"], ["--short", "HEAD"])
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -19,7 +19,7 @@ from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, continued_log, parse_scontrol
 from megatron.operations.jobs.submission import _target
 from megatron.operations.jobs.verdict import CRASHED, Verdict
-from megatron.training.checkpoint.lock import lock_folder
+from megatron.training.checkpoint.pieces import lock_folder
 from tests.training.runs import BASE
 
 JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/nowhere/a.out"))

@@ -11,8 +11,8 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
-from megatron.training.native.optimizers import build_native_optimizer
 from megatron.training.native.shards import ReplicatedWeights
+from megatron.training.native.update import build_native_optimizer
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
 from tests.training.runs import LAYOUTS as TWO_RANK_LAYOUTS
