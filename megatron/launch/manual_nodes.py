@@ -32,11 +32,7 @@ class ManualNode:
 
 
 def find_manual_node(
-    args: "NeoXArgs",
-    node_rank: int | None,
-    host_nodes: Sequence[Node],
-    hosts: Sequence[str],
-    env: Mapping[str, str],
+    args: "NeoXArgs", node_rank: int | None, host_nodes: Sequence[Node], hosts: Sequence[str], env: Mapping[str, str]
 ) -> ManualNode | None:
     """Returns this machine's place in the run; None unless the same command line is typed on each of several
     machines.

@@ -30,10 +30,7 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
         raise LaunchError(f"NEOX_SITE={name}: there is no {file}; choose one of {sites_here}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(
-        ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)],
-        env=dict(env),
-        capture_output=True,
-        text=True,
+        ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)], env=dict(env), capture_output=True, text=True
     )
     if shell.returncode:
         reason = shell.stderr.strip() or f"exit code {shell.returncode}"

@@ -135,13 +135,7 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    launcher_command = [
-        sys.executable,
-        "-u",
-        str(install_root() / "deepy.py"),
-        "--hosts",
-        *map(str, run.nodes),
-    ]
+    launcher_command = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
     launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *launcher_command, *run.command[2:]], {}
 
@@ -178,11 +172,7 @@ def read_status(args: "NeoXArgs") -> dict[str, Any]:
 
 
 def job_exit_code(
-    args: "NeoXArgs",
-    code: int,
-    stop_requested: bool,
-    status_before: Mapping[str, Any],
-    env: Mapping[str, str],
+    args: "NeoXArgs", code: int, stop_requested: bool, status_before: Mapping[str, Any], env: Mapping[str, str]
 ) -> int:
     """Returns deepy.py's exit code: REQUEUE if USR1 stopped the run after it saved and before it finished,
     else `code`.

@@ -83,11 +83,7 @@ def launch(
 
 
 def dry_run(
-    script: str | Path,
-    args: "NeoXArgs",
-    words: Sequence[str],
-    node_rank: int | None = None,
-    hosts: Sequence[str] = (),
+    script: str | Path, args: "NeoXArgs", words: Sequence[str], node_rank: int | None = None, hosts: Sequence[str] = ()
 ) -> list[str]:
     """Returns the commands that `launch` would start, one line per machine, quoted for a shell. Nothing is
     started or written.
@@ -115,13 +111,7 @@ def dry_run(
 
 
 def _renderer(run: Run) -> Renderer:
-    starters = {
-        "pdsh": pdsh,
-        "openmpi": openmpi,
-        "mvapich": mvapich,
-        "slurm": srun,
-        "torchrun": torchrun,
-    }
+    starters = {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}
     return starters[run.launcher]
 
 

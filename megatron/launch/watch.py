@@ -28,15 +28,7 @@ STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
 # A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
-CRASHES = (
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSEGV,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-)
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.launch.cuda_driver import driver_cuda
 from megatron.launch.devices import visible_gpus
 from megatron.launch.doctor.check import Check, as_json, failed, table, verdict, warning
-from megatron.launch.doctor.config import (
-    checkpoint_bytes,
-    data_checks,
-    load_check,
-    read_config,
-    tokenizer_check,
-)
+from megatron.launch.doctor.config import checkpoint_bytes, data_checks, load_check, read_config, tokenizer_check
 from megatron.launch.doctor.devices import ability_check, driver_check, driver_version, gpu_checks, read_gpus
 from megatron.launch.doctor.hub import model_check
 from megatron.launch.doctor.network import hostname_check, peer_check, port_check, split_address
@@ -31,13 +25,7 @@ from megatron.launch.doctor.software import (
     read_torch,
     torch_check,
 )
-from megatron.launch.doctor.storage import (
-    GIB,
-    disk_check,
-    locked_memory_check,
-    open_files_check,
-    shared_memory_check,
-)
+from megatron.launch.doctor.storage import GIB, disk_check, locked_memory_check, open_files_check, shared_memory_check
 from megatron.launch.doctor.transport import interface_checks, nccl_check, read_network, transport_check
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.nccl import own_nccl

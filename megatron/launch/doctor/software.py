@@ -126,10 +126,7 @@ def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
     versions = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
     installed_text = ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "none"
     missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not versions[name])
-    return [
-        Check("extras", "ok", installed_text),
-        *([Check("not installed", "ok", missing)] if missing else []),
-    ]
+    return [Check("extras", "ok", installed_text), *([Check("not installed", "ok", missing)] if missing else [])]
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:

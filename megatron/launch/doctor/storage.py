@@ -38,9 +38,7 @@ def disk_check(
         return failed(title, f"{existing_folder} is a file", "name a folder")
     if not os.access(existing_folder, os.W_OK | os.X_OK):
         return failed(
-            title,
-            f"{existing_folder} may not be written by this user",
-            "name another folder, or see its rights",
+            title, f"{existing_folder} may not be written by this user", "name another folder, or see its rights"
         )
     space = statvfs(str(existing_folder))
     free = space.f_bavail * space.f_frsize
@@ -49,9 +47,7 @@ def disk_check(
         return failed(title, f"{space_text}, no files left (inodes)", "delete files, or name another folder")
     if free < num_bytes:
         return failed(
-            title,
-            f"{space_text}, less than {label} of about {size(num_bytes)}",
-            "make room, or name another folder",
+            title, f"{space_text}, less than {label} of about {size(num_bytes)}", "make room, or name another folder"
         )
     try:
         speed = _write(existing_folder)

@@ -52,11 +52,7 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     except OSError:  # not Linux
         loaded = []
     return Network(
-        _names("/sys/class/net"),
-        _names("/sys/class/infiniband"),
-        _names("/sys/class/cxi"),
-        libraries,
-        tuple(loaded),
+        _names("/sys/class/net"), _names("/sys/class/infiniband"), _names("/sys/class/cxi"), libraries, tuple(loaded)
     )
 
 
@@ -109,9 +105,7 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
             return warning(
-                "transport",
-                f"plugin {file} over {provider}{settings}",
-                "FI_PROVIDER=cxi on Slingshot, efa on AWS",
+                "transport", f"plugin {file} over {provider}{settings}", "FI_PROVIDER=cxi on Slingshot, efa on AWS"
             )
         return Check("transport", "ok", f"plugin {file}{settings}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")

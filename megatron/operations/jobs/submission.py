@@ -29,11 +29,7 @@ _SAY_EVERY_S = 30.0
 
 
 def submit(
-    request: Request,
-    slurm: Slurm,
-    site: Mapping[str, str],
-    succeed: Callable[[str], None],
-    say: Callable[[str], None],
+    request: Request, slurm: Slurm, site: Mapping[str, str], succeed: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
     """Submits the run and waits for its first iterations. Returns 0 on success; FOR_A_PERSON, with a report,
     if a person has to look. succeed: receives the line of success. say: receives all other messages.
