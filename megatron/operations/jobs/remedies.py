@@ -39,6 +39,23 @@ class Remedy:
     exclude: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a run, with the changes of all remedies so far."""
+
+    pairs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unset_variables: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # nodes
+
+    def with_remedy(self, remedy: Remedy) -> "Attempt":
+        """The next submission, with this remedy's changes added."""
+        return Attempt(
+            (*self.pairs, *remedy.pairs), {**self.environment, **remedy.environment},
+            (*self.unset_variables, *remedy.unset_variables), (*self.exclude, *remedy.exclude),
+        )  # fmt: skip
+
+
 def remedy(
     failure: Failure, row: Row, args: "NeoXArgs", excluded: Sequence[str], lines: Sequence[str], slurm: Slurm
 ) -> Remedy:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.launch.environment import LaunchError, install_root
-from megatron.operations.jobs.request import Attempt
+from megatron.operations.jobs.remedies import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
 
 _ENDS_S = 90.0  # Slurm's KillWait plus the batch file's work in that time
