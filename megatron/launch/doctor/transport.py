@@ -36,11 +36,10 @@ class Network:
     loaded: tuple[str, ...] = ()
 
 
-def read_network(env: Mapping[str, str] = os.environ) -> Network:
+def read_network() -> Network:
     """Reads which network interfaces, network devices and NCCL libraries this machine has."""
     libraries: dict[str, str] = {}
-    folders = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    for folder in folders:
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         for file in sorted(Path(folder).glob("libnccl*.so*")):
             libraries.setdefault(file.name, str(file))
     if shutil.which("ldconfig"):
