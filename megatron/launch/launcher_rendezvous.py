@@ -128,8 +128,7 @@ class LauncherRendezvous:
         self._last_look = now
         if heartbeat.failure is not None:
             return Outcome(**json.loads(heartbeat.failure))
-        silent = heartbeat.silent_node()
-        if silent is not None:
+        if (silent := heartbeat.silent_node()) is not None:
             node, symptom = silent
             lost = Outcome(1, f"{self._name(node)} {symptom}; see its output there")
             heartbeat.report_failure(json.dumps(asdict(lost)))
@@ -173,18 +172,14 @@ class LauncherRendezvous:
         for node in range(len(self._run.nodes)):
             key = f"{self._attempt}/node/{node}"
             if node not in self._arrived and self._store.check([key]):
-                self._arrived[node] = json.loads(self._store.get(key))
-                self._hosts[node] = self._arrived[node]["host"]
-                self._check_same_run(node)
+                self._arrived[node] = peer = json.loads(self._store.get(key))
+                self._hosts[node] = peer["host"]
+                if peer["nodes"] != len(self._run.nodes):
+                    raise LaunchError(
+                        f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer['nodes']} on "
+                        f"{self._name(node)}; only --node_rank and --include may differ"
+                    )
         return len(self._arrived)
-
-    def _check_same_run(self, node: int) -> None:
-        peer_nodes = self._arrived[node]["nodes"]
-        if peer_nodes != len(self._run.nodes):
-            raise LaunchError(
-                f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer_nodes} on "
-                f"{self._name(node)}; only --node_rank and --include may differ"
-            )
 
     def _missing(self, exclude: int | None = None) -> str:
         """Returns the names of machines that have not arrived. exclude: a node to leave out."""

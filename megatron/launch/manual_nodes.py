@@ -67,7 +67,7 @@ def find_manual_node(
     if not 0 <= node_rank < count:
         raise LaunchError(f"node_rank: {node_rank} is not in 0 to {count - 1}; correct it, or --num_nodes ({count})")
     address = args.master_addr or resolve_main_node(env, [node.host for node in host_nodes])
-    address = address or _first_set(env, "PET_MASTER_ADDR", "MASTER_ADDR")
+    address = address or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     address = address or (host_nodes[0].host if host_nodes else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(
@@ -104,7 +104,3 @@ def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
 def _ranks_of_pod(env: Mapping[str, str]) -> int | None:
     value = env.get("PET_NPROC_PER_NODE", "")
     return None if value in ("", "auto", "gpu", "cpu") else read_integer(env, "PET_NPROC_PER_NODE")
-
-
-def _first_set(env: Mapping[str, str], *names: str) -> str | None:
-    return next((env[name] for name in names if env.get(name)), None)

@@ -44,7 +44,9 @@ def plan(
     """
     env = os.environ if env is None else env
     script = Path(script)
-    args_file = args_file or log_dir_of(args) / _name_of_args_file(script)
+    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}"
+    args_file = args_file or log_dir_of(args) / f"neox_args.{script.stem}.{unique}.json"
     # -u: a log line must reach the log when it is printed, not when a buffer is full
     command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
     port = None if args.origin("master_port") == "default" else args.master_port
@@ -148,8 +150,3 @@ def _over_hosts(run: Run, args: "NeoXArgs", host_nodes: Sequence[Node], launcher
         run, launcher=launcher, nodes=tuple(host_nodes), master_addr=address,
         master_port=run.master_port or DEFAULT_PORT, environment=environment,
     )  # fmt: skip
-
-
-def _name_of_args_file(script: Path) -> str:
-    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
-    return f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"

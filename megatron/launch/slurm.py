@@ -211,6 +211,13 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
     return int(env.get("SLURM_GPUS_ON_NODE") or 0) if requested else 0
 
 
+def to_end_of_line(name: str, job: str) -> str:
+    """Returns the value of a field in the output of `scontrol show job`. The value is the rest of the line,
+    because it may contain spaces. Returns "" if the field is missing."""
+    match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
+    return match[1] if match else ""
+
+
 def scontrol(*words: str) -> str:
     """Returns the output of `scontrol` with these arguments. Raises LaunchError if it is missing or fails."""
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.launch import runners
 from megatron.launch.devices import cores, free_port
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.heartbeat import SshSupervisor
@@ -19,17 +20,7 @@ from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignme
 from megatron.launch.manual_nodes import is_pod
 from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
-from megatron.launch.run import Run, make_folders, write_args_file, write_text
-from megatron.launch.runners import (
-    check_starter,
-    hostfile_of,
-    hostfile_path,
-    manual_node_lines,
-    mvapich,
-    openmpi,
-    pdsh,
-    torchrun,
-)
+from megatron.launch.run import Run, make_folders, write_args_file
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
 from megatron.launch.typed_variables import check_world, resolve_main_node
 from megatron.launch.watch import Outcome, record_signals, watch_ranks
@@ -40,7 +31,8 @@ if TYPE_CHECKING:
 
 # What gives the command of each launcher program, and the variables to add
 _COMMANDS: Mapping[str, Callable[[Run], tuple[list[str], dict[str, str]]]] = {
-    "pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun,
+    "pdsh": runners.pdsh, "openmpi": runners.openmpi, "mvapich": runners.mvapich, "slurm": srun,
+    "torchrun": runners.torchrun,
 }  # fmt: skip
 
 
@@ -100,7 +92,7 @@ def dry_run(
         address = args.master_addr or resolve_main_node(os.environ, [node.host for node in nodes]) or nodes[0].host
         if all(node.ranks for node in nodes):
             check_world(os.environ, sum(node.ranks or 0 for node in nodes), on_one_machine=False)
-        return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
+        return [f"{host}: {line}" for host, line in runners.manual_node_lines(nodes, words, address, args.master_port)]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
@@ -115,7 +107,7 @@ def dry_run(
 def _start(run: Run) -> int:
     """Starts the run with its launcher program (such as pdsh or srun), waits for its end, and returns the
     exit code."""
-    check_starter(run)
+    runners.check_starter(run)
     if run.launcher == "slurm":
         run = for_requeued_start(run, os.environ)
     status_before = read_status(run.args) if run.launcher == "slurm" else {}
@@ -128,7 +120,7 @@ def _start(run: Run) -> int:
     if run.launcher in ("pdsh", "openmpi", "mvapich"):
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
-        write_text(Path(hostfile_path(run)), hostfile_of(run))
+        runners.write_hostfile(run)
     with record_signals() as received:
         code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":

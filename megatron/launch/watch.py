@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -106,13 +107,7 @@ def watch_ranks(
         line with the rank and its log, and no traceback, because the run continues.
     """
     ranks: list[Rank] = []
-    complaints: set[str] = set()
-
-    def complain(text: str) -> None:  # of the disk that all logs are on, once
-        if text not in complaints:
-            complaints.add(text)
-            say(f"deepy.py: warning: {text}")
-
+    complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # of the disk that all logs are on, once
     with record_signals() as received:
         try:
             for env in environments:

@@ -5,6 +5,7 @@ of every start.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,16 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order of their steps, as they were logged; [] if the file is missing
         or unreadable."""
-        try:
-            return list(read_metrics(self.metrics_file, self.problems))
-        except FileNotFoundError:
-            return []
-        except OSError as problem:
-            self.problems.note(self.metrics_file, "", f"cannot be read ({problem.strerror})")
-            return []
+        return self._read_rows(lambda: list(read_metrics(self.metrics_file, self.problems)))
 
     def last_rows(self, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
         """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] if it is missing
         or unreadable."""
+        return self._read_rows(lambda: read_last_metrics(self.metrics_file, size, self.problems))
+
+    def _read_rows(self, read: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         try:
-            return read_last_metrics(self.metrics_file, size, self.problems)
+            return read()
         except FileNotFoundError:
             return []
         except OSError as problem:
