@@ -52,13 +52,10 @@ class SlurmStarter:
         self._options, self._site, self._slurm = tuple(options), site, slurm
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
-        words = self._words(attempt)
+        words, env = self._words(attempt), {**os.environ, **attempt.environment}
         if folder := self._site.get("NEOX_LOG_DIR"):
             (install_root() / folder).mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            words, cwd=install_root(), env={**env, **attempt.environment}, capture_output=True, text=True
-        )  # fmt: skip
+        done = subprocess.run(words, cwd=install_root(), env=env, capture_output=True, text=True)
         if done.returncode:
             raise LaunchError(f"{shlex.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip().partition(";")[0]
@@ -106,13 +103,12 @@ class LocalStarter:
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{Path(self._configs[0]).stem}-local-{time.strftime('%Y%m%d-%H%M%S')}"
         log = self._folder / f"{name}-{os.getpid()}.{len(self._processes)}.out"
         with log.open("xb") as file:
             process = subprocess.Popen(
-                self._words(attempt), env={**env, **attempt.environment}, stdin=subprocess.DEVNULL, stdout=file,
+                self._words(attempt), env={**os.environ, **attempt.environment}, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=file, start_new_session=True,
             )  # fmt: skip
         self._processes[str(process.pid)] = (process, log, time.time())

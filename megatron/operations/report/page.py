@@ -58,13 +58,13 @@ def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
 def render(runs: Sequence[Run]) -> str:
     """Returns the page as text. Raises ReportError without bokeh."""
     require_bokeh()
-    from megatron.operations.report import figures, heat_map
+    from megatron.operations.report import figures
 
     plots, events = plots_of(runs), [events_of(run) for run in runs]
     maps = maps_of([run.load for run in runs]) if plots else []
     iteration_range = figures.iterations_of(plots, maps) if plots else None
     plot_models = figures.draw(plots, events, iteration_range)
-    load_figures = heat_map.draw_maps(maps, iteration_range) if iteration_range is not None else []
+    load_figures = figures.draw_maps(maps, iteration_range) if iteration_range is not None else []
     entries = [
         {"title": item.plot.title, "note": _note(item.plot), "places": [model.name for model in item.models]}
         for item in plot_models
