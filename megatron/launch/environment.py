@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.neox_arguments.errors import UserError
 
 DEFAULT_PORT = 29500
+ONE_PER_GPU = ("auto", "gpu", "cpu")  # values of PET_NPROC_PER_NODE that name no number
 _GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # of numbers in a node list
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
 _MPI = (
@@ -143,7 +144,7 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
     if "LOCAL_RANK" not in env and "PET_NPROC_PER_NODE" in env:
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
         ranks_of_pod = env["PET_NPROC_PER_NODE"]
-        if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
+        if ranks_of_pod not in ("1", *ONE_PER_GPU):
             raise LaunchError(f"PET_NPROC_PER_NODE={ranks_of_pod} needs deepy.py or torchrun to start a pod's ranks")
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)

@@ -75,7 +75,9 @@ def plan(
         elif host_nodes and (len(host_nodes) > 1 or args.force_multi or not is_this_machine(host_nodes[0].host)):
             run = _over_hosts(run, args, host_nodes, launcher, env)
         else:
-            nodes = _local_nodes(args, host_nodes, env)
+            listed = host_nodes[0] if host_nodes else None
+            ranks = listed.ranks if listed is not None and args.num_gpus is None else args.num_gpus
+            nodes = (Node(socket.gethostname(), *_local_ranks(args, env, listed, ranks)),)
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         is_single = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
@@ -95,31 +97,24 @@ def _launcher(args: "NeoXArgs") -> str:
     return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
 
 
-def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs that ranks of this machine may use; [] with `distributed_backend: gloo`."""
-    return [] if args.distributed_backend == "gloo" else visible_gpus(env)
+def _local_ranks(
+    args: "NeoXArgs", env: Mapping[str, str], listed: Node | None, ranks: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of ranks on this machine and their GPUs.
 
-
-def _local_nodes(args: "NeoXArgs", host_nodes: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
-    """Returns this machine with its ranks and GPUs, for a run that uses no other machine.
-
-    host_nodes: this machine in a hostfile, if one names it.
+    listed: this machine in a hostfile or `--hosts`, if one names it.
+    ranks: the requested number; None: one for each GPU.
     """
-    if host_nodes:  # include and exclude have chosen among its slots
-        ranks = host_nodes[0].ranks if args.num_gpus is None else args.num_gpus
-        count, devices = choose_ranks(_gpus(args, env), ranks, host_nodes[0].include())
-    else:
-        count, devices = choose_local_ranks(args, env, _gpus(args, env))
-    return (Node(socket.gethostname(), count, devices),)
+    gpus = [] if args.distributed_backend == "gloo" else visible_gpus(env)
+    if listed is not None:  # include and exclude have chosen among its slots
+        return choose_ranks(gpus, ranks, listed.include())
+    return choose_local_ranks(args, env, gpus, ranks)
 
 
 def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
     """Returns the plan for this machine, if the same command line is typed on each of several machines."""
     nodes, node = list(manual.nodes), manual.nodes[manual.node_rank]
-    if manual.in_host_list:
-        count, devices = choose_ranks(_gpus(args, env), node.ranks, node.include())
-    else:
-        count, devices = choose_local_ranks(args, env, _gpus(args, env), manual.ranks)
+    count, devices = _local_ranks(args, env, node if manual.in_host_list else None, manual.ranks)
     if len(nodes) == 1:
         return replace(run, nodes=(Node(nodes[0].host, count, devices),))
     nodes[manual.node_rank] = replace(node, ranks=count, devices=devices)

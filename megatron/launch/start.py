@@ -66,7 +66,7 @@ def launch(
             outcome = run_local(run, restarts, may_restart)
         else:
             outcome = run_node(run, rendezvous, restarts, may_restart)
-        if not outcome.repeatable or not may_restart:
+        if not outcome.repeatable or restarts == args.max_restarts:
             return _exit_code(args, outcome)
         restarts += 1
         say(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}")
