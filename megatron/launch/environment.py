@@ -43,14 +43,8 @@ class ProcessInfo:
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that torch.distributed (env://) reads. Slurm and MPI set
         variables of other names."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        names = ("rank", "world_size", "local_rank", "local_world_size", "master_addr", "master_port")
+        return {name.upper(): str(getattr(self, name)) for name in names}
 
 
 def process_info(

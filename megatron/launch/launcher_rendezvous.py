@@ -7,16 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron.distributed.store import (
-    EVERYWHERE,
-    StoreUnreachable,
-    claim,
-    host_store,
-    listening_address,
-    reach_store,
-    says_everywhere,
-    wait_for_arrivals,
-)
+from megatron.distributed import store
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.heartbeat import Heartbeat
@@ -80,12 +71,12 @@ class LauncherRendezvous:
         nonce = secrets.token_hex(8)
         described = json.dumps({"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce})
         try:
-            claimed = claim(self._store, f"{attempt}/node/{node}", described)
+            claimed = store.claim(self._store, f"{attempt}/node/{node}", described)
             if claimed is not None:
                 raise LaunchError(
                     f"node_rank {node} is used by host {json.loads(claimed)['host']} already; give each machine another"
                 )
-            if not wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
+            if not store.wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
                 present = ", ".join(self._name(peer) for peer in sorted(self._arrived))
                 raise LaunchError(
                     f"{self._missing()} of {count} did not join within {self._patience_s:.0f} s (here: {present}); "
@@ -196,10 +187,10 @@ class LauncherRendezvous:
     def _host_store(self) -> "TCPStore":
         port = self._run.master_port or 0
         try:
-            address = listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
-            if address == EVERYWHERE:
-                say(f"deepy.py: {says_everywhere(self._run.master_addr)}")
-            return host_store(address, port, STORE_S)
+            address = store.listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
+            if address == store.EVERYWHERE:
+                say(f"deepy.py: {store.says_everywhere(self._run.master_addr)}")
+            return store.host_store(address, port, STORE_S)
         except RuntimeError as problem:
             raise LaunchError(
                 f"master_port: port {port} cannot be used ({str(problem).splitlines()[0]}); set another on all machines"
@@ -212,8 +203,8 @@ class LauncherRendezvous:
             say(f"deepy.py: waiting for node 0 at {address}:{port} ({reason})")
 
         try:
-            return reach_store(address, port, self._patience_s, STORE_S, remind=remind)
-        except StoreUnreachable as problem:
+            return store.reach_store(address, port, self._patience_s, STORE_S, remind=remind)
+        except store.StoreUnreachable as problem:
             raise LaunchError(
                 f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}): start "
                 "deepy.py --node_rank 0 there, and check that no firewall blocks the port"

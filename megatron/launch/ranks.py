@@ -113,14 +113,9 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
     os.set_blocking(reader, False)
     try:
         process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=None if index == 0 else subprocess.DEVNULL,
-            stdout=writer,
-            stderr=writer,
-            start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),
-        )
+            list(command), env=dict(env), stdin=None if index == 0 else subprocess.DEVNULL, stdout=writer,
+            stderr=writer, start_new_session=True, preexec_fn=die_with_parent(signal.SIGKILL),
+        )  # fmt: skip
     except BaseException:
         os.close(reader)
         raise

@@ -107,13 +107,10 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    job_env = {
-        name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
-    }
+    kept = (name for name in env if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES)
+    job_env = {**{name: env[name] for name in kept}, SUBMITTING_JOB: number}
     try:
-        subprocess.run(
-            command, check=True, env={**job_env, SUBMITTING_JOB: number}, cwd=to_end_of_line("WorkDir", job) or None
-        )
+        subprocess.run(command, check=True, env=job_env, cwd=to_end_of_line("WorkDir", job) or None)
     except OSError as problem:
         raise LaunchError(
             f"this job cannot submit itself again: sbatch cannot be started on this node ({problem.strerror}); "

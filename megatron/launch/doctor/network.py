@@ -44,9 +44,8 @@ def peer_check(peer: str, port: int, timeout_s: float = 3.0) -> Check:
         socket.create_connection((address, number), timeout_s).close()
     except ConnectionRefusedError:
         finding = f"{address} answers and refuses: nothing listens at {number}"
-        return failed(
-            title, finding, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
-        )
+        advice = f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+        return failed(title, finding, advice)
     except TimeoutError:
         finding = f"{address} does not answer within {timeout_s:g} s"
         return failed(title, finding, "a firewall drops it, the machine is off, or the address is of another network")

@@ -88,14 +88,11 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
 
     several: whether the run has several machines. TCP sockets are then a warning.
     """
-    fast = [*network.slingshot, *network.infiniband]
     net, plugin = env.get("NCCL_NET"), env.get("NCCL_NET_PLUGIN")
     file = _plugin(plugin, network)
     provider = env.get("FI_PROVIDER")
-    set_here = ", ".join(
-        f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)
-    )
-    settings = f" ({set_here})" if set_here else ""
+    set_here = [f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)]
+    settings = f" ({', '.join(set_here)})" if set_here else ""
     advice = "its folder belongs into LD_LIBRARY_PATH (module load)"
     if plugin not in (None, "none") and file is None:
         return failed("transport", f"NCCL_NET_PLUGIN={plugin}: no such library", advice)
@@ -103,9 +100,8 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
         return failed("transport", f"NCCL_NET={net}: its plugin libnccl-net.so is not found", advice)
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
-            return warning(
-                "transport", f"plugin {file} over {provider}{settings}", "FI_PROVIDER=cxi on Slingshot, efa on AWS"
-            )
+            finding = f"plugin {file} over {provider}{settings}"
+            return warning("transport", finding, "FI_PROVIDER=cxi on Slingshot, efa on AWS")
         return Check("transport", "ok", f"plugin {file}{settings}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     if network.infiniband and not disabled and net != "Socket":
@@ -118,7 +114,7 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
             f"{tcp}, although Slingshot is here ({', '.join(network.slingshot)})",
             "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
         )
-    if fast:
+    if fast := [*network.slingshot, *network.infiniband]:
         return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
     if several:
         return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.launch.site import sbatch_options
 from megatron.operations.jobs.remedies import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
 
@@ -82,9 +83,7 @@ class SlurmStarter:
         return shlex.join(self._words(attempt))
 
     def _words(self, attempt: Attempt) -> list[str]:
-        site, options = self._site, [f"--nodes={self._nodes}"]
-        options += [f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}"] if "NEOX_GPUS_PER_NODE" in site else []
-        options += [f"--output={site['NEOX_LOG_DIR']}/%x-%j.out"] if "NEOX_LOG_DIR" in site else []
+        options = sbatch_options(self._nodes, self._site)
         options += [f"--exclude={','.join(attempt.exclude)}"] if attempt.exclude else []
         pairs = (*self._pairs, *attempt.pairs)
         return [

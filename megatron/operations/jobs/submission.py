@@ -221,11 +221,8 @@ def share_of_peak(row: Row) -> str:
     name = row.device or ""
     words = name.replace("-", " ").split()
     peak = next((value for model, value in PEAKS.items() if model in words), None)
-    if (
-        peak is None
-        or row.model_flops is None
-        or ("H100" in words and any(variant in name for variant in _DIFFERENT_PEAK))
-    ):
+    has_other_peak = "H100" in words and any(variant in name for variant in _DIFFERENT_PEAK)
+    if peak is None or row.model_flops is None or has_other_peak:
         return "share of peak unknown: set peak_theoretical_tflops"
     return f"{row.model_flops / (peak * 1e12):.1%} of peak ({peak:g} dense bf16 TFLOP/s of {name})"
 

@@ -9,22 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from bokeh.models import (
-    BasicTicker,
-    BasicTickFormatter,
-    BoxZoomTool,
-    ColumnDataSource,
-    CustomJSHover,
-    FixedTicker,
-    HoverTool,
-    LinearColorMapper,
-    NumeralTickFormatter,
-    PanTool,
-    Range1d,
-    ResetTool,
-    WheelZoomTool,
-)
-from bokeh.models.annotations import ColorBar, Legend, LegendItem
+from bokeh import models
 from bokeh.plotting import figure
 
 from megatron.operations.report.curves import Curve, Plot
@@ -67,21 +52,21 @@ class PlotModels:
     models: tuple[Any, ...]
 
 
-def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> Range1d:
+def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models.Range1d:
     """Returns the range of iterations that covers all plots and maps. Needs at least one plot."""
     curves = [curve for plot in plots for curve in plot.curves]
     low = min(float(curve.iterations[0]) for curve in curves)
     high = max(float(curve.iterations[-1]) for curve in curves)
     room = 0.02 * (high - low) or 1.0
     ends = [load_map.first_iteration + (load_map.codes.shape[-1] - 0.5) * load_map.step for load_map in maps]
-    return Range1d(
+    return models.Range1d(
         start=min([low - room, *(load_map.first_iteration - 0.5 * load_map.step for load_map in maps)]),
         end=max([high + room, *ends]),
     )
 
 
 def draw(
-    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: Range1d | None = None
+    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: models.Range1d | None = None
 ) -> list[PlotModels]:
     """Draws the plots; their models are named `plot-0`, `plot-0-log` and so on.
 
@@ -95,23 +80,23 @@ def draw(
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
         has_log = plot.title.partition(":")[0] == "Loss" and all((curve.values > 0).all() for curve in plot.curves)
-        models = []
+        drawn = []
         for scale in SCALES if has_log else SCALES[:1]:
             model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale)
             model.name = f"plot-{number}" if scale == "linear" else f"plot-{number}-log"
             model.visible = scale == "linear"
-            models.append(model)
-        plot_models.append(PlotModels(plot, tuple(models)))
+            drawn.append(model)
+        plot_models.append(PlotModels(plot, tuple(drawn)))
     return plot_models
 
 
-def _source(curve: Curve) -> ColumnDataSource:
+def _source(curve: Curve) -> models.ColumnDataSource:
     """The points of a curve as 32-bit arrays, which bokeh embeds unchanged."""
     columns = {"x": curve.iterations.astype(np.int32), "y": curve.values.astype(np.float32)}
-    return ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
+    return models.ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
 
 
-def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kind, ColumnDataSource]]:
+def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kind, models.ColumnDataSource]]:
     """Yields (index of the run, kind, bokeh source with positions and texts) of events to draw."""
     for run, run_events in enumerate(events):
         for kind in EVENTS:
@@ -120,32 +105,32 @@ def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kin
             if selected:
                 texts = [f"{event.text} ({event.timestamp})" if event.timestamp else event.text for event in selected]
                 data = {"x": [event.iteration for event in selected], "text": texts}
-                yield run, kind, ColumnDataSource(data, name=f"event {kind}")
+                yield run, kind, models.ColumnDataSource(data, name=f"event {kind}")
 
 
-def _empty_figure(iteration_range: Range1d, y_label: str | None, grid_color: str | None, **options: Any) -> Any:
+def _empty_figure(iteration_range: models.Range1d, y_label: str | None, grid_color: str | None, **options: Any) -> Any:
     """Returns a bokeh figure over iterations, with the tools of every plot. options: passed to bokeh."""
+    tools = [models.PanTool(), models.BoxZoomTool(), models.WheelZoomTool(dimensions="width"), models.ResetTool()]
     empty: Any = figure(
-        sizing_mode="stretch_width", x_range=iteration_range, min_border_right=12, active_drag="auto",
-        tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], toolbar_location="right",
-        x_axis_label="iteration", y_axis_label=y_label, **options,
+        sizing_mode="stretch_width", x_range=iteration_range, min_border_right=12, active_drag="auto", tools=tools,
+        toolbar_location="right", x_axis_label="iteration", y_axis_label=y_label, **options,
     )  # fmt: skip
     empty.toolbar.logo, empty.toolbar.autohide = None, True
-    empty.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    empty.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
     empty.grid.grid_line_color, empty.outline_line_color = grid_color, None
     return empty
 
 
 def _figure(
-    plot: Plot, sources: Sequence[ColumnDataSource], iteration_range: Range1d,
-    events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: Scale,
+    plot: Plot, sources: Sequence[models.ColumnDataSource], iteration_range: models.Range1d,
+    events: Sequence[tuple[int, Kind, models.ColumnDataSource]], several: bool, scale: Scale,
 ) -> Any:  # fmt: skip
     """Returns the bokeh figure of one plot. Its models of events are named `event KIND`.
 
     several: whether there are several runs; then colours stand for runs, else for metrics."""
     plot_figure = _empty_figure(iteration_range, plot.unit or None, grid_color="#e8eaed", y_axis_type=scale)
     if scale == "linear":
-        plot_figure.yaxis.formatter = BasicTickFormatter(power_limit_high=9)
+        plot_figure.yaxis.formatter = models.BasicTickFormatter(power_limit_high=9)
     spans = []
     for run, kind, source in events:
         _, color, dash = EVENTS[kind]
@@ -162,7 +147,7 @@ def _figure(
         if curve.mean is not None:  # the thinned curve is then a band that would hide other curves
             parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
             columns = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
-            mean = ColumnDataSource(columns, name="mean")
+            mean = models.ColumnDataSource(columns, name="mean")
             mean_line = plot_figure.line("x", "y", source=mean, line_color=color, line_width=2, level="annotation")
             parts.insert(0, mean_line)
         if len(curve.values) <= MARKED_POINTS:
@@ -173,7 +158,7 @@ def _figure(
         plot_figure.add_tools(_hover(spans, EVENT))
     values = np.concatenate([curve.values for curve in plot.curves])
     if scale == "log":  # bokeh computes no range for a plot that is hidden at first
-        plot_figure.y_range = Range1d(values.min() / 1.05, values.max() * 1.05)
+        plot_figure.y_range = models.Range1d(values.min() / 1.05, values.max() * 1.05)
     elif values.min() == values.max():  # bokeh's default would be an axis from value - 1 to value + 1
         plot_figure.y_range.default_span = 0.2 * abs(float(values[0])) or 1.0
     legend, rows = _legend(lines)
@@ -182,8 +167,8 @@ def _figure(
     return plot_figure
 
 
-def _hover(renderers: list[Any], tips: Sequence[tuple[str, str]]) -> HoverTool:
-    return HoverTool(renderers=renderers, tooltips=list(tips), formatters={"@y": "printf"}, visible=False)
+def _hover(renderers: list[Any], tips: Sequence[tuple[str, str]]) -> models.HoverTool:
+    return models.HoverTool(renderers=renderers, tooltips=list(tips), formatters={"@y": "printf"}, visible=False)
 
 
 def _escape_columns(text: str) -> str:
@@ -197,8 +182,8 @@ def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
     A click on an entry hides its curve."""
     longest = max(len(label) for label in entries) + 6  # the line beside it
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
-    items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
-    legend = Legend(
+    items = [models.LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
+    legend = models.Legend(
         items=items, ncols=columns, orientation="horizontal", location="top_left", click_policy="hide",
         border_line_color=None, padding=2,  # type: ignore[arg-type] # bokeh's stubs have no plain number
         spacing=8, margin=2, label_text_font_size="12px", glyph_height=14, glyph_width=18,
@@ -206,7 +191,7 @@ def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
     return legend, -(-len(items) // columns)
 
 
-def draw_maps(maps: Sequence[LoadMap], iteration_range: Range1d) -> list[Any]:
+def draw_maps(maps: Sequence[LoadMap], iteration_range: models.Range1d) -> list[Any]:
     """A figure for each map, named `load-0` and so on. Its renderers are named `layer N`; the first is
     visible. iteration_range: shared by all plots."""
     return [_map_figure(f"load-{number}", load_map, iteration_range) for number, load_map in enumerate(maps)]
@@ -224,34 +209,34 @@ def palette() -> list[str]:
     return colors
 
 
-def _map_figure(name: str, load_map: LoadMap, iteration_range: Range1d) -> Any:
+def _map_figure(name: str, load_map: LoadMap, iteration_range: models.Range1d) -> Any:
     _, experts, columns = load_map.codes.shape
     map_figure = _empty_figure(
-        iteration_range, "expert", grid_color=None, name=name, y_range=Range1d(start=-0.5, end=experts - 0.5),
+        iteration_range, "expert", grid_color=None, name=name, y_range=models.Range1d(start=-0.5, end=experts - 0.5),
         height=min(max(_SHORT, _ROW * experts), _TALL) + _MARGINS,
     )  # fmt: skip
-    map_figure.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
-    colors = LinearColorMapper(palette=palette(), low=0.5, high=CODES + 0.5, low_color=IDLE)
+    map_figure.yaxis.ticker = models.BasicTicker(min_interval=1, num_minor_ticks=0)
+    colors = models.LinearColorMapper(palette=palette(), low=0.5, high=CODES + 0.5, low_color=IDLE)
     for layer, codes in zip(load_map.layers, load_map.codes, strict=True):
         left, width = load_map.first_iteration - load_map.step / 2, columns * load_map.step
         place = {"x": [left], "y": [-0.5], "dw": [width], "dh": [experts]}
-        source = ColumnDataSource({"image": [codes], **place}, name="load")
+        source = models.ColumnDataSource({"image": [codes], **place}, name="load")
         image = map_figure.image("image", "x", "y", "dw", "dh", source=source, color_mapper=colors)
         image.name, image.visible = f"layer {layer}", layer == load_map.layers[0]
     map_figure.add_tools(_load_hover())
     ticks: dict[Any, Any] = {code_of(load): text for load, text in _NAMES.items()}
-    bar = ColorBar(
+    bar = models.ColorBar(
         color_mapper=colors, width=10, padding=4, border_line_color=None,
-        ticker=FixedTicker(ticks=list(ticks)), major_label_overrides=ticks,
+        ticker=models.FixedTicker(ticks=list(ticks)), major_label_overrides=ticks,
     )  # fmt: skip
     map_figure.add_layout(bar, "right")
     return map_figure
 
 
-def _load_hover() -> HoverTool:
+def _load_hover() -> models.HoverTool:
     """A tooltip that computes the load from its colour's code, exact to 1 %."""
     place = f"(value - 1) / {CODES - 1} * {2 * OCTAVES} - {OCTAVES}"
     bounds = f"value == 1 ? 'at most {2**-OCTAVES}' : value == {CODES} ? 'at least {2**OCTAVES}'"
     code = f"return value == 0 ? 'no token' : {bounds} : Math.pow(2, {place}).toFixed(2)"
     tips = [("iteration", "$x{0,0}"), ("expert", "$y{0}"), ("load", "@image{custom}")]
-    return HoverTool(tooltips=tips, formatters={"@image": CustomJSHover(code=code)}, visible=False)
+    return models.HoverTool(tooltips=tips, formatters={"@image": models.CustomJSHover(code=code)}, visible=False)

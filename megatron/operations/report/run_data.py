@@ -18,23 +18,9 @@ from numpy.typing import NDArray
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.operations.report.router_loads import RouterLoad, read_load
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
+from megatron.process import run_files
 from megatron.process.metrics_file import POSITION, ROLLOUTS_FILE, read_lines
-from megatron.process.run_files import (
-    DATA_SHAPE,
-    MANIFEST_SHAPE,
-    Problems,
-    Shape,
-    Unfit,
-    any_value,
-    count,
-    fields_of,
-    map_of,
-    number,
-    open_file,
-    parse,
-    read_fields,
-    text,
-)
+from megatron.process.run_files import Problems, Unfit, fields_of, open_file, parse, read_fields, text
 
 Numbers = NDArray[np.float64]
 MAX_GENERATIONS = 6  # generations, the first and the last among them
@@ -179,12 +165,12 @@ def _checkpoints(save: Path | None, problems: Problems) -> Iterator[Checkpoint]:
         if not re.fullmatch(r"[0-9]{1,18}", step) or not folder.is_dir():
             continue
         file = folder / "manifest.json"
-        manifest = read_fields(file, MANIFEST_SHAPE, problems)
+        manifest = read_fields(file, run_files.MANIFEST_SHAPE, problems)
 
         def note(name: str, reason: str, file: Path = file) -> None:
             problems.note(file, f"data.{name}", reason)
 
-        manifest["data"] = fields_of(manifest.get("data") or {}, DATA_SHAPE, note)
+        manifest["data"] = fields_of(manifest.get("data") or {}, run_files.DATA_SHAPE, note)
         yield Checkpoint(int(step), manifest)
 
 
@@ -246,8 +232,9 @@ def _message_text(value: Any) -> str:
     return text("\n".join(f"{message.get('role')}: {message.get('content')}" for message in value))
 
 
-_SHAPE: Shape = {
-    "iteration": count, "generation": any_value, "reward": number, "rewards": map_of(number),
+_SHAPE: run_files.Shape = {
+    "iteration": run_files.count, "generation": run_files.any_value,
+    "reward": run_files.number, "rewards": run_files.map_of(run_files.number),
     "prompt": _message_text, "completion": _message_text, "messages": _message_text,
 }  # fmt: skip
 
