@@ -150,9 +150,8 @@ def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callab
     run."""
     if size == 1:
         return [work()]
-    local_outcome: tuple[object, object] = (None, None)
     try:
-        local_outcome = (work(), None)
+        local_outcome: tuple[object, object] = (work(), None)
     except Exception as problem:  # raised on all ranks below
         local_outcome = (None, problem)
     outcomes: list[tuple[object, object]] = [local_outcome] * size

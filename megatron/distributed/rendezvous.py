@@ -88,8 +88,8 @@ class Rendezvous:
         world_size = self._process.world_size
         if not store.wait_for_arrivals(self._arrived, world_size, patience_s, self._pause_s, self._remind):
             self.abort(
-                f"{self._describe_missing()} within {self._timeout_s:g} s of the latest arrival (rendezvous_timeout_s): "
-                "they ended earlier (see their output), were not started, or do not reach that address"
+                f"{self._describe_missing()} within {self._timeout_s:g} s of the latest arrival (rendezvous_timeout_s)"
+                ": they ended earlier (see their output), were not started, or do not reach that address"
             )
 
     def rank_infos(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron.distributed import store
+import megatron.distributed.store as store
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.heartbeat import Heartbeat
