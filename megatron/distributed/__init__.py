@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.distributed.process_group import (
         World,
+        check_transport,
         configure_logging,
         init_process_group,
         on_rank_zero,
@@ -21,17 +22,15 @@ if TYPE_CHECKING:
     )
     from megatron.distributed.rendezvous import Process, StartError
     from megatron.distributed.startup_checks import rendezvous_and_check
-    from megatron.distributed.transport import check_transport
     from megatron.distributed.watchdog import Watchdog
 
 _MODULES = {
     "process_group": (
-        "World", "configure_logging", "init_process_group", "on_rank_zero", "run_on_all_ranks", "run_on_all_ranks_of",
-        "run_on_each_rank",
+        "World", "check_transport", "configure_logging", "init_process_group", "on_rank_zero", "run_on_all_ranks",
+        "run_on_all_ranks_of", "run_on_each_rank",
     ),
     "rendezvous": ("Process", "StartError"),
     "startup_checks": ("rendezvous_and_check",),
-    "transport": ("check_transport",),
     "watchdog": ("Watchdog",),
 }  # fmt: skip
 __all__ = [

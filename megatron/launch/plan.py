@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    script: str | Path,
-    args: "NeoXArgs",
-    script_args: Sequence[str] = (),
-    node_rank: int | None = None,
-    hosts: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    args_file: Path | None = None,
-) -> Run:
+    script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = (), node_rank: int | None = None,
+    hosts: Sequence[str] = (), env: Mapping[str, str] | None = None, args_file: Path | None = None,
+) -> Run:  # fmt: skip
     """Returns the plan of a run: which ranks start where, and with which command. Nothing is written or
     started.
 

@@ -21,7 +21,6 @@ from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
 from megatron.process import run_files, say
-from megatron.process.run_files import Problems
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -161,7 +160,7 @@ def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
 def read_status(args: "NeoXArgs") -> dict[str, Any]:
     """Returns the run's status.json; {} if it does not exist. If it cannot be read, also prints a warning."""
     for _ in range(3):  # another node may have written it a moment ago
-        problems = Problems()
+        problems = run_files.Problems()
         status = run_files.read_status(Path(args.save_dir or ""), problems)
         if status:
             break

@@ -76,9 +76,8 @@ class RunFolder:
                 read_object(path)  # refuses other things than files, and deep nesting
                 return NeoXArgs.from_json(path.read_text(encoding="utf-8"))
             except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                self.problems.note(
-                    path, "", f"not a configuration that this version can read ({type(problem).__name__})"
-                )
+                reason = f"not a configuration that this version can read ({type(problem).__name__})"
+                self.problems.note(path, "", reason)
         return None
 
 

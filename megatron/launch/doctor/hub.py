@@ -12,7 +12,6 @@ from megatron.launch.doctor.check import Check, failed, warning
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-_CACHE = "models--{}/snapshots"
 
 
 def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> Check:
@@ -25,7 +24,8 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     repository, _, revision = name.partition("@")
     token, place = find_token(env)
     token_note = f"token found in {place}" if token else "no token found"
-    cached = list((_home(env) / "hub" / _CACHE.format(repository.replace("/", "--"))).glob("*/config.json"))
+    in_cache = f"hub/models--{repository.replace('/', '--')}/snapshots"
+    cached = list((_home(env) / in_cache).glob("*/config.json"))
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")

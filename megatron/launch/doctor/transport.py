@@ -73,13 +73,10 @@ def nccl_check(torch_nccl: Nccl | None, env: Mapping[str, str], loaded: Sequence
         if torch_nccl is not None and torch_nccl.version and version and version < torch_nccl.version:
             finding = f"{Nccl(version)} ({file}) is loaded, older than the {torch_nccl} that torch was built with"
             return failed("nccl", finding, preload)
-    if site is not None and site.file and choice.preload == site.file and not _is_loaded(site.file, loaded):
+    loaded_files = {Path(file).resolve() for file in loaded}
+    if site is not None and site.file == choice.preload and site.file and Path(site.file).resolve() not in loaded_files:
         return warning("nccl", f"{choice.description}, is not loaded", preload)
     return Check("nccl", "ok", choice.description)
-
-
-def _is_loaded(file: str, loaded: Sequence[str]) -> bool:
-    return str(Path(file).resolve()) in [str(Path(path).resolve()) for path in loaded]
 
 
 def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:

@@ -90,12 +90,9 @@ class Slurm:
     """
 
     def __init__(
-        self,
-        site: Mapping[str, str],
-        say: Callable[[str], None],
-        env: Mapping[str, str] = os.environ,
+        self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ,
         answers_s: float = ANSWERS_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """answers_s: seconds that each command of Slurm may take."""
         self._site, self._say, self._env, self._answers_s = site, say, dict(env), answers_s
         self._has_accounting = True

@@ -114,8 +114,7 @@ class LocalStarter:
         return str(process.pid)
 
     def announce(self, number: str) -> str:
-        ending = f"python tools/jobs.py cancel {self._save}" if self._save is not None else f"kill {number}"
-        return f"started process {number}; this ends it: {ending}"
+        return f"started process {number}; this ends it: {cancel_command(number, self._save)}"
 
     def job(self, number: str) -> Job:
         process, log, started = self._processes[number]
@@ -142,3 +141,8 @@ class LocalStarter:
         pairs = (*self._pairs, *attempt.pairs)
         script = [sys.executable, "-u", str(install_root() / "deepy.py"), str(install_root() / "train.py")]
         return [*script, *self._configs, *(("--set", *pairs) if pairs else ())]
+
+
+def cancel_command(number: str, save: str | Path | None) -> str:
+    """Returns the command that ends a run of this machine. save: its folder; None if it has none (yet)."""
+    return f"python tools/jobs.py cancel {save}" if save is not None else f"kill {number}"

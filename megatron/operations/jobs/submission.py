@@ -15,7 +15,7 @@ from megatron.operations.jobs.joblog import last_lines
 from megatron.operations.jobs.overview import Row, row_of
 from megatron.operations.jobs.remedies import Attempt, remedy
 from megatron.operations.jobs.scheduler import Slurm
-from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter
+from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter, cancel_command
 from megatron.operations.jobs.table import duration
 from megatron.operations.jobs.verdict import STALE
 
@@ -71,14 +71,9 @@ def submit(
 
 
 def start_and_watch(
-    starter: Starter,
-    request: Request,
-    args: "NeoXArgs",
-    slurm: Slurm,
-    site: Mapping[str, str],
-    succeed: Callable[[str], None],
-    say: Callable[[str], None],
-) -> int:
+    starter: Starter, request: Request, args: "NeoXArgs", slurm: Slurm, site: Mapping[str, str],
+    succeed: Callable[[str], None], say: Callable[[str], None],
+) -> int:  # fmt: skip
     """Starts a run with a valid configuration, watches it, and retries safe failures. Returns `submit`'s
     codes, or INTERRUPTED after Ctrl-C, which ends the watching and not the run."""
     attempt, remedies_tried = Attempt(), list[str]()
@@ -247,7 +242,8 @@ def write_report(
     if row.progress is not None:
         parts.append(f"reached  iteration {row.progress.iteration} of {row.progress.total}")
     if job.is_active:
-        parts.append(f"it is still running; this ends it: {_cancel_command(row)}")
+        ending = cancel_command(job.id, row.save if job.local else job.id)
+        parts.append(f"it is still running; this ends it: {ending}")
     parts += ["", "evidence in the log"]
     parts += [f"  {line[:_WIDTH]}" for line in failure.lines or verdict.error_lines or ("nothing: there is no log",)]
     parts += ["", "what was tried"]
@@ -264,9 +260,3 @@ def write_report(
         except OSError:
             continue
     return Path("(written nowhere)"), text
-
-
-def _cancel_command(row: Row) -> str:
-    if row.job.local and row.save is None:  # it has not created its folder yet
-        return f"kill {row.job.id}"
-    return f"python tools/jobs.py cancel {row.save if row.job.local else row.job.id}"

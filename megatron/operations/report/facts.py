@@ -28,7 +28,9 @@ class ConfigRow:
 def summary_facts(run: Run) -> Facts:
     """The state of a run, from its status, its summary and its last rows."""
     status, summary = run.status, run.summary
-    iteration, total = _iteration(run), status.get("train_iters") or summary.get("train_iters")
+    # Rows may be ahead of status.json, which is written less often.
+    iteration = max(int(_last(run, "iterations") or 0), int(status.get("iteration") or 0))
+    total = status.get("train_iters") or summary.get("train_iters")
     best, speed = summary.get("best"), summary.get("tokens_per_sec")
     if speed is None and "runtime/tokens_per_sec" in run.series:
         speed = run.series["runtime/tokens_per_sec"].values[-1]
@@ -82,7 +84,7 @@ def data_facts(run: Run) -> Facts:
     if not run.checkpoints:
         return _facts(*paths)
     manifest = run.checkpoints[-1].manifest
-    data = manifest["data"]
+    data, samples = manifest["data"], manifest.get("consumed_samples")
     laid_out = (data.get("laid_out") or {}).items()
     counts = (f"{name} {sum(ends[-1] for ends in members if ends):,}" for name, members in laid_out)
     return _facts(
@@ -91,7 +93,7 @@ def data_facts(run: Run) -> Facts:
         ("samples laid out", ", ".join(counts)),
         ("digest of samples read", data.get("consumed_sha256")),
         ("digest of the tokenizer", manifest.get("tokenizer")),
-        ("samples read at the last save", _count(manifest.get("consumed_samples"))),
+        ("samples read at the last save", f"{samples:,}" if samples is not None else None),
     )
 
 
@@ -125,11 +127,6 @@ def _status(run: Run) -> str:
     reason = run.status.get("reason") or ""
     timestamp = local_time(run.status.get("time"))
     return f"{status}{': ' if reason else ''}{reason}{f' ({timestamp})' if timestamp else ''}"
-
-
-def _iteration(run: Run) -> int:
-    """The last iteration; rows may be ahead of status.json, which is written less often."""
-    return max(int(_last(run, "iterations") or 0), int(run.status.get("iteration") or 0))
 
 
 def _last(run: Run, column: str) -> float | None:

@@ -59,10 +59,8 @@ def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models
     high = max(float(curve.iterations[-1]) for curve in curves)
     room = 0.02 * (high - low) or 1.0
     ends = [load_map.first_iteration + (load_map.codes.shape[-1] - 0.5) * load_map.step for load_map in maps]
-    return models.Range1d(
-        start=min([low - room, *(load_map.first_iteration - 0.5 * load_map.step for load_map in maps)]),
-        end=max([high + room, *ends]),
-    )
+    starts = [load_map.first_iteration - 0.5 * load_map.step for load_map in maps]
+    return models.Range1d(start=min([low - room, *starts]), end=max([high + room, *ends]))
 
 
 def draw(
