@@ -13,7 +13,7 @@ from megatron.methods.reinforcement.judging import compare
 from megatron.methods.reinforcement.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives.preference import DIFFERENCE
-from megatron.operations.report.rollout_rows import read_rollouts
+from megatron.operations.report.run_data import read_rollouts
 from megatron.process.run_files import Problems
 from tests.marks import with_more
 from tests.methods.reinforcement import toy
