@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.data.errors import DataError
 from megatron.data.files import temporary
@@ -19,10 +19,6 @@ from megatron.neox_arguments.optional_packages import import_optional
 FORMATS = ("jsonl", "jsonl.zst", "jsonl.gz", "parquet")
 _ROWS_OF_A_GROUP = 10_000
 Write = Callable[[Mapping[str, Any]], None]
-
-
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> Any: ...
 
 
 @contextlib.contextmanager
@@ -111,7 +107,7 @@ def _refused() -> Iterator[None]:
 def _json_lines(path: Path, kind: str) -> Iterator[Write]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "wb"))
-        sink: _Sink = file
+        sink: Any = file
         if kind == "jsonl.gz":  # no time and no name in it
             sink = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
         elif kind == "jsonl.zst":

@@ -166,7 +166,7 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
                 raise Killed
         os.rename(old_path, new_path)
 
-    monkeypatch.setattr("megatron.data.cleaning.output_folder.os.replace", replace)
+    monkeypatch.setattr("megatron.data.cleaning.publishing.os.replace", replace)
     for number in (2, 4, 3):  # the last is the metadata
         moved.clear()
         kill_at = number
