@@ -68,13 +68,10 @@ def find_repeats(work: Work, parts: int, stage: str, hashed: str, scope: str) ->
         count += len(repeats)
         repeats = repeats[np.argsort(repeats["document"], kind="stable")]
         part_numbers = (repeats["document"] >> np.uint64(32)).astype(np.int64)
-        numbers = np.unique(part_numbers)
-        bounds = zip(
-            np.searchsorted(part_numbers, numbers), np.searchsorted(part_numbers, numbers, "right"), strict=True
-        )
-        for part, (begin, end) in zip(numbers.tolist(), bounds, strict=True):
+        numbers, first_index = np.unique(part_numbers, return_index=True)
+        for part, records in zip(numbers.tolist(), np.split(repeats, first_index[1:]), strict=False):
             with open(work.file(stage, part, scope), "ab") as file:
-                file.write(repeats[begin:end].tobytes())
+                file.write(records.tobytes())
     return {"pieces": count}
 
 
@@ -156,8 +153,8 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
     Returns the number of documents without shingles.
     """
     method = work.minhash
-    rows, keys = list[int](), list[np.ndarray]()
-    values_by_batch, counts_by_batch = list[np.ndarray](), list[np.ndarray]()
+    rows, keys = list[int](), [np.empty((0, method.bands), np.uint64)]
+    values_by_batch, counts_by_batch = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
     candidates = (candidate for candidate in after_exact(work, part) if candidate.reason is None)
     while batch := list(islice(candidates, _TEXTS_AT_ONCE)):
         rows += [candidate.row for candidate in batch]
@@ -167,11 +164,11 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
         else:
             values_by_batch.append(values)
         counts_by_batch.append(counts)
-    numbers, counts = np.array(rows, np.int64), np.concatenate([np.empty(0, np.int64), *counts_by_batch])
+    numbers, counts = np.array(rows, np.int64), np.concatenate(counts_by_batch)
     if sign:
-        _write_bands(work, part, numbers, counts, np.concatenate(keys) if keys else None)
+        _write_bands(work, part, numbers, counts, np.concatenate(keys))
     else:
-        values = np.concatenate([np.empty(0, np.int32), *values_by_batch])
+        values = np.concatenate(values_by_batch)
         np.savez(work.file(MINHASH, part, "shingles.npz"), values=values, counts=counts, rows=numbers)
     return {"without": int((counts == 0).sum())}
 
@@ -188,7 +185,7 @@ def sign_on_device(work: Work, part: int, device: str) -> None:
     path.unlink()
 
 
-def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> None:
+def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> None:
     """Write a part's band keys as a sorted run for each band, with the first document of each key.
 
     Edges from it to the other documents of the key go to edges.npy, so many copies need few records.
@@ -200,7 +197,7 @@ def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, ke
     has_shingles, edges = counts > 0, [np.empty((0, 2), np.uint64)]
     documents = document_numbers(part, rows[has_shingles])
     for band in range(method.bands):
-        keys_of_band = keys[has_shingles, band] if keys is not None else np.empty(0, np.uint64)
+        keys_of_band = keys[has_shingles, band]
         order = np.argsort(keys_of_band, kind="stable")
         keys_of_band, numbers = keys_of_band[order], documents[order]
         if method.jaccard is None:

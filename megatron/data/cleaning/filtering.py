@@ -69,7 +69,7 @@ def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any
         write_hashes(work, FILTERED, part, "document", enumerate(texts))
     np.save(work.file(FILTERED, part, "chars.npy"), np.array([len(text) for text in texts], np.int64))
     np.save(work.file(FILTERED, part, "worth.npy"), np.array(worth, np.float64))
-    for name, counts in edits.by_name().items():
+    for name, counts in edits.named_counts().items():
         account.detail(name, counts)
     return {
         "kept": len(texts), "disk_bytes": sum(shard.disk_bytes for shard in shards), "account": account.as_dict(),

@@ -26,36 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.cleaning import deduplication, publishing
 from megatron.data.cleaning.accounts import Account
 from megatron.data.cleaning.decontamination import write_runs
-from megatron.data.cleaning.deduplication import (
-    EXACT,
-    MINHASH,
-    PIECES,
-    choose,
-    find_pairs,
-    find_repeats,
-    sign_on_device,
-    similar_pairs,
-    write_bands,
-    write_pieces,
-    write_shingle_sets,
-)
+from megatron.data.cleaning.deduplication import EXACT, MINHASH, PIECES
 from megatron.data.cleaning.filtering import FILTERED, cleaner_of, filter_part
 from megatron.data.cleaning.page import write_page
 from megatron.data.cleaning.plan import EVALUATION, FORMAT, CleaningOptions, Work, parts_of
-from megatron.data.cleaning.publishing import (
-    PAGE,
-    PUBLISHED,
-    SETS,
-    WORK,
-    check_target,
-    file_name,
-    publish,
-    slices_of_files,
-    text_of_document,
-    write_files,
-)
+from megatron.data.cleaning.publishing import PAGE, PUBLISHED, SETS, WORK, file_name
 from megatron.data.cleaning.row_files import unified_schema
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, write_json
@@ -104,7 +82,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class _FilteredPart:
-    """What later passes need of the filtering of a part: how many documents stay, and their Arrow schema."""
+    """A filtered part: the number of documents that stay, and for Parquet their schema in hexadecimal."""
 
     num_documents: int
     schema: str | None
@@ -147,7 +125,7 @@ def clean(
     """
     versions = [[file.version() for file in group] for group in (files, evaluation)]
     identity = digest([FORMAT, shards.CHUNK_BYTES, options.describe(), versions, _libraries()])
-    metadata = check_target(target, identity, [*files, *evaluation], overwrite)
+    metadata = publishing.check_target(target, identity, [*files, *evaluation], overwrite)
     if metadata is not None:
         account = Account.from_dict(metadata["account"])
         return CleaningResult(
@@ -202,7 +180,7 @@ class _Job:
         if options.minhash is not None:
             self._near_duplicates(filtered)
         if options.piece_scopes:
-            for _ in self._over_documents("paragraphs and lines", PIECES, filtered, write_pieces):
+            for _ in self._over_documents("paragraphs and lines", PIECES, filtered, deduplication.write_pieces):
                 pass
             self.facts["pieces"] = self._find_repeats(PIECES, PIECES, options.piece_scopes, parts)
         documents, chars, count = self._write(filtered, account)
@@ -250,7 +228,7 @@ class _Job:
         progress = self._begin(PassProgress(f"exact {', '.join(scopes)}", len(scopes)))
         counts = {}
         for scope in scopes:
-            call = partial(find_repeats, self.work, parts, stage, hashed, scope)
+            call = partial(deduplication.find_repeats, self.work, parts, stage, hashed, scope)
             counts[scope] = self._run_once(stage, f"found-{scope}", call)["pieces"]
             self._step(progress, 1, 0, False)
         return counts
@@ -268,22 +246,23 @@ class _Job:
 
     def _near_duplicates(self, filtered: Sequence[_FilteredPart]) -> None:
         work, parts, method = self.work, len(filtered), self.work.minhash
-        num_too_short = 0
-        results = self._over_documents("minhash", MINHASH, filtered, write_bands, self.resources.device is None)
+        num_too_short, device = 0, self.resources.device
+        results = self._over_documents("minhash", MINHASH, filtered, deduplication.write_bands, device is None)
         for part, values in enumerate(results):
             if work.file(MINHASH, part, "shingles.npz").exists():  # maybe of an earlier run with a device
-                sign_on_device(work, part, self.resources.device or "cpu")
+                deduplication.sign_on_device(work, part, device or "cpu")
             num_too_short += values["without"]
         bands = self._begin(PassProgress("clusters", method.bands))
 
         def cluster() -> dict[str, Any]:
-            pairs = find_pairs(work, parts, lambda done: self._step(bands, done - bands.done, 0, False))
+            pairs = deduplication.find_pairs(work, parts, lambda done: self._step(bands, done - bands.done, 0, False))
             if method.jaccard is not None:
                 np.save(work.folder / MINHASH / "paired.npy", np.unique(pairs))
-                for _ in in_order(write_shingle_sets, ((work, part) for part in range(parts)), self.resources.workers):
+                tasks = ((work, part) for part in range(parts))
+                for _ in in_order(deduplication.write_shingle_sets, tasks, self.resources.workers):
                     pass
-                pairs = similar_pairs(work, pairs, parts)
-            return choose(work, pairs, parts)
+                pairs = deduplication.similar_pairs(work, pairs, parts)
+            return deduplication.choose(work, pairs, parts)
 
         too_short = {"too_short_for_a_shingle": num_too_short}
         self.facts["minhash"] = self._run_once(MINHASH, "clusters", cluster) | too_short
@@ -292,21 +271,22 @@ class _Job:
         """Write the output files. Return documents and characters by set, and the number of files of each
         set."""
         work = self.work
-        files = slices_of_files(work, len(filtered))
+        files = publishing.slices_of_files(work, len(filtered))
         schema = None
         if work.options.format == "parquet":
             schemas = [bytes.fromhex(part.schema) for part in filtered if part.schema is not None]
             schema = unified_schema(schemas).hex() if schemas else None
-        progress = self._begin(PassProgress("write", len(files)))
-        tasks = (partial(write_files, work, number, len(files), slices, schema) for number, slices in enumerate(files))
+        write, count = publishing.write_files, len(files)
+        progress = self._begin(PassProgress("write", count))
+        tasks = (partial(write, work, number, count, slices, schema) for number, slices in enumerate(files))
         documents, chars = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
         for values, was_done in self._run_tasks(PUBLISHED, tasks):
             account.add(Account.from_dict(values["account"]))
-            for name, count in values["documents"].items():
-                documents[name] += count
+            for name, number in values["documents"].items():
+                documents[name] += number
                 chars[name] += values["chars"].get(name, 0)
             self._step(progress, 1, sum(values["documents"].values()), was_done)
-        return documents, chars, len(files)
+        return documents, chars, count
 
     def _run_tasks(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Run the tasks of a pass in the workers. Yield, for each task in order, its result and whether an
@@ -352,7 +332,7 @@ class _Job:
             for name in (file_name("duplicates", number, count, "jsonl.zst") for number in range(count)):
                 moves[f"rejected/{name}"] = folder / name
         retained_texts = {
-            sample.duplicate_of: text_of_document(self.work, sample.duplicate_of)
+            sample.duplicate_of: publishing.text_of_document(self.work, sample.duplicate_of)
             for samples in account.samples.values() for sample in samples if sample.duplicate_of is not None
         }  # fmt: skip
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -372,7 +352,7 @@ class _Job:
             "rejected_files": [name for name in moves if name.startswith("rejected/")],
         }  # fmt: skip
         write_page(folder / PAGE, metadata, account, retained_texts)
-        publish(self.work.folder, target, moves, metadata)
+        publishing.publish(self.work.folder, target, moves, metadata)
         return CleaningResult(files, documents, chars, account, notes=self.notes)
 
 

@@ -63,7 +63,7 @@ class Edits:
     languages: Counter[str] = field(default_factory=Counter)
     personal: int = 0
 
-    def by_name(self) -> dict[str, Mapping[str, int]]:
+    def named_counts(self) -> dict[str, Mapping[str, int]]:
         """Return the counts by their names in the metadata."""
         return {
             "documents_changed": self.documents, "lines_removed": self.lines, "languages": self.languages,

@@ -217,7 +217,7 @@ def test_torch_s_signatures_are_the_same_and_go_on_where_there_is_no_device(sour
         patch.setattr(tool, "resources_of", lambda flags: tool.Resources(2, "cpu"))
         clean(tmp_path / "torch", source, "--minhash")
         patch.setattr(tool, "resources_of", lambda flags: tool.Resources(1, "cpu"))
-        patch.setattr("megatron.data.cleaning.job.sign_on_device", lambda *args: 1 / 0)
+        patch.setattr("megatron.data.cleaning.deduplication.sign_on_device", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             clean(tmp_path / "begun", source, "--minhash")
     clean(tmp_path / "begun", source, "--minhash")
