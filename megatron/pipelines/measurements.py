@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron.pipelines.errors import PipelineError
 from megatron.process.metrics_file import METRICS_FILE, read_metrics
 from megatron.process.run_files import Problems, Unfit, map_of, number, read_object
@@ -81,15 +79,19 @@ class Measurements:
             raise MissingError(f"{metric} was not logged in the last {steps} steps")
         self._need(metric, window_rows)
         numbers = [_number(row[metric]) for row in window_rows]
-        error = None
-        if aggregate == "mean" and len(numbers) > 1:
-            error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if np.isfinite(numbers).all() else math.nan
-        value = {"mean": _mean, "min": np.min, "max": np.max, "last": lambda items: items[-1]}[aggregate](numbers)
+        is_finite, has_nan = all(map(math.isfinite, numbers)), any(map(math.isnan, numbers))
+        value, error = numbers[-1], None
+        if aggregate == "mean":
+            value = statistics.fmean(numbers) if is_finite else math.nan
+            if len(numbers) > 1:
+                error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if is_finite else math.nan
+        elif aggregate != "last":
+            value = {"min": min, "max": max}[aggregate](numbers) if not has_nan else math.nan
         used_window = {
             "first": window_rows[0]["iteration"], "last": window_rows[-1]["iteration"], "rows": len(numbers),
             "steps": steps, "aggregate": aggregate,
         }  # fmt: skip
-        return Measured(float(value), error, used_window)
+        return Measured(value, error, used_window)
 
     def _rows_of_kind(self, metric: str) -> tuple[list[Mapping[str, Any]], int]:
         """Returns the rows that have metrics with the prefix of `metric` (train/, validation/), and the
@@ -178,10 +180,6 @@ def _number(value: Any) -> float:
     """Returns a logged value as a float. null, or another value that is no number, becomes NaN, which passes
     no gate."""
     return float(value) if _is_number(value) else math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if np.isfinite(values).all() else math.nan
 
 
 def _nearest(metric: str, names: set[str]) -> str:
