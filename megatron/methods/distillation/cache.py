@@ -21,7 +21,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.set_config import index_cache_dir, masked_token_ids
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks_of, run_on_each_rank
 from megatron.methods.distillation.description import TeacherDescription, teacher_args
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import teacher_values
 from megatron.methods.distillation.teacher import Teacher, with_top_tokens
 from megatron.methods.distillation.teacher_scores import (
@@ -49,21 +49,18 @@ def describe_scores(
 ) -> dict[str, Any]:
     """Returns all settings on which the teacher's scores of a row depend, besides the row's tokens. The ranks
     share the work."""
-    method_keys = DistillationKeys.read_from(args)
-    assert method_keys.distillation is not None
     record = describe_reference(teacher_args(args, description), description.source, tokenizer, groups)
     keys = ("seq_length", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
     reading = {key: getattr(args, key) for key in keys} | {"masked": list(masked_token_ids(args))}
-    scores = {key: method_keys.distillation[key] for key in ("temperature", "top_k")} | {"columns": args.softmax_rows}
+    options = distillation_keys(args)
+    scores = {key: options[key] for key in ("temperature", "top_k")} | {"columns": args.softmax_rows}
     return record | {"scope": "most likely tokens of trained places", "rows": reading, "scores": scores}
 
 
 def scores_folder(args: NeoXArgs, record: dict[str, Any]) -> Path:
     """Returns the folder of these scores in `distillation.cache_dir`, else in `teacher_cache` next to the
     index maps."""
-    keys = DistillationKeys.read_from(args)
-    assert keys.distillation is not None
-    cache_dir = keys.distillation["cache_dir"]
+    cache_dir = distillation_keys(args)["cache_dir"]
     first_path = (args.train_data_paths or (args.data_path or "",))[0]
     return Path(cache_dir or index_cache_dir(args, first_path).parent / "teacher_cache") / digest_of(record)
 
@@ -134,10 +131,8 @@ class TeacherCache:
         logger: logging.Logger,
         watchdog: Watchdog,
     ) -> None:
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
         self.args, self.groups, self.logger, self.watchdog = args, groups, logger, watchdog
-        self.k: int = keys.distillation["top_k"]
+        self.k: int = distillation_keys(args)["top_k"]
         self.record = describe_scores(args, description, tokenizer, groups)
         self.folder = scores_folder(args, self.record)
         self.collate = collation(args, tokenizer.eod)

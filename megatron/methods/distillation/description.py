@@ -10,7 +10,7 @@ from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkp
 from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
 from megatron.checkpointing.layout import is_tag
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.architectures import (
@@ -67,9 +67,7 @@ def describe_teacher(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription
 
 
 def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
-    method_keys = DistillationKeys.read_from(args)
-    assert method_keys.distillation is not None
-    name = method_keys.distillation["teacher"]
+    name = distillation_keys(args)["teacher"]
     if is_hf(name):
         path = find_hf(name)
         folder = HFFolder(path)
@@ -105,10 +103,8 @@ def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | No
     """
     row_counts = [rows for rows in (real, teacher.rows) if rows is not None]
     args = mask_padding(args, min(row_counts, default=None), tokenizer.vocab_size)
-    keys = DistillationKeys.read_from(args)
     student_rows = args.softmax_rows or args.padded_vocab_size or 0
-    assert keys.distillation is not None
-    if (keys.distillation["top_k"] or 0) >= student_rows:
+    if (distillation_keys(args)["top_k"] or 0) >= student_rows:
         raise args.error(
             "distillation.top_k",
             f"must be below the {student_rows} rows of the vocabulary; remove it to compare all rows",

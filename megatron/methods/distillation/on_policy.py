@@ -13,7 +13,7 @@ from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.stopping import looks_for_stop
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import with_teacher_values
 from megatron.model import Model
 from megatron.mpu import mix_seed
@@ -29,11 +29,10 @@ class OnPolicy:
 
     def __init__(self, run: TrainingRun) -> None:
         args = run.args
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
+        keys = distillation_keys(args)
         self.run, self.width = run, args.seq_length + 1
-        self.max_new_tokens: int = keys.distillation["max_new_tokens"]
-        self.sampling = SamplingParams(temperature=keys.distillation["temperature"])
+        self.max_new_tokens: int = keys["max_new_tokens"]
+        self.sampling = SamplingParams(temperature=keys["temperature"])
         self.collate = collation(args, run.tokenizer.eod)
 
     def __call__(self, batches: list[Batch]) -> list[Batch]:

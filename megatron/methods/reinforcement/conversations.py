@@ -2,7 +2,7 @@
 
 One row holds the tokens of both sides; only the model's are trained."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.data.conversations import TemplateSettings, conversation
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.methods.reinforcement.answers import Answer, Transcript
 from megatron.methods.reinforcement.environments.environments import EnvironmentFailure, Environments, Observation
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import rollout_keys
 from megatron.methods.reinforcement.prompts import Messages, fitted
-from megatron.methods.reinforcement.rewards import Failure, RewardError, Scores
+from megatron.methods.reinforcement.rewards.functions import Failure, RewardError, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, room_for
 from megatron.mpu import mix_seed
 
@@ -146,8 +146,6 @@ class Conversation:
 
     def take(self, turn: Answer) -> None:
         """Passes the model's text to the environment. A truncated turn ends the conversation."""
-        options = ReinforcementKeys.read_from(self._speech.run.args).rollout
-        assert options is not None
         self._add(turn.tokens, turn.logprobs, True)
         self._turns += 1
         written = self._speech.text(turn.tokens, turn.finished)
@@ -156,7 +154,7 @@ class Conversation:
             outcome = self._environment.step(written, turn.tokens)
             if outcome.reward is not None:
                 self._rewards.append(outcome.reward)
-            if outcome.done or not turn.finished or self._turns == options["max_turns"]:
+            if outcome.done or not turn.finished or self._turns == rollout_keys(self._speech.run.args)["max_turns"]:
                 return self._end(outcome.done and turn.finished)
             if self._speech.exceeds(outcome.observation, self._room()):
                 return self._end(False)
@@ -214,11 +212,6 @@ class Conversations:
     def __init__(self, speech: Speech, environments: Environments) -> None:
         self.speech, self.environments = speech, environments
         self._held: list[Conversation] = []
-
-    def check(self, columns: Collection[str]) -> None:
-        """Starts the host process of environments. columns: the fields of prompt rows. Raises RewardError for
-        a class that does not work with them."""
-        self.environments.check(columns)
 
     def begin(self, requests: Sequence[AnswerRequest]) -> list[Turn]:
         """Returns the first turn of each conversation of a generation."""
@@ -285,4 +278,4 @@ def with_environment(scores: Scores, answers: Sequence[Answer]) -> Scores:
     ]
     if len(failures) == len(answers):
         raise RewardError(f"all {len(answers)} conversations failed, the first: {failures[0].reason}")
-    return Scores({**scores.parts, ENVIRONMENT: rewards}, [*scores.failures, *failures], scores.seconds)
+    return Scores({**scores.parts, ENVIRONMENT: rewards}, [*scores.failures, *failures])

@@ -207,3 +207,10 @@ class ReinforcementKeys(MethodKeys):
         differs="GPT-NeoX reads finished samples from them",
     )
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Ports of these hosts: one for all, or one each")
+
+
+def rollout_keys(args: object) -> Mapping[str, Any]:
+    """Returns the sub-keys of `rollout` of a run that has them."""
+    rollout = ReinforcementKeys.read_from(args).rollout
+    assert rollout is not None
+    return rollout

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.callbacks import Callback
 from megatron.data import Batch
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.methods.reinforcement.objective import PolicySettings, reinforcement
 from megatron.methods.reinforcement.rollouts import Rollouts
 from megatron.methods.reinforcement.server_addresses import rollout_servers
@@ -55,10 +55,9 @@ class Method(OnlineMethod):
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
         keys = ReinforcementKeys.read_from(args)
-        assert keys.rollout is not None
         settings = PolicySettings(
             keys.rl_epsilon, keys.rl_epsilon if keys.rl_epsilon_high is None else keys.rl_epsilon_high,
             keys.rl_importance_cap, keys.kl_div_beta, keys.kl_impl, keys.rl_kl_in_reward,
-            keys.rl_kl_by_ratio, keys.rollout["max_completion_length"],
+            keys.rl_kl_by_ratio, rollout_keys(args)["max_completion_length"],
         )  # fmt: skip
         return reinforcement(keys.rl_loss_type, settings, loss_temperature(args), args.softmax_rows)

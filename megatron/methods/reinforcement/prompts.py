@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
 from megatron.data.sampler import data_seed
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import rollout_keys
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import look_for_stop
 
@@ -111,9 +111,7 @@ class Prompts:
     @classmethod
     def from_args(cls, args: NeoXArgs, rows: Sequence[PromptRow], tokens: Sequence[list[int]]) -> "Prompts":
         """Builds the prompts that `rollout` asks for. tokens: as returned by `tokens_of`."""
-        keys = ReinforcementKeys.read_from(args)
-        assert keys.rollout is not None
-        return cls(rows, tokens, PromptOrder(len(rows), data_seed(args), keys.rollout["shuffle"]))
+        return cls(rows, tokens, PromptOrder(len(rows), data_seed(args), rollout_keys(args)["shuffle"]))
 
     def __getitem__(self, number: int) -> Prompt:
         """Returns prompt `number` of the run."""
@@ -139,9 +137,7 @@ def tokens_of(
 def fitted(args: NeoXArgs, tokens: list[int]) -> list[int]:
     """Truncates a prompt on the left to `rollout.max_prompt_length` tokens. Raises ValueError for a prompt
     that is empty, or too long where that key is unset."""
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    maximum = keys.rollout["max_prompt_length"]
+    maximum = rollout_keys(args)["max_prompt_length"]
     longest = args.seq_length - 1 if maximum is None else maximum
     if len(tokens) > longest and maximum is None:
         raise ValueError(

@@ -18,7 +18,7 @@ from megatron.generation.complete import complete
 from megatron.generation.sampling import SamplingParams, TokenSampler
 from megatron.generation.stopping import looks_for_stop, signal_to
 from megatron.methods.reinforcement.answers import Answer, batch_of
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.methods.reinforcement.prompts import Prompt
 from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.mpu import HeadInput, choose_tokens, mix_seed
@@ -64,21 +64,17 @@ def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
     The last token of an answer is only a label and needs no position, unless a reward model or a server reads
     it.
     """
-    keys = ReinforcementKeys.read_from(run.args)
-    assert keys.rollout is not None
-    reads_all = keys.reward_model is not None or bool(rollout_servers(run.args))
+    reads_all = ReinforcementKeys.read_from(run.args).reward_model is not None or bool(rollout_servers(run.args))
     row = run.args.seq_length + (not reads_all)
-    return min(keys.rollout["max_completion_length"], row - len(prompt))
+    return min(rollout_keys(run.args)["max_completion_length"], row - len(prompt))
 
 
 class EngineSampler:
     """Samples answers by the generation engine, on the weights of the training engine."""
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
-        keys = ReinforcementKeys.read_from(run.args)
-        assert keys.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
-        self.sampling = SamplingParams(temperature=keys.rollout["temperature"])
+        self.sampling = SamplingParams(temperature=rollout_keys(run.args)["temperature"])
         self.as_drawn = loss_temperature(run.args) != 1.0  # else the loss has the log-probabilities of the model
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
@@ -131,11 +127,9 @@ class ExactSampler:
     bits."""
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
-        keys = ReinforcementKeys.read_from(run.args)
-        assert keys.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
         # What is left to divide by: the logits come as the loss has them
-        self.temperature = keys.rollout["temperature"] / loss_temperature(run.args)
+        self.temperature = rollout_keys(run.args)["temperature"] / loss_temperature(run.args)
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
         """Implements `Sampler`."""

@@ -28,8 +28,7 @@ class WeightServer:
 
     def __init__(self, args: NeoXArgs) -> None:
         """Starts the thread. Raises ConfigError for a port that is taken."""
-        keys = ReinforcementKeys.read_from(args)
-        port = keys.weight_server_port
+        port = ReinforcementKeys.read_from(args).weight_server_port
         self._versions: dict[str, WeightUpdate] = {}
         self._secret = secrets.token_urlsafe(24)
         # If all servers are on this machine, only this machine can connect.

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron.methods.reinforcement.rewards import Completion, RewardError, RewardFunctions
-from megatron.methods.reinforcement.rewards.answers import answer, fenced_block, marked_answer
-from megatron.methods.reinforcement.rewards.verifiers import arithmetic, exact_match, expression, json_value
+from megatron.methods.reinforcement.rewards.functions import Completion, RewardError, RewardFunctions
+from megatron.methods.reinforcement.rewards.verifiers import (
+    answer,
+    arithmetic,
+    exact_match,
+    expression,
+    fenced_block,
+    json_value,
+    marked_answer,
+)
 
 FRACTION = r"\boxed{\frac{3}{4}}"
 LONG = "(" * 400 + "1" + ")" * 400
