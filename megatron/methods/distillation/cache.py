@@ -152,7 +152,7 @@ class TeacherCache:
         self.teacher = None
         self.logger.info(f"distillation: {computed} rows scored, {len(names) - computed} found in {self.folder}")
         scores = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
-        return replace(datasets, train=TeacherScoredDataset(dataset, scores))  # type: ignore[arg-type]
+        return replace(datasets, train=TeacherScoredDataset(dataset, scores))
 
     def _compute(self, dataset: SampleSet, size: int, cached: TeacherScores) -> tuple[int, set[bytes]]:
         """Score missing rows; return (rows scored, names of all rows of the first `size` samples)."""

@@ -13,22 +13,12 @@ from megatron.checkpointing.layout import is_tag
 from megatron.methods.distillation.keys import distillation_keys
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.architectures import (
-    MambaKeys,
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.fp8 import FP8Keys
-from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
+from megatron.training.reference.cache import MODEL_SECTIONS
 
-_OWNERS = tuple(
-    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
-)
 # Model keys that set how, and at what length, the model is computed: these are the run's, not the teacher's
 _RUN_KEYS = (
     "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
@@ -90,7 +80,7 @@ def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
         raise args.error(_KEY, f"{path} has adapters; merge them (tools/ckpts/adapter.py merge) and name the result")
     model_keys = [
         key for key, declaration in keys_of(type(args)).items()
-        if declaration.owner in _OWNERS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
+        if declaration.owner in MODEL_SECTIONS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
     ]  # fmt: skip
     return TeacherDescription(source, {key: thaw(keys.get(key)) for key in model_keys}, rows)
 

@@ -1,16 +1,16 @@
 """Looks up a teacher's most likely tokens for rows of text, by a hash of their content."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.blending import BlendedDataset, RepeatedDataset
 from megatron.data.errors import DataError
-from megatron.data.packed_dataset import PackedDataset, TokenSample, TopRow
+from megatron.data.packed_dataset import TokenSample, TopRow
+from megatron.data.run_datasets import SampleSet, WrappedSet
 
 # name: `row_name`; file: its number; first, count: its trained tokens in that file; digest: of these.
 ROWS = np.dtype([("name", "S32"), ("first", "<i8"), ("count", "<i4"), ("digest", "S32")])
@@ -56,14 +56,10 @@ class TeacherScores:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         names = np.concatenate([np.empty(0, "S32"), *(shard.rows["name"] for shard in shards)])
-        shard_numbers = [np.full(len(shard.rows), number) for number, shard in enumerate(shards)]
-        row_numbers = [np.arange(len(shard.rows)) for shard in shards]
         self.names, first_indices = np.unique(names, return_index=True)
-        no_rows = np.empty(0, np.int64)
-        self._shard, self._row = (
-            np.concatenate([no_rows, *shard_numbers])[first_indices],
-            np.concatenate([no_rows, *row_numbers])[first_indices],
-        )
+        sizes = np.array([len(shard.rows) for shard in shards], np.int64)
+        self._shard = np.repeat(np.arange(len(shards)), sizes)[first_indices]
+        self._row = first_indices - (np.cumsum(sizes) - sizes)[self._shard]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -97,20 +93,14 @@ class TeacherScores:
         return replace(sample, top=TopRow(ids, logprobs))
 
 
-class TeacherScoredDataset:
+class TeacherScoredDataset(WrappedSet):
     """Wraps a dataset: each sample gets `top`, the teacher's most likely tokens, looked up in `scores`."""
 
-    def __init__(self, dataset: PackedDataset | BlendedDataset | RepeatedDataset, scores: TeacherScores) -> None:
-        self.dataset, self.scores = dataset, scores
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def __init__(self, dataset: SampleSet, scores: TeacherScores) -> None:
+        super().__init__(dataset)
+        self.scores = scores
 
     def __getitem__(self, index: int) -> TokenSample:
         sample = self.dataset[index]
         assert isinstance(sample, TokenSample)
         return self.scores.with_top(sample)
-
-    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Return what the wrapped dataset's `pieces` yields for the sample: a tuple for each document."""
-        return self.dataset.pieces(index)

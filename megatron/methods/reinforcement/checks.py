@@ -2,8 +2,14 @@
 
 import re
 
-from megatron.methods.reinforcement.keys import ReinforcementKeys, Rollout, rollout_keys
-from megatron.methods.reinforcement.server_addresses import DATASERVER_KEYS, rollout_servers
+from megatron.methods.reinforcement.keys import (
+    DATASERVER_KEYS,
+    ReinforcementKeys,
+    Rollout,
+    dataservers,
+    rollout_keys,
+    rollout_servers,
+)
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
@@ -118,7 +124,8 @@ def _rollout(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if (keys.rl_overlong_buffer or 0) > max_completion:
         problems.add("rl_overlong_buffer", f"is more than the longest answer ({max_completion} tokens, "
                      f"{args.origin('rollout.max_completion_length')}); lower it")  # fmt: skip
-    if rollout["num_generations"] == 1 and _needs_groups(args):
+    needs_groups = writes_pairs(args) or keys.rl_loss_type != "reinforce" or keys.reinforce_leave_one_out
+    if rollout["num_generations"] == 1 and needs_groups:
         problems.add("rollout.num_generations", "an answer alone cannot be compared with others; set 2 or more (now "
                      f"{args.origin('rollout.num_generations')})")  # fmt: skip
     if rollout["exact"] and args.compile not in (False, "auto"):
@@ -185,7 +192,7 @@ def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(
             dataserver_keys[0], f"rollout.servers ({args.origin('rollout.servers')}) says the same; remove either key"
         )
-    elif dataserver_keys and len(servers) not in _lengths(args):
+    elif dataserver_keys and len({len(values) for values in dataservers(args)} - {1}) > 1:
         problems.add(dataserver_keys[0], "expected as many hosts as ports, or one of either")
     for address in servers:
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
@@ -210,20 +217,3 @@ def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
                          "folder")  # fmt: skip
         if not isinstance(keys.weight_server_port, int) and len(keys.weight_server_port) != 1:
             problems.add("weight_server_port", "one server hands out all weights; give one port")
-
-
-def _lengths(args: ResolvedArgs) -> set[int]:
-    """Returns the number of servers that GPT-NeoX's keys for hosts and ports describe, as a set of one
-    number.
-
-    A single host or port fits any number. The set is empty if hosts and ports contradict each other.
-    """
-    keys = ReinforcementKeys.read_from(args)
-    hosts, ports = keys.online_dataserver_ips, keys.online_dataserver_ports
-    counts = {1 if isinstance(hosts, str) else len(hosts), 1 if isinstance(ports, int) else len(ports)}
-    return counts if len(counts) == 1 else counts - {1} if len(counts - {1}) == 1 else set()
-
-
-def _needs_groups(args: ResolvedArgs) -> bool:
-    keys = ReinforcementKeys.read_from(args)
-    return writes_pairs(args) or keys.rl_loss_type != "reinforce" or keys.reinforce_leave_one_out

@@ -49,11 +49,6 @@ class Speech:
         assert self.template is not None
         return self.template.tokens(prompt, settings)
 
-    def opening_tokens(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
-        """Returns the tokens of a prompt that an environment has added to, truncated to the configured
-        length."""
-        return fitted(self.run.args, self.prompt_tokens(prompt, settings))
-
     def text(self, tokens: Sequence[int], finished: bool) -> str:
         """Returns the text of tokens that the model wrote, without the end token of a finished answer."""
         ends_with_stop = finished and tokens and tokens[-1] in self.stop_token_ids
@@ -138,7 +133,7 @@ class Conversation:
                 raise ValueError(f"reset returned more than a row holds (seq_length {run.args.seq_length})")
             prompt = opening(row.prompt, observation)
             if prompt is not row.prompt:
-                tokens = self._speech.opening_tokens(prompt, row.settings)
+                tokens = fitted(run.args, self._speech.prompt_tokens(prompt, row.settings))
         except (EnvironmentFailure, ValueError) as problem:
             return self._end(False, str(problem))
         self._prompt, self._tokens = prompt, tokens

@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from megatron.callbacks import Callback
-from megatron.data import Batch
-from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.objective import PolicySettings, reinforcement
 from megatron.methods.reinforcement.rollouts import Rollouts
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.objectives import Objective
@@ -33,7 +31,7 @@ class OnlineMethod(method.Method):
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
         """Yields the steps of generations; their rows are as long as the longest answer needs."""
         assert self.rollouts is not None
-        return map(_step_of, self.rollouts)
+        return (StepData(batches, row_length=batches[0].tokens.shape[1]) for batches in self.rollouts)
 
     def exports_weights(self, args: NeoXArgs) -> bool:
         """Returns whether servers generate, which get the weights."""
@@ -43,10 +41,6 @@ class OnlineMethod(method.Method):
         """See `Method`."""
         if self.rollouts is not None:
             self.rollouts.close()
-
-
-def _step_of(batches: list[Batch]) -> StepData:
-    return StepData(batches, row_length=batches[0].tokens.shape[1])
 
 
 class Method(OnlineMethod):

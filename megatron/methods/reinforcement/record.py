@@ -16,10 +16,9 @@ from megatron.distributed import on_rank_zero
 from megatron.methods.reinforcement.advantages import HISTORY, deviation, groups_without_signal
 from megatron.methods.reinforcement.answers import Answer
 from megatron.methods.reinforcement.generation import Generation
-from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.rewards.functions import Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.objectives.preference import DIFFERENCE

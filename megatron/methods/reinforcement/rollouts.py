@@ -15,6 +15,7 @@ import torch
 from megatron.callbacks import TrainingRun
 from megatron.checkpointing.huggingface import declared_eos_ids
 from megatron.data import Batch
+from megatron.data.sampler import data_seed
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.methods.reinforcement.answers import Answer, as_pairs, at_tokens, batch_of
@@ -40,13 +41,12 @@ from megatron.methods.reinforcement.judging import (
     reported,
     reward_functions,
 )
-from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.objective import divergence, rollout_values
 from megatron.methods.reinforcement.prompts import Prompt, Prompts, read_rows, tokens_of
 from megatron.methods.reinforcement.record import EmptySteps, RolloutRecord
 from megatron.methods.reinforcement.rewards.functions import Completion, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest, EngineSampler, ExactSampler, Sampler, Turn, turn_of
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.methods.reinforcement.servers import ServerSampler
 from megatron.mpu import mix_seed
 from megatron.neox_arguments import NeoXArgs
@@ -89,7 +89,7 @@ class Rollouts:
         self.speech = Speech(run, template, stop_token_ids)
         with run.watchdog.phase("reading the prompts"):
             tokens = on_rank_zero(run.groups, lambda: tokens_of(args, rows, self.speech.prompt_tokens))
-        self.prompts = Prompts.from_args(args, rows, tokens)
+        self.prompts = Prompts(rows, tokens, data_seed(args), self.options["shuffle"])
         on_rank_zero(run.groups, lambda: check_variables(args))
         self.rewards = run_on_each_rank(run.groups, lambda: reward_functions(args))
         columns = {name for row in rows for name in row.columns}
@@ -116,7 +116,8 @@ class Rollouts:
             number, step = divmod(self.run.iteration, self.steps)
             if self._generation is None or self._generation.number != number:
                 self._generation = None  # freed before the next is made
-                self._generation = self._make(number) if step == 0 else self._read(number)
+                read = partial(self.files.read, number)  # an earlier process has made it
+                self._generation = self._make(number) if step == 0 else on_rank_zero(self.run.groups, read)
             if step < self.shares.steps:  # later iterations repeat the same answers
                 rows = slice(step * self.shares.rows_per_step, (step + 1) * self.shares.rows_per_step)
                 self.empty_steps.look(self._generation.rewards[rows], self._generation.answers[rows])
@@ -202,10 +203,6 @@ class Rollouts:
     def _sample(self, turns: Sequence[Turn]) -> list[Answer]:
         """Samples the turns of all rows, on all ranks, and returns all answers."""
         return self._gather(self.sampler([[turns[row] for row in rows] for rows in self.local_batches]))
-
-    def _read(self, number: int) -> Generation:
-        """Reads a generation that an earlier process has made."""
-        return on_rank_zero(self.run.groups, lambda: self.files.read(number))
 
     def _look_for_stop(self) -> None:
         """Raises StopRequested on all ranks once a stop signal has come to any."""

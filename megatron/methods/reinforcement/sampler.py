@@ -12,15 +12,13 @@ from torch import Tensor
 
 from megatron.callbacks import TrainingRun
 from megatron.data import Batch
-from megatron.distributed import run_on_all_ranks_of
 from megatron.generation.batching.requests import Event
-from megatron.generation.complete import complete
+from megatron.generation.complete import complete, written_together
 from megatron.generation.sampling import SamplingParams, TokenSampler
 from megatron.generation.stopping import looks_for_stop, signal_to
 from megatron.methods.reinforcement.answers import Answer, batch_of
-from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.prompts import Prompt
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.mpu import HeadInput, choose_tokens, mix_seed
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.process import StopRequested
@@ -81,11 +79,7 @@ class EngineSampler:
         """Implements `Sampler`."""
         local_turns = [turn for batch in turns for turn in batch if turn.room]
         with self.run.inference() as model:
-            groups, start, all_turns = model.groups, 0, local_turns
-            if model.lockstep:  # all ranks write all answers
-                shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: local_turns)
-                rank = groups.rank("data")
-                start, all_turns = sum(map(len, shares[:rank])), [turn for share in shares for turn in share]
+            all_turns, own = written_together(model, local_turns)
             tokens: list[list[int]] = [[] for _ in all_turns]
             logprobs: list[list[float]] = [[] for _ in all_turns]
             finished = [False] * len(all_turns)
@@ -114,7 +108,7 @@ class EngineSampler:
             Answer(turn.tokens, *values)
             for turn, values in zip(all_turns, zip(tokens, logprobs, finished, strict=True), strict=True)
         ]
-        answers = iter(written[start : start + len(local_turns)])
+        answers = iter(written[own])
         return [
             [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
         ]
@@ -162,8 +156,7 @@ class ExactSampler:
                 ]
 
     def _longer(self, row: Answer, token: int, logprob: float) -> Answer:
-        ends = token in self.stop_token_ids
-        return Answer(row.prompt, [*row.tokens, token], [*row.logprobs, logprob], ends)
+        return Answer(row.prompt, [*row.tokens, token], [*row.logprobs, logprob], token in self.stop_token_ids)
 
     def _reader(
         self, rows: Sequence[Sequence[Answer]], draws: Sequence[Sequence], open_rows: Sequence[Sequence[bool]]

@@ -17,7 +17,7 @@ from megatron.methods.reinforcement.conversations import Conversations
 from megatron.methods.reinforcement.generation import Shares
 from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, turn_of
-from megatron.methods.reinforcement.server_apis import ServerAPI, server_class
+from megatron.methods.reinforcement.server_apis import SERVERS, ServerAPI
 from megatron.methods.reinforcement.server_calls import Connection
 from megatron.methods.reinforcement.weight_server import WeightServer
 from megatron.process import look_for_stop
@@ -77,7 +77,7 @@ class ServerSampler:
         token = os.environ.get(_TOKEN_VARIABLE) or None
         for address in addresses:
             connection = Connection(address, token, options["server_timeout_s"], self.run.logger.warning)
-            server = server_class(options["server_api"])
+            server = SERVERS[options["server_api"]]
             self.servers.append(server(connection, options["temperature"], stop_token_ids))
         if ReinforcementKeys.read_from(self.run.args).serve_model_weights:
             self._weight_server = WeightServer(self.run.args)
@@ -141,8 +141,7 @@ class ServerSampler:
 
     def _for_all_servers(self, work: Callable[[ServerAPI], None]) -> None:
         """Calls `work` for all servers at the same time, and waits."""
-        for _ in self._requests.map(work, self.servers):
-            pass
+        list(self._requests.map(work, self.servers))
 
     def close(self) -> None:
         """Cancels all requests without waiting for them."""

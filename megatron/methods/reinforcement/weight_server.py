@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron.generation.weight_updates import WeightUpdate
-from megatron.methods.reinforcement.keys import ReinforcementKeys
-from megatron.methods.reinforcement.server_addresses import rollout_servers
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_servers
 from megatron.methods.reinforcement.server_calls import ServerError
 from megatron.neox_arguments import NeoXArgs
 

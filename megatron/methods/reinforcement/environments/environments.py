@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.methods.reinforcement.environments.host import are_messages
 from megatron.methods.reinforcement.rewards.functions import RewardError
 from megatron.methods.reinforcement.rewards.lane import is_load_answer, is_reward
 from megatron.methods.reinforcement.rewards.worker_process import Messages, WorkerLost, WorkerProcess
@@ -183,17 +184,8 @@ def _is_raised(answer: dict[str, Any]) -> bool:
 def _is_observation(answer: dict[str, Any], *fields: str) -> bool:
     """Returns whether an answer has exactly `fields`, and its observation is None, a text or messages."""
     observation = answer.get("observation")
-    messages = observation if isinstance(observation, list) else []
-    return (
-        answer.keys() == set(fields)
-        and isinstance(observation, str | list | None)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in messages
-        )
-    )
+    is_valid = are_messages(observation) if isinstance(observation, list) else isinstance(observation, str | None)
+    return answer.keys() == set(fields) and is_valid
 
 
 def _is_outcome(answer: dict[str, Any]) -> bool:
