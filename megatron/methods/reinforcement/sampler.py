@@ -104,10 +104,7 @@ class EngineSampler:
                         processed_logprobs=self.as_drawn,
                         on_event=take,
                     )
-        written = [
-            Answer(turn.tokens, *values)
-            for turn, values in zip(all_turns, zip(tokens, logprobs, finished, strict=True), strict=True)
-        ]
+        written = list(map(Answer, [turn.tokens for turn in all_turns], tokens, logprobs, finished))
         answers = iter(written[own])
         return [
             [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
@@ -176,11 +173,9 @@ class ExactSampler:
             )
 
             def choose(logits: Tensor) -> Tensor:
-                params = SamplingParams(self.temperature)
-                sampler = TokenSampler([params] * size, [(0, ())] * size, tokenizer.vocab_size, logits.device)
-                uniforms = [
-                    generator.random() if go else 0.0 for generator, go in zip(generators, is_open, strict=True)
-                ]
+                sampling = [SamplingParams(self.temperature)] * size
+                sampler = TokenSampler(sampling, [(0, ())] * size, tokenizer.vocab_size, logits.device)
+                uniforms = [draw.random() if go else 0.0 for draw, go in zip(generators, is_open, strict=True)]
                 return sampler.sample(
                     logits[:, : tokenizer.vocab_size].float(), [uniforms[i] for i in sampler.sampled_rows]
                 )

@@ -134,10 +134,8 @@ class Peer:
 
     def encode(self, value: Any) -> Any:
         """Converts a value to JSON: plain data as a copy, any other object as its number on its own side."""
-        try:
+        with contextlib.suppress(NoData):
             return to_json(value, self.encode)
-        except NoData:
-            pass
         if type(value) is Proxy:
             return {"yours": value._number}
         return self._reference(value)
