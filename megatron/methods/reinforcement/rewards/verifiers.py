@@ -67,7 +67,7 @@ def json_value(completion: str, columns: Columns) -> float:
     A row may have only one of the two fields, as a JSON value or as text. Of the completion the last fenced
     JSON block counts, else the full text."""
     try:
-        value = _parsed_json(_block_or_text(completion, ("json",)))
+        value = _parsed_json(fenced_block(completion, ("json",)))
     except (ValueError, RecursionError):
         return 0.0
     expected, schema = columns.get("answer"), columns.get("schema")
@@ -93,7 +93,7 @@ def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
             compile(tests, "tests", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # whatever answers do
             raise ValueError(f"the row's tests are not valid Python: {problem}") from None
-        program = _block_or_text(completion, ("python", "py", "python3"))
+        program = fenced_block(completion, ("python", "py", "python3"))
         return float(run_program(program, tests, timeout_s, hidden))
 
     return code
@@ -117,10 +117,11 @@ def answer(text: str) -> str:
     return text.strip() if marked is None else marked
 
 
-def fenced_block(text: str, languages: Collection[str]) -> str | None:
-    """Returns the content of the last block fenced by ``` whose language is in `languages` or not given."""
+def fenced_block(text: str, languages: Collection[str]) -> str:
+    """Returns the content of the last block fenced by ``` whose language is in `languages` or not given, else
+    the full text."""
     blocks = [content for language, content in _FENCE.findall(text) if language.lower() in {"", *languages}]
-    return blocks[-1] if blocks else None
+    return blocks[-1] if blocks else text
 
 
 def _tagged(text: str) -> str | None:
@@ -168,11 +169,6 @@ def _number(text: str) -> Fraction | None:
         except (NoFormula, NotRational):
             continue
     return None
-
-
-def _block_or_text(text: str, languages: tuple[str, ...]) -> str:
-    block = fenced_block(text, languages)
-    return text if block is None else block
 
 
 def _parsed_json(text: str) -> Any:
