@@ -101,13 +101,15 @@ def batch_of(
     """
     rows = [row_of(answer, width, answer.finished or not finished_only) for answer in answers]
     batch = collate_samples(rows, seed=seed)
-    sampled = np.stack([at_labels(answer, answer.logprobs, width) for answer in answers])
-    old = None
-    if old_logprobs is not None:
-        scored = [at_labels(answer, values, width) for answer, values in zip(answers, old_logprobs, strict=True)]
-        old = torch.from_numpy(np.stack(scored))
+
+    def placed(logprobs: Sequence[Sequence[float]]) -> torch.Tensor:
+        rows = [at_labels(answer, values, width) for answer, values in zip(answers, logprobs, strict=True)]
+        return torch.from_numpy(np.stack(rows))
+
+    sampled = placed([answer.logprobs for answer in answers])
+    old = None if old_logprobs is None else placed(old_logprobs)
     row_advantages, row_rewards = (torch.tensor(list(values), dtype=torch.float32) for values in (advantages, rewards))
-    values = RolloutValues(row_advantages, torch.from_numpy(sampled), row_rewards, old)
+    values = RolloutValues(row_advantages, sampled, row_rewards, old)
     return replace(batch, method=values, loss_places=None if all_places else batch.loss_places)
 
 

@@ -226,9 +226,8 @@ class Conversations:
 
     def answers(self) -> list[Answer]:
         """Returns the conversations as answers, when all are over."""
-        finished = [conversation.answer for conversation in self._held]
-        self._held = []
-        return [answer for answer in finished if answer is not None]
+        held, self._held = self._held, []
+        return [conversation.answer for conversation in held if conversation.answer is not None]
 
     def hold(self, request: AnswerRequest, write: Callable[[Turn], Answer]) -> Answer:
         """Runs one conversation from beginning to end and returns it as an answer. write: returns the model's
