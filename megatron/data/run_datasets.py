@@ -19,6 +19,20 @@ class SampleSet(Protocol):
         """Return (document, first token, ...) of each piece of sample `index`."""
 
 
+class WrappedSet:
+    """A set with a sample for each of `dataset`, made of the same pieces."""
+
+    def __init__(self, dataset: SampleSet) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """Return what `pieces` of the wrapped dataset yields for the sample: a tuple for each document."""
+        return self.dataset.pieces(index)
+
+
 @dataclass(frozen=True)
 class SetContents:
     """The data that decides the rows of a set; caches derived from the rows use it as their key.

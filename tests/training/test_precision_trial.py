@@ -103,9 +103,7 @@ def test_no_random_numbers_are_drawn_and_products_may_be_compiled(monkeypatch: p
     torch._dynamo.reset()
     graphs_before = graphs["unique_graphs"]
     times = try_linears(stage, args, groups, "tensorwise", lambda work, budget: float(work() is not None))
-    assert times == [8.0, 8.0] and graphs["unique_graphs"] - graphs_before == 8, (
-        "two for each of four shapes"
-    )
+    assert times == [8.0, 8.0] and graphs["unique_graphs"] - graphs_before == 8, "two for each of four shapes"
     assert torch.equal(torch.get_rng_state(), rng_state)
 
 

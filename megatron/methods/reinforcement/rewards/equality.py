@@ -1,6 +1,7 @@
 """Compares two formulas: as rational numbers, else with 50 digits, at points that answers cannot predict."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from hashlib import sha256
 from operator import add, mul, sub, truediv
@@ -86,10 +87,8 @@ def _coordinate(name: str, place: int) -> Fraction:
 
 
 def _equal_at(formula: Formula, other_formula: Formula, values: Mapping[str, Fraction]) -> bool | None:
-    try:
+    with suppress(NotRational, Undefined):  # perhaps only one of them: seen below
         return rational(formula, values) == rational(other_formula, values)
-    except (NotRational, Undefined):
-        pass  # perhaps only one of them: seen below
     left, right = _value(formula, values), _value(other_formula, values)
     if left is None or right is None:
         return None if left is right else False
