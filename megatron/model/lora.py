@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.inference import attributes_set
 from megatron.mpu import Linear
 from megatron.mpu.lora import join_rows, row_norms, rows_of
 
@@ -19,16 +20,8 @@ _MIN_NORM = torch.finfo(torch.float32).tiny ** 0.5  # norm of a row of zeros, as
 def without_adapters(stage: nn.Module) -> Iterator[None]:
     """Switches off adapters, and the copies trained instead of weights, within the context."""
     on = [module for module in stage.modules() if getattr(module, "adapters_on", False)]
-    _set(on, False)
-    try:
+    with attributes_set(on, "adapters_on", False):
         yield
-    finally:
-        _set(on, True)
-
-
-def _set(modules: list[nn.Module], on: bool) -> None:
-    for module in modules:
-        module.adapters_on = on  # type: ignore[assignment]
 
 
 def linears_with_adapters(layer: nn.Module) -> Iterator[tuple[str, Linear]]:
