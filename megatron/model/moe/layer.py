@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.model.mlp import MLP
 from megatron.model.moe.dispatch import combine, limit, run_local, run_on_ranks
 from megatron.model.moe.experts import Experts
-from megatron.model.moe.router import Router, Routing, RoutingSums
+from megatron.model.moe.router import Router, RoutingSums
 from megatron.model.specs import MoESpec, moe_spec
 from megatron.mpu import (
     ParallelGroups,
@@ -141,7 +141,10 @@ class MoE(nn.Module):
         and of `Linear.forward`. token_mask: as of `Router`."""
         routing, sums = self.router(x, token_mask, seed)
         inner = x if self.latent_down is None else self.latent_down(x)
-        gathered, experts, weights = self._gather_tokens(inner, routing)
+        experts = routing.experts
+        if self.sequence_parallel and self.group is not None:
+            experts = all_gather(experts, self.group)
+        gathered, weights = self._gather(inner), self._gather(routing.weights)
         tokens = None if token_mask is None else token_mask.flatten()
         out, dropped = self.experts(gathered.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
         out = out.view(gathered.shape)
@@ -157,13 +160,6 @@ class MoE(nn.Module):
             return out, None
         # Not `_replace`, which torch 2.11 does not compile.
         return out, RoutingSums(sums.tokens, sums.chosen, sums.scores, sums.z, sums.entropy, dropped)
-
-    def _gather_tokens(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tokens, experts and weights of the full sequence."""
-        experts = routing.experts
-        if self.sequence_parallel and self.group is not None:
-            experts = all_gather(experts, self.group)
-        return self._gather(x), experts, self._gather(routing.weights)
 
     def _gather(self, x: Tensor) -> Tensor:
         """Gathers the full sequence.
