@@ -12,14 +12,12 @@ Everything takes its groups as an argument; nothing here is global.
 
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
-from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.grouped import grouped_mm
-from megatron.mpu.groups import AXES, FOLDED, ParallelGroups, build_groups
+from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.head import (
     HeadInput,
     LossOfTokens,
     OutputLayer,
-    TokenStatistics,
     choose_tokens,
     scores_of,
     token_logprobs,
@@ -42,6 +40,7 @@ from megatron.mpu.mappings import (
     scatter_to_sequence,
 )
 from megatron.mpu.parameters import (
+    DTYPES,
     ParamSpec,
     allocate,
     is_never_trained,
@@ -57,10 +56,8 @@ from megatron.mpu.products import PlainProduct, Product, linear
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor
 
 __all__ = [
-    "AXES",
     "DTYPES",
     "Divergence",
-    "FOLDED",
     "HeadInput",
     "Linear",
     "LinearSpec",
@@ -74,7 +71,6 @@ __all__ = [
     "PlainProduct",
     "Product",
     "TokenLoss",
-    "TokenStatistics",
     "TopTokens",
     "VocabParallelEmbedding",
     "adapters_of",

@@ -59,7 +59,7 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
 def _specs(args: NeoXArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
     """Returns the weights of a stage, packed ones too, and whether they are trained."""
     specs = named_params(args)
-    packed = [(specs[layer, name], False) for layer, name, _ in quantized_linears(stage)]
+    packed = [(specs[layer, name], False) for layer, name, *_ in quantized_linears(stage)]
     return [*((spec, param.requires_grad) for _, _, param, spec in parameters_with_specs(stage, args)), *packed]
 
 
