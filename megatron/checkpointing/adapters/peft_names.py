@@ -12,7 +12,8 @@ from megatron.checkpointing.families.convert import hf_config, is_of_family
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
 from megatron.checkpointing.families.multimodal import memory_name
 from megatron.checkpointing.families.registry import FAMILIES
-from megatron.model.weight_map import adapter_params, attention_of, layer_params
+from megatron.model.specs import AttentionSpec
+from megatron.model.weight_map import adapter_params, attention_of, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
 
@@ -159,9 +160,11 @@ def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
 
     Raises CheckpointError for an adapter that the family has no module for.
     """
-    rows = {row.neox_name: row for row in (*family.rows, SCORE)}
+    rows, specs = {row.neox_name: row for row in (*family.rows, SCORE)}, named_params(args)
     return [
-        (_linear_tensor if ".lora." in spec.name else _copy_tensor)(layer, spec, args, rows, family)
+        _linear_tensor(layer, spec, specs, attention_of(args, layer), rows, family)
+        if ".lora." in spec.name
+        else _copy_tensor(layer, spec, args, rows, family)
         for layer, params in adapter_params(args).items()
         for spec in params
     ]
@@ -181,16 +184,22 @@ def peft_modules(args: NeoXArgs, family: Family) -> list[PeftModule]:
 
 
 def _linear_tensor(
-    layer: int, spec: ParamSpec, args: NeoXArgs, rows: Mapping[str, TensorMapping], family: Family
+    layer: int,
+    spec: ParamSpec,
+    specs: Mapping[tuple[int, str], ParamSpec],
+    attention: AttentionSpec | None,
+    rows: Mapping[str, TensorMapping],
+    family: Family,
 ) -> PeftTensor:
-    """Returns peft's tensors for a matrix, or the magnitudes, of an adapter of a linear layer."""
+    """Returns peft's tensors for a matrix, or the magnitudes, of an adapter of a linear layer.
+
+    specs: of all parameters, from `named_params`. attention: the layer's, if any. rows: by our names."""
     linear, _, adapter = spec.name.partition(".lora.")
     name, part = adapter.split(".")
-    row, attention = rows[f"{linear}{_WEIGHT}"], attention_of(args, layer)
+    row = rows[f"{linear}{_WEIGHT}"]
     modules, older = _modules(row, layer, family)
-    num_rows = {param.name: param.shape[0] for param in layer_params(args)[layer]}
     # One A for all rows: each module has it, and its own rows of B.
-    if num_rows[f"{linear}{_WEIGHT}"] == num_rows[f"{linear}.lora.{name}.lora_B"]:
+    if specs[layer, row.neox_name].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]:
         keys = _keys(modules, _PARTS[part])
         older_keys = _keys(older, _PARTS[part])
         if part == "lora_A":
