@@ -46,9 +46,9 @@ class ChatTokenizer:
                 "null in tokenizer.json"
             )
         templates = template if template is not None else hf.chat_template
-        named = templates if isinstance(templates, dict) else {"": templates or ""}
-        self.date = day if any("strftime_now(" in text for text in named.values()) else None
-        frozen = {name: _freeze(text, day) for name, text in named.items()}
+        template_texts = templates if isinstance(templates, dict) else {"": templates or ""}
+        self.date = day if any("strftime_now(" in text for text in template_texts.values()) else None
+        frozen = {name: _freeze(text, day) for name, text in template_texts.items()}
         hf.chat_template = frozen if isinstance(templates, dict) else frozen[""] or None
         self.added = tuple(token.content for token in hf.added_tokens_decoder.values() if token.content.strip())
         self.eos: int | None = hf.eos_token_id

@@ -1,8 +1,8 @@
 """Finds the files that `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned from
-it, and in them the splits (train, validation, test, ...) that `--split` requests.
+it.
 
-Syntax and names of splits are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`,
-`train[-100:]`, `all`.
+In them it finds the splits (train, validation, test, ...) that `--split` requests. Syntax and names of splits
+are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`, `all`.
 """
 
 import glob
