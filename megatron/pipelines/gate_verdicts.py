@@ -120,7 +120,9 @@ def has_moved(pipeline: Pipeline, verdict: Mapping[str, Any]) -> bool:
     """Returns whether the baseline stage has been promoted with other weights since the verdict compared with
     it."""
     baseline = verdict.get("baseline")
-    return bool(baseline) and promoted_weights(pipeline.final(baseline["stage"])) != baseline["weights_sha256"]
+    if not baseline:
+        return False
+    return bool(promoted_weights(pipeline.final(baseline["stage"])) != baseline["weights_sha256"])
 
 
 def find_override(folder: Path, verdict: Mapping[str, Any]) -> Override | None:
