@@ -70,7 +70,7 @@ def settle_precision(
     recipe = choice.recipe
     assert recipe is not None
     ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
-    bf16, fp8 = map(max, zip(*ranks, strict=True))
+    bf16, fp8 = (max(seconds) for seconds in zip(*ranks, strict=True))
     if bf16 == 0.0:
         log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
         return args.settle("precision_fp8", "off")

@@ -52,8 +52,8 @@ class SaveCallback(Callback):
         lasting = loop.stop_reason is not None or loop.save_is_due or self.is_due(step.iteration)
         if lasting or self.is_ephemeral_due(step.iteration):
             with run.pause(), self.training.watchdog.phase("saving"):
+                self.save(ephemeral=not lasting)
                 if self.training.args.save is not None:
-                    self.training.checkpointer.save(self.training.progress, ephemeral=not lasting)
                     for callback in self.callbacks:
                         callback.on_save(run, step, not lasting)
                     loop.agree_on_stop()
@@ -61,3 +61,8 @@ class SaveCallback(Callback):
     def on_stop_before_step(self, run: TrainingRun, step: Step) -> None:
         """Save the state that the run stops with."""
         self.on_step_end(run, step)
+
+    def save(self, ephemeral: bool = False) -> None:
+        """Write a checkpoint of the run's present state. ephemeral: one that lasts until the next."""
+        if self.training.args.save is not None:
+            self.training.checkpointer.save(self.training.progress, ephemeral=ephemeral)

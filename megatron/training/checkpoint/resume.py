@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +176,10 @@ class CheckpointLoader:
         """Load the weights that the files hold. params: the parameters, if the files hold a part of the
         model."""
         manifest = None if checkpoint is None else checkpoint.manifest
-        has_score = has_hf_score if self.source.is_hf else partial(has_score_head, args=self.args)
         new_head = begins and bool(self.args.score_head)
-        new_head = new_head and not on_rank_zero(self.groups, lambda: has_score(path))
+        new_head = new_head and not on_rank_zero(
+            self.groups, lambda: has_hf_score(path) if self.source.is_hf else has_score_head(path, self.args)
+        )
         if manifest is not None:
             check_model(adapter_model(manifest), self.args, str(path), new_head)
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}

@@ -40,7 +40,7 @@ class FusedAdamW(torch.optim.Optimizer):
         device = self.param_groups[0]["params"][0].device
         self._unit_scale, self._zero_skip = torch.ones((), device=device), torch.zeros((), device=device)
         self._moments = torch.float32 if streams is None else torch.bfloat16
-        self._parts: list[tuple[list[Tensor], Tensor, list[int]]] = []
+        self._parts: list[tuple[list[nn.Parameter], Tensor, list[int]]] = []
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.numel()]
             own = [] if streams is None else [streams[master] for master in masters]

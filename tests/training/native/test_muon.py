@@ -125,7 +125,7 @@ def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[
                 generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
                 full = torch.randn(held.spec.shape, generator=generator)
                 held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
-            engine._update.optimizers[0].step()
+            engine._update._parts[0].optimizer.step()
             engine.shards.publish(engine.shards.trained)
         results[model] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
     return results
