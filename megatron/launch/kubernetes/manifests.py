@@ -85,7 +85,7 @@ def _pytorchjob(site: Site, config: PodConfig) -> list[Manifest]:
         container = _container_details(site, config, scraped)
         port = int(site.environment()["MASTER_PORT"])
         container["ports"].append({"name": "pytorchjob-port", "containerPort": port})  # it makes MASTER_PORT of this
-        main = {"name": "pytorch", "image": site.image}  # the name that the operator looks for
+        main: Json = {"name": "pytorch", "image": site.image}  # the name that the operator looks for
         main |= {"command": config.command, "resources": _resources(site), **container}
         metadata = _pod_metadata(site, config.metrics_port if scraped else None)
         return {
