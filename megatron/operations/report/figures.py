@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from bokeh import models
+from bokeh.models.annotations import ColorBar, Legend, LegendItem
 from bokeh.plotting import figure
 
 from megatron.operations.report.curves import Curve, Plot
@@ -180,8 +181,8 @@ def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
     A click on an entry hides its curve."""
     longest = max(len(label) for label in entries) + 6  # the line beside it
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
-    items = [models.LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
-    legend = models.Legend(
+    items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
+    legend = Legend(
         items=items, ncols=columns, orientation="horizontal", location="top_left", click_policy="hide",
         border_line_color=None, padding=2,  # type: ignore[arg-type] # bokeh's stubs have no plain number
         spacing=8, margin=2, label_text_font_size="12px", glyph_height=14, glyph_width=18,
@@ -223,7 +224,7 @@ def _map_figure(name: str, load_map: LoadMap, iteration_range: models.Range1d) -
         image.name, image.visible = f"layer {layer}", layer == load_map.layers[0]
     map_figure.add_tools(_load_hover())
     ticks: dict[Any, Any] = {code_of(load): text for load, text in _NAMES.items()}
-    bar = models.ColorBar(
+    bar = ColorBar(
         color_mapper=colors, width=10, padding=4, border_line_color=None,
         ticker=models.FixedTicker(ticks=list(ticks)), major_label_overrides=ticks,
     )  # fmt: skip
