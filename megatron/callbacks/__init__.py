@@ -4,5 +4,3 @@ names a user's."""
 
 from megatron.callbacks.callback import Callback
 from megatron.callbacks.run import OnGradients, Parts, RunEngine, Step, StepResult, TrainingRun
-
-__all__ = ["Callback", "OnGradients", "Parts", "RunEngine", "Step", "StepResult", "TrainingRun"]

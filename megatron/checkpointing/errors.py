@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from megatron.neox_arguments.errors import UserError
 
 
-def shortened(entries: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Joins `entries` for an error: `most` of them, and how many more there are."""
-    remainder = f" and {len(entries) - most} more" if len(entries) > most else ""
-    return separator.join(entries[:most]) + remainder
+def shortened(entries: Sequence[str], max_entries: int, separator: str = ", ") -> str:
+    """Joins `entries` for an error: `max_entries` of them, and how many more there are."""
+    remainder = f" and {len(entries) - max_entries} more" if len(entries) > max_entries else ""
+    return separator.join(entries[:max_entries]) + remainder
 
 
 class CheckpointError(UserError, ValueError):

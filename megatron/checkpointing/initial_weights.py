@@ -41,8 +41,8 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
     made_from = f"initial values {json.dumps([args.seed, *methods])}"
     final = save / layout.step_tag(0)
     if (existing := _existing_manifest(final, save)) is not None:
-        wanted = (made_from, json.loads(json.dumps(model)), args.tp)
-        if (existing.run_id, existing.model, existing.layout.tensor) == wanted:
+        expected = (made_from, json.loads(json.dumps(model)), args.tp)
+        if (existing.run_id, existing.model, existing.layout.tensor) == expected:
             return final
         raise CheckpointError(f"{save}: already holds other weights or a run; set save to another folder")
     size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), torch.float32)
@@ -52,7 +52,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
             tensors = {spec.name: initial_weight(spec, layer, args) for spec in specs[layer]}
             records += save_layer(temporary, layer, tensors, args)
         records += write_bare_files(temporary, args, 0)
-        parallel, config = ParallelLayout.of(args, "fp32"), json.loads(args.to_json())["given"]
+        parallel, config = ParallelLayout.from_args(args, "fp32"), json.loads(args.to_json())["given"]
         manifest = untrained_manifest(made_from, parallel, model, config, records, seed=args.seed, tokenizer=tokenizer)
         return publish(temporary, save, 0, manifest, args.config_files)
 

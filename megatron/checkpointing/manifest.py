@@ -76,7 +76,7 @@ class ParallelLayout:
     world_size: int
 
     @classmethod
-    def of(cls, args: NeoXArgs, precision: str) -> Self:
+    def from_args(cls, args: NeoXArgs, precision: str) -> Self:
         """Returns the layout of the files of a model with the parallel sizes of `args`."""
         return cls(args.pp, 1, args.tp, 0, precision, args.pp * args.tp)
 
@@ -162,16 +162,23 @@ def untrained_manifest(
     model: Mapping[str, Any],
     config: Mapping[str, Any],
     records: Iterable[FileRecord],
-    **more: Any,
+    **further_fields: Any,
 ) -> Manifest:
     """Returns the manifest of a checkpoint that no run has saved: no optimizer state, data nor samples.
 
-    records: of its files. more: further fields, or others than of a checkpoint that begins a run."""
-    more = {"iteration": 0, "consumed_samples": 0, "seed": 0, "tokenizer": None, "data": {}, "optimizer": False, **more}
+    records: of its files. further_fields: others than of a checkpoint that begins a run."""
+    start_fields: dict[str, Any] = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "seed": 0,
+        "tokenizer": None,
+        "data": {},
+        "optimizer": False,
+    }
     return Manifest(
         run_id=run_id, layout=layout, model=model, config=config, files={record.name: record for record in records},
         versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-        **more,
+        **start_fields | further_fields,
     )  # fmt: skip
 
 

@@ -166,8 +166,8 @@ class ObjectStore:
                 existing.discard(name)
         if folder in existing:
             if (self.read(LATEST) or b"").decode().strip() == folder:
-                others = (name for name in self.finished_names() if is_tag(name) and name != folder)
-                other_tags = sorted(others, key=step_of)
+                other_names = (name for name in self.finished_names() if is_tag(name) and name != folder)
+                other_tags = sorted(other_names, key=step_of)
                 earlier_tags = [name for name in other_tags if step_of(name) < step_of(folder)] or other_tags
                 self.write(LATEST, earlier_tags[-1].encode()) if earlier_tags else self._delete(LATEST)
             self.remove(folder)

@@ -151,8 +151,8 @@ def upcycle(
         config = json.loads(args.to_json())["given"]
         tokenizer = opened.manifest.tokenizer if opened.manifest is not None else None
         manifest = untrained_manifest(
-            f"experts of {source.resolve()}", ParallelLayout.of(args, PRECISIONS[dtype]), model_keys(args), config,
-            records, seed=args.seed, tokenizer=tokenizer,
+            f"experts of {source.resolve()}", ParallelLayout.from_args(args, PRECISIONS[dtype]), model_keys(args),
+            config, records, seed=args.seed, tokenizer=tokenizer,
         )  # fmt: skip
         added = {key: config[key] for key in config if key in keys_of(MoEKeys)}
         text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"

@@ -185,8 +185,10 @@ def _listen(address: str, port: int, multi_tenant: bool) -> socket.socket | None
 
 
 def _make_store(address: str, port: int, timeout_s: float, **options: Any) -> "TCPStore":
-    """Creates a TCPStore in a thread, within the given time: torch waits for ever if the other side is not a
-    store. options: passed to torch."""
+    """Creates a TCPStore in a thread, within the given time. options: passed to torch.
+
+    Without a thread torch would wait for ever if the other side is not a store.
+    """
     from torch.distributed import TCPStore
 
     limit = timedelta(seconds=timeout_s)

@@ -13,9 +13,11 @@ from megatron.model import Model
 
 
 def model_operations(model: Model) -> Mapping[str, Callable[..., Any]]:
-    """Returns the operations that rank 0's lm-eval thread calls on all ranks, by name: `score` of
-    `ScoreRequest`s and `generate` of `Request`s. The first `score` measures how many tokens fit a forward
-    pass."""
+    """Returns the operations that rank 0's lm-eval thread calls on all ranks, by name.
+
+    They are `score` of `ScoreRequest`s and `generate` of `Request`s. The first `score` measures how many
+    tokens fit a forward pass.
+    """
     args = model.args
 
     @cache

@@ -1,5 +1,7 @@
-"""The results of an evaluation as files and as a table, with the metadata that lm-eval writes beside them:
-the model, the settings, the tokenizer, the machine."""
+"""The results of an evaluation as files and as a table.
+
+With them go lm-eval's metadata: the model, the settings, the tokenizer, the machine.
+"""
 
 import hashlib
 import itertools

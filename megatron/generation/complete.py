@@ -92,7 +92,7 @@ def complete(
     return [completion for completion in done if completion is not None]
 
 
-def written_together(model: Model, prompts: list[T]) -> tuple[list[T], slice]:
+def prompts_of_all_ranks(model: Model, prompts: list[T]) -> tuple[list[T], slice]:
     """Returns the prompts that this data rank has to continue, and where its own are among them.
 
     With `model.lockstep` they are the prompts of all data ranks, which call it together.

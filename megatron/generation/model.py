@@ -155,8 +155,9 @@ def _merging_loader(
     groups: ParallelGroups,
     tokenizer: Tokenizer,
 ) -> tuple[LoadLayers, str, list[tuple[AdapterSource, float]]]:
-    """Returns a loader of weights with adapters merged into them, one layer at a time in fp32, words that
-    name these weights, and the opened adapters with their factors.
+    """Returns (loader of weights with merged adapters, words that name the weights, adapters with factors).
+
+    Adapters are merged one layer at a time, in fp32.
 
     adapters: (path, factor) of each; empty: those in the checkpoint `path`, trained on the weights `base`.
     """

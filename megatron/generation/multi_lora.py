@@ -94,8 +94,8 @@ def _stack(model: Model, linear: Linear, spec: ParamSpec, parts: _Parts, chosen:
         missing = (0, 0, 0, max_rank - len(a))
         stacked_a.append(sharded(F.pad(a, missing), 1, (max_rank, columns)))
         stacked_b.append(sharded(F.pad(b, missing).t(), 0, (rows, max_rank)).t())
-        whole_gain = torch.ones(rows) if gain is None else gain
-        gains.append(sharded(whole_gain[:, None], 0, (rows, max_rank))[:, 0])
+        full_gain = torch.ones(rows) if gain is None else gain
+        gains.append(sharded(full_gain[:, None], 0, (rows, max_rank))[:, 0])
     with_gains = any(part is not None and part[2] is not None for part in parts)
     a, b, gain = (torch.stack(values).to(groups.device, model.dtype) for values in (stacked_a, stacked_b, gains))
     return AdapterStack(a, b, gain if with_gains else None, chosen)

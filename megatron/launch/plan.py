@@ -70,9 +70,9 @@ def plan(
         elif host_nodes and (len(host_nodes) > 1 or args.force_multi or not is_this_machine(host_nodes[0].host)):
             run = _over_hosts(run, args, host_nodes, launcher, env)
         else:
-            listed = host_nodes[0] if host_nodes else None
-            ranks = listed.ranks if listed is not None and args.num_gpus is None else args.num_gpus
-            nodes = (Node(socket.gethostname(), *_local_ranks(args, env, listed, ranks)),)
+            listed_node = host_nodes[0] if host_nodes else None
+            ranks = listed_node.ranks if listed_node is not None and args.num_gpus is None else args.num_gpus
+            nodes = (Node(socket.gethostname(), *_local_ranks(args, env, listed_node, ranks)),)
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         is_single = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
@@ -93,16 +93,16 @@ def _launcher(args: "NeoXArgs") -> str:
 
 
 def _local_ranks(
-    args: "NeoXArgs", env: Mapping[str, str], listed: Node | None, ranks: int | None
+    args: "NeoXArgs", env: Mapping[str, str], listed_node: Node | None, ranks: int | None
 ) -> tuple[int, tuple[str, ...]]:
     """Returns the number of ranks on this machine and their GPUs.
 
-    listed: this machine in a hostfile or `--hosts`, if one names it.
+    listed_node: this machine in a hostfile or `--hosts`, if one names it.
     ranks: the requested number; None: one for each GPU.
     """
     gpus = [] if args.distributed_backend == "gloo" else visible_gpus(env)
-    if listed is not None:  # include and exclude have chosen among its slots
-        return choose_ranks(gpus, ranks, listed.include())
+    if listed_node is not None:  # include and exclude have chosen among its slots
+        return choose_ranks(gpus, ranks, listed_node.include())
     return choose_local_ranks(args, env, gpus, ranks)
 
 

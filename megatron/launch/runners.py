@@ -70,8 +70,10 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     """
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
-        found = ", ".join(f"{node.host}: {node.ranks}" for node in run.nodes)
-        raise LaunchError(f"launcher: mvapich needs equally many ranks on every host, found {found}; set num_gpus")
+        ranks_of_hosts = ", ".join(f"{node.host}: {node.ranks}" for node in run.nodes)
+        raise LaunchError(
+            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus"
+        )
     try:
         return _mpi_command(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place

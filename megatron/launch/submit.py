@@ -107,8 +107,8 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    kept = (name for name in env if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES)
-    job_env = {**{name: env[name] for name in kept}, SUBMITTING_JOB: number}
+    kept_names = (name for name in env if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES)
+    job_env = {**{name: env[name] for name in kept_names}, SUBMITTING_JOB: number}
     try:
         subprocess.run(command, check=True, env=job_env, cwd=to_end_of_line("WorkDir", job) or None)
     except OSError as problem:

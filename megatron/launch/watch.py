@@ -314,7 +314,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     outcome = Outcome(
         128 - code if code < 0 else code, reason, not refused and not asked_for, str(culprit.log.path.resolve())
     )
-    _end_because(culprit, outcome, ranks, screen, with_stacks=code < 0 or culprit.is_overdue())
+    _end_run(culprit, outcome, ranks, screen, with_stacks=code < 0 or culprit.is_overdue())
     return outcome
 
 
@@ -325,11 +325,11 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_requ
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
     outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_requested, str(culprit.log.path.resolve()))
-    _end_because(culprit, outcome, ranks, screen, with_stacks=True, is_stopped=True)
+    _end_run(culprit, outcome, ranks, screen, with_stacks=True, is_stopped=True)
     return outcome
 
 
-def _end_because(
+def _end_run(
     culprit: Rank, outcome: Outcome, ranks: list[Rank], screen: _Screen, with_stacks: bool, is_stopped: bool = False
 ) -> None:
     """Ends every rank and shows why. If the run is started again, that is one line that names the log.

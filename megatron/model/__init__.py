@@ -14,26 +14,3 @@ from megatron.model.pipeline_forward import forward_only
 from megatron.model.stage import HiddenStates, InferenceContext, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
 from megatron.model.weight_map import block_specs, layer_params, named_params, shared_params
-
-__all__ = [
-    "HiddenStates",
-    "KVCache",
-    "Model",
-    "InferenceContext",
-    "Stage",
-    "block_specs",
-    "build_filled_stage",
-    "build_stage",
-    "eager_blocks",
-    "for_inference",
-    "forward_only",
-    "freeze",
-    "init_stage",
-    "layer_params",
-    "named_params",
-    "lowest_trained",
-    "materialize",
-    "inference_mode",
-    "shared_params",
-    "trained_parameters",
-]

@@ -105,13 +105,13 @@ def build_filled_stage(
 @contextmanager
 def attributes_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
     """Sets an attribute of each module within the context; its end restores their values."""
-    before = [(module, getattr(module, name)) for module in modules]
-    for module, _ in before:
+    old_values = [(module, getattr(module, name)) for module in modules]
+    for module, _ in old_values:
         setattr(module, name, value)
     try:
         yield
     finally:
-        for module, old_value in before:
+        for module, old_value in old_values:
             setattr(module, name, old_value)
 
 

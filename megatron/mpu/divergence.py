@@ -225,8 +225,8 @@ class _DistillationSums(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, source: _Source, mix: _Mixture
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = HeadGradients(layer, hidden, [mix.gradient and needed for needed in ctx.needs_input_grad[:2]])
-        gradient = gradients.wanted
+        gradients = HeadGradients(layer, hidden, [mix.gradient and is_needed for is_needed in ctx.needs_input_grad[:2]])
+        gradient = gradients.is_needed
         total, part, local_columns = hidden.new_zeros(2, dtype=torch.float32), mix.part, mix.part.local_columns
         for chunk in chunks(len(hidden), _FP32_COPIES * 4 * weight.shape[0]):
             x, weights = hidden[chunk], mix.weights[chunk]

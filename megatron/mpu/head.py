@@ -97,13 +97,13 @@ def chunks(rows: int, row_bytes: int) -> Iterator[slice]:
 class HeadGradients:
     """The gradients of the hidden states and of the weight, accumulated over chunks; the weight's in fp32.
 
-    needed: whether each of the two is needed; the results have None for one that is not.
+    input_needs_grad: whether each of the two is needed; the results have None for one that is not.
     """
 
-    def __init__(self, layer: OutputLayer, hidden: Tensor, needed: Sequence[bool]) -> None:
-        self.wanted = any(needed)
-        self._layer, self._needs_weight = layer, needed[1]
-        self._hidden = torch.empty_like(hidden) if needed[0] else None
+    def __init__(self, layer: OutputLayer, hidden: Tensor, input_needs_grad: Sequence[bool]) -> None:
+        self.is_needed = any(input_needs_grad)
+        self._layer, self._needs_weight = layer, input_needs_grad[1]
+        self._hidden = torch.empty_like(hidden) if input_needs_grad[0] else None
         self._sum: Tensor | None = None
 
     def add(self, chunk: slice, grad: Tensor, slope: Tensor | None, x: Tensor, weight: Tensor) -> None:
@@ -177,13 +177,15 @@ class _LossSum(torch.autograd.Function):
         kind: LossOfTokens,
         gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        gradients = HeadGradients(layer, hidden, [gradient and needed for needed in ctx.needs_input_grad[:2]])
+        gradients = HeadGradients(layer, hidden, [gradient and is_needed for is_needed in ctx.needs_input_grad[:2]])
         local, rows = part.local(labels), []
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
             logits = layer.logits(x)
-            slope = layer.slope(logits) if gradients.wanted else None
-            rows.append(_loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradients.wanted))
+            slope = layer.slope(logits) if gradients.is_needed else None
+            rows.append(
+                _loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradients.is_needed)
+            )
             gradients.add(chunk, logits, slope, x, weight)
             del logits, slope  # before the next are computed
         ctx.gradients = gradients

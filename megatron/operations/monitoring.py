@@ -153,9 +153,11 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
     try:
         return _Server((args.metrics_host, args.metrics_port or 0), Pages)
     except OSError as problem:
-        found = f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
+        problem_text = (
+            f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
+        )
         advice = "set another port, or set metrics_host to an address of this machine"
-        raise args.error("metrics_port", f"{found}; {advice}") from None
+        raise args.error("metrics_port", f"{problem_text}; {advice}") from None
 
 
 class _Server(ThreadingHTTPServer):

@@ -85,8 +85,9 @@ def settle_precision(
 def try_linears(
     stage: Stage, args: NeoXArgs, groups: ParallelGroups, recipe: Recipe, clock: Clock = gpu_clock
 ) -> list[float]:
-    """Returns the seconds that a micro-batch spends in the linears that FP8 can take, forwards and backwards:
-    in bf16 and in FP8; 0 without such linears.
+    """Returns the seconds of a micro-batch in the linears that FP8 can take: in bf16 and in FP8.
+
+    They are those of forward and backward; 0 without such linears.
 
     Each shape is timed in both precisions, in turns, and counts as often as it occurs.
 

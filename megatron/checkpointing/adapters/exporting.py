@@ -137,7 +137,7 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparis
         peft_logits = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(tokens, use_cache=False).logits
     logits = unmerged_logits(base, source, tokens)
     logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
-    comparison = LogitComparison.of(logits, peft_logits, tokens, reference="peft")
+    comparison = LogitComparison.from_logits(logits, peft_logits, tokens, reference="peft")
     if not comparison.is_close:
         raise CheckpointError(f"{source.path}: logits with these adapters differ from peft's: {comparison}")
     return comparison

@@ -194,8 +194,8 @@ def _publish(
         keys = set(model_keys(args)) - set(FREE) if saved is None or not saved.model else {*saved.model, "lora"}
         model = {key: value for key, value in model_keys(args).items() if key in keys}
         manifest = untrained_manifest(
-            run_id, ParallelLayout.of(args, precision), model, config, records, iteration=iteration, base=base_record,
-            tokenizer=None if saved is None else saved.tokenizer,
+            run_id, ParallelLayout.from_args(args, precision), model, config, records, iteration=iteration,
+            base=base_record, tokenizer=None if saved is None else saved.tokenizer,
         )  # fmt: skip
         text = f"# {run_id}\n{yaml.safe_dump(config, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"adapter.yml": text})

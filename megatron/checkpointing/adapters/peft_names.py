@@ -122,8 +122,8 @@ def vocabulary_modules() -> dict[str, str]:
     """Maps names of embeddings and heads in all families (last part) to "embed_tokens" or "lm_head"."""
     kinds = {"word_embeddings.weight": "embed_tokens", "final_linear.weight": "lm_head"}
     rows = [row for family in FAMILIES.values() for row in family.rows if row.neox_name in kinds]
-    of_families = {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names}
-    return of_families | dict.fromkeys(_HEADS, "lm_head")
+    family_modules = {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names}
+    return family_modules | dict.fromkeys(_HEADS, "lm_head")
 
 
 def _family_targets(family: Family) -> list[str]:
@@ -228,8 +228,8 @@ def _copy_tensor(
     if spec.name == SCORE.neox_name:
         return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.hf_names[0]}",), _repeated(1))
     weight = _COPIES[spec.name]
-    is_head_too = weight == "word_embeddings" and not args.no_weight_tying and not args.score_head
-    names = [weight, "final_linear"] if is_head_too else [weight]
+    has_head_copy = weight == "word_embeddings" and not args.no_weight_tying and not args.score_head
+    names = [weight, "final_linear"] if has_head_copy else [weight]
     module_lists = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
     modules, older = (list(chain(*lists)) for lists in zip(*module_lists, strict=True))
     modules += [_HEADS[0]] if modules[-1] == _HEADS[1] else []

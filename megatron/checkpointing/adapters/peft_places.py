@@ -88,11 +88,11 @@ def _shortest(values: Mapping[PeftModule, Any], default: Any) -> dict[str, Any]:
     """Returns {name: value} of modules whose value is not the default.
 
     The name is the target if all blocks have the same value, else the module's full name."""
-    of_targets: dict[str, set[Any]] = {}
+    target_values: dict[str, set[Any]] = {}
     for module, value in values.items():
-        of_targets.setdefault(module.target, set()).add(value)
+        target_values.setdefault(module.target, set()).add(value)
     return {
-        module.target if len(of_targets[module.target]) == 1 else _full_name(module): value
+        module.target if len(target_values[module.target]) == 1 else _full_name(module): value
         for module, value in values.items()
         if value != default
     }

@@ -6,7 +6,14 @@ Attention and MLP are parallel, after one norm. Only layers with windows have ro
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import SLIDING, get, layer_kinds, window_config, window_keys, without
+from megatron.checkpointing.families.config_fields import (
+    SLIDING,
+    drop_fields,
+    get,
+    layer_kinds,
+    window_config,
+    window_keys,
+)
 from megatron.checkpointing.families.family import Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import llama_config, llama_keys, replaced_rows
 from megatron.neox_arguments import NeoXArgs
@@ -31,7 +38,7 @@ def _keys(config: Config) -> dict[str, Any]:
     if get(config, "use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm: true is not supported")
     return {
-        **without(llama_keys(config, _DEFAULTS), "rms_norm_epsilon"),
+        **drop_fields(llama_keys(config, _DEFAULTS), "rms_norm_epsilon"),
         **window_keys(window, kinds),
         "rotary_interleaved": True,
         "no_rope_layers": [int(kind == SLIDING) for kind in kinds],
@@ -46,7 +53,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     return {
-        **without(llama_config(args, head_dim=False), "rms_norm_eps"),
+        **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"),
         "layer_norm_eps": args.layernorm_epsilon,
         **window_config(args),
         "logit_scale": args.logit_scale,

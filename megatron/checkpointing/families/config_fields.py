@@ -39,7 +39,7 @@ def get(config: Config, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def without(fields: Config, *names: str) -> dict[str, Any]:
+def drop_fields(fields: Config, *names: str) -> dict[str, Any]:
     """Returns `fields` except those called `names`."""
     return {name: value for name, value in fields.items() if name not in names}
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.checkpointing.families.config_fields import (
     FULL,
     SLIDING,
+    drop_fields,
     gated_activation,
     get,
     layer_kinds,
@@ -19,7 +20,6 @@ from megatron.checkpointing.families.config_fields import (
     two_ropes_config,
     window_config,
     window_keys,
-    without,
 )
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys
@@ -50,7 +50,7 @@ def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
 def _common_config(args: NeoXArgs) -> dict[str, Any]:
     """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
     return {
-        **without(common_config(args), "hidden_act"),
+        **drop_fields(common_config(args), "hidden_act"),
         "hidden_activation": gated_activation(args, "gelu_pytorch_tanh"),
         "query_pre_attn_scalar": number(args.query_pre_attn_scalar or args.head_dim),
         **window_config(args),

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
+    drop_fields,
     get,
     layer_kinds,
     refuse_unless,
@@ -12,7 +13,6 @@ from megatron.checkpointing.families.config_fields import (
     rope_of,
     window_config,
     window_keys,
-    without,
 )
 from megatron.checkpointing.families.experts import expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
@@ -75,7 +75,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    experts = without(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
     config = {**llama_config(args), **experts}
     scaling = config["rope_scaling"] or {"rope_type": "default"}  # without it transformers has yarn
     original = scaling.get("original_max_position_embeddings")

@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
+    drop_fields,
     refuse_unless,
     rope_keys,
     rope_of,
     same_window_keys,
     window_of,
-    without,
 )
 from megatron.checkpointing.families.experts import MIXTRAL_IN_MEMORY, MIXTRAL_ROWS, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
@@ -35,7 +35,7 @@ def same_windows(config: Config, defaults: Config, window: int | None) -> dict[s
 
 
 def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
-    return {**without(llama_config(args), "attention_bias"), "sliding_window": window_of(args)}
+    return {**drop_fields(llama_config(args), "attention_bias"), "sliding_window": window_of(args)}
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config, title="Mistral")
@@ -54,7 +54,7 @@ def _mixtral_keys(config: Config) -> dict[str, Any]:
 
 
 def _mixtral_config(args: NeoXArgs) -> dict[str, Any]:
-    experts = without(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
     return {**_mistral_config(args), **experts, "intermediate_size": args.expert_ffn_size}
 
 

@@ -9,6 +9,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     FULL,
     SLIDING,
+    drop_fields,
     layer_kinds,
     number,
     refuse_unless,
@@ -17,7 +18,6 @@ from megatron.checkpointing.families.config_fields import (
     two_ropes_config,
     window_config,
     window_keys,
-    without,
 )
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
@@ -61,13 +61,13 @@ def _olmo3_keys(config: Config) -> dict[str, Any]:
 
 
 def _olmo3_config(args: NeoXArgs) -> dict[str, Any]:
-    rope = without(two_ropes_config(args), "rope_local_base_freq")  # OLMo 3 has no such key
+    rope = drop_fields(two_ropes_config(args), "rope_local_base_freq")  # OLMo 3 has no such key
     return {**common_config(args), **rope, **window_config(args)}
 
 
 def _olmo1_keys(config: Config) -> dict[str, Any]:
     return {
-        **without(llama_keys({**config, "mlp_bias": False}, _DEFAULTS), "rms_norm_epsilon"),
+        **drop_fields(llama_keys({**config, "mlp_bias": False}, _DEFAULTS), "rms_norm_epsilon"),
         "norm": "non_parametric_layernorm",
         "layernorm_epsilon": 1e-5,
         "clip_qkv": config.get("clip_qkv"),
@@ -75,7 +75,7 @@ def _olmo1_keys(config: Config) -> dict[str, Any]:
 
 
 def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
-    return {**without(llama_config(args, head_dim=False), "rms_norm_eps"), "clip_qkv": args.clip_qkv}
+    return {**drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"), "clip_qkv": args.clip_qkv}
 
 
 OLMO1 = Family("olmo", "OlmoForCausalLM", ROWS, _olmo1_keys, _olmo1_config, title="OLMo 1", notes="clip_qkv")

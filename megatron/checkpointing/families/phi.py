@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.checkpointing.families.config_fields import rope_keys, rope_of, window_of, without
+from megatron.checkpointing.families.config_fields import drop_fields, rope_keys, rope_of, window_of
 from megatron.checkpointing.families.family import FUSED_QKV, GATE_UP, Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import llama_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
@@ -31,7 +31,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = without(llama_config(args, head_dim=False, partial=True), "attention_bias")
+    config = drop_fields(llama_config(args, head_dim=False, partial=True), "attention_bias")
     config["sliding_window"] = window_of(args)
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") != "longrope":

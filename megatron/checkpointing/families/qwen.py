@@ -4,13 +4,13 @@ from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
     SLIDING,
+    drop_fields,
     get,
     layer_kinds,
     layer_types,
     same_window_keys,
     window_keys,
     window_of,
-    without,
 )
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
@@ -50,7 +50,7 @@ def _qwen2_keys(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_config(args: NeoXArgs) -> dict[str, Any]:
-    return without(_config(args), "attention_bias")  # queries, keys and values always have them
+    return drop_fields(_config(args), "attention_bias")  # queries, keys and values always have them
 
 
 QWEN2 = Family(
@@ -121,7 +121,7 @@ def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
 
 def _qwen2_moe_config(args: NeoXArgs) -> dict[str, Any]:
     return {
-        **without(_moe_config(args), "attention_bias"),  # that of the output is never there
+        **drop_fields(_moe_config(args), "attention_bias"),  # that of the output is never there
         "max_window_layers": args.num_layers,
         "layer_types": layer_types(args),
         "qkv_bias": args.add_qkv_bias,

@@ -4,13 +4,13 @@ queries."""
 from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
+    drop_fields,
     get,
     plain_activation,
     plain_activation_keys,
     rope_keys,
     rope_of,
     window_of,
-    without,
 )
 from megatron.checkpointing.families.family import Config, Family, weight_and_bias
 from megatron.checkpointing.families.llama import llama_config, replaced_rows
@@ -36,7 +36,7 @@ def _keys(config: Config) -> dict[str, Any]:
     keys = same_windows({**config, "hidden_act": "silu"}, _DEFAULTS, config.get("sliding_window"))
     biases = get(config, "use_bias", True)
     return {
-        **without(keys, "rms_norm_epsilon"),
+        **drop_fields(keys, "rms_norm_epsilon"),
         **rope_keys(config, rope_of(config, theta=10000.0)),
         **plain_activation_keys(config, "hidden_act", "gelu_pytorch_tanh"),
         "norm": "layernorm",
@@ -48,7 +48,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     return {
-        **without(llama_config(args, head_dim=False), "rms_norm_eps", "attention_bias"),
+        **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps", "attention_bias"),
         "hidden_act": plain_activation(args, "gelu_pytorch_tanh"),
         "norm_epsilon": args.layernorm_epsilon,
         "sliding_window": window_of(args),

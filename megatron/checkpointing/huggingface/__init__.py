@@ -23,25 +23,3 @@ from megatron.checkpointing.huggingface.importing import (
     vocab_size_from_hf,
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
-
-__all__ = [
-    "HF_SUBFOLDER",
-    "HFFolder",
-    "LogitComparison",
-    "add_tokenizer",
-    "vocab_size_from_hf",
-    "read_companion_files",
-    "declared_eos_ids",
-    "export_hf",
-    "export_plan",
-    "exported_vocab_size",
-    "find_hf",
-    "has_hf_score",
-    "hf_loader",
-    "import_hf",
-    "import_plan",
-    "is_hf",
-    "load_hf_weights",
-    "reads_same_tokens",
-    "recover",
-]

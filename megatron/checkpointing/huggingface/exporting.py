@@ -112,7 +112,7 @@ class _Export:
 
 
 class ExportOptions(TypedDict, total=False):
-    """What an export may be given about its files.
+    """Options of the files of an export.
 
     family: a `model_type`; None: the imported model's (multimodal if it was), else the first that can express
         the model.

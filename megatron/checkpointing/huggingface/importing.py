@@ -117,7 +117,7 @@ def import_hf(
         free, source = _FREE_UNDER_TE if naming == "te" else FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
         run_id = f"huggingface {source.resolve() if source.exists() else source}"
-        parallel = ParallelLayout.of(args, PRECISIONS[dtype])
+        parallel = ParallelLayout.from_args(args, PRECISIONS[dtype])
         manifest = untrained_manifest(run_id, parallel, model, config, records, iteration=iteration)
         text = f"# {source.name}, of HuggingFace: {parity}\n{yaml.safe_dump(config, sort_keys=False)}"
         path = publish(temporary, save, iteration, manifest, {"hf_model.yml": text})

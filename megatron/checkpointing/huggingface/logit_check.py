@@ -47,7 +47,7 @@ class LogitComparison:
     reference: str = "transformers"
 
     @classmethod
-    def of(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
+    def from_logits(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
         """Compares two logits of `tokens`. facts: further fields."""
         difference = (logits - reference_logits).abs().max().item()
         return cls(difference, reference_logits.abs().max().item(), tokens.shape[1], **facts)
@@ -101,7 +101,7 @@ def compare_logits(
             f"{folder.origin}: NaN or Inf in {broken_names or 'the logits, though weights are finite'}: the model "
             "is broken; take an earlier checkpoint"
         )
-    comparison = LogitComparison.of(logits, reference_logits, tokens, not_loaded=not_loaded)
+    comparison = LogitComparison.from_logits(logits, reference_logits, tokens, not_loaded=not_loaded)
     if not comparison.is_close:
         raise CheckpointError(f"{folder.origin}: is not the same model as ours: {comparison}")
     # Equal logits do not show that vocabulary rows are equal whose tokens are not in the batch.

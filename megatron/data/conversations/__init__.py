@@ -16,16 +16,3 @@ from megatron.data.conversations.messages import (
     with_system,
 )
 from megatron.data.conversations.rendered import RenderedCheck
-
-__all__ = [
-    "CONVERSATION_COLUMNS",
-    "Message",
-    "RenderedCheck",
-    "TemplateSettings",
-    "conversation",
-    "message_texts",
-    "row_conversation",
-    "row_system",
-    "template_settings",
-    "with_system",
-]

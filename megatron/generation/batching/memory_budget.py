@@ -169,8 +169,10 @@ def cache_blocks(
 
 
 def _share_of_free_memory(groups: ParallelGroups, shares: Mapping[str, float]) -> int:
-    """Returns this rank's part of the bytes that can still be allocated, GPU memory for a CUDA device, else
-    host memory. shares: of it by kind of device."""
+    """Returns this rank's part of the bytes that can still be allocated, on its GPU or in host memory.
+
+    shares: of these bytes, by kind of device.
+    """
     device = groups.device
     if device.type != "cuda":
         return int(shares[device.type] * free_host_memory(unknown=1 << 32)) // groups.world_size

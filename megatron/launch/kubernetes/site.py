@@ -139,9 +139,9 @@ def _check(site: Site, problems: ErrorCollector) -> None:
             problems.add(f"claims.{name}.path", "must be an absolute path, as /shared/models")
         if claim["size"] is not None:
             _check_quantity(f"claims.{name}.size", claim["size"], problems)
-        first = min(other_name for other_name, path in site.volumes().items() if path == claim["path"])
-        if name != first:
-            problems.add(f"claims.{name}.path", f"is the path of {first} too; give each claim another folder")
+        first_claim = min(other_name for other_name, path in site.volumes().items() if path == claim["path"])
+        if name != first_claim:
+            problems.add(f"claims.{name}.path", f"is the path of {first_claim} too; give each claim another folder")
     if not _LABEL_NAME.fullmatch(site.gpu_resource):
         problems.add("gpu_resource", "is not a name of a resource, as nvidia.com/gpu")
     if site.queue is not None and not _NAME.fullmatch(site.queue):

@@ -9,7 +9,7 @@ from megatron.data import Batch, collation
 from megatron.data.packed_dataset import answer_row
 from megatron.distributed import run_on_each_rank
 from megatron.generation.batching.requests import Event
-from megatron.generation.complete import complete, written_together
+from megatron.generation.complete import complete, prompts_of_all_ranks
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.stopping import looks_for_stop
 from megatron.methods.distillation.keys import distillation_keys
@@ -50,7 +50,7 @@ class OnPolicy:
     def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:
         """Returns the model's answers to this data rank's prompts, as token ids with the stop token at their
         end."""
-        everyone, own = written_together(model, prompts)
+        everyone, own_prompts = prompts_of_all_ranks(model, prompts)
         answers: list[list[int]] = [[] for _ in everyone]
         look_for_stop = looks_for_stop(self.run, model)
 
@@ -68,7 +68,7 @@ class OnPolicy:
                 stop_token_ids=tuple({*model.stop_token_ids, self.run.tokenizer.eos}),
                 on_event=take,
             )
-        return answers[own]
+        return answers[own_prompts]
 
     def _with_answers(self, batch: Batch, answers: Sequence[list[int]]) -> Batch:
         rows, waiting = [], iter(answers)

@@ -213,11 +213,11 @@ class Rollouts:
         values: of each of this rank's micro-batches."""
         groups = self.run.groups
         shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: values)
-        by_row: dict[int, T] = {}
+        row_values: dict[int, T] = {}
         for rank, batches in enumerate(shares):
-            for rows, of_rows in zip(self.shares.micro_batches(rank), batches, strict=True):
-                by_row.update(zip(rows, of_rows, strict=True))
-        return [by_row[row] for row in range(self.shares.total)]
+            for rows, batch_values in zip(self.shares.micro_batches(rank), batches, strict=True):
+                row_values.update(zip(rows, batch_values, strict=True))
+        return [row_values[row] for row in range(self.shares.total)]
 
     def _judge(self, requests: Sequence[AnswerRequest], answers: Sequence[Answer]) -> Scores:
         completions = [self._completion(prompt, answer) for (prompt, _), answer in zip(requests, answers, strict=True)]

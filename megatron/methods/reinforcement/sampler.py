@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.callbacks import TrainingRun
 from megatron.data import Batch
 from megatron.generation.batching.requests import Event
-from megatron.generation.complete import complete, written_together
+from megatron.generation.complete import complete, prompts_of_all_ranks
 from megatron.generation.sampling import SamplingParams, TokenSampler
 from megatron.generation.stopping import looks_for_stop, signal_to
 from megatron.methods.reinforcement.answers import Answer, batch_of
@@ -79,7 +79,7 @@ class EngineSampler:
         """Implements `Sampler`."""
         local_turns = [turn for batch in turns for turn in batch if turn.room]
         with self.run.inference() as model:
-            all_turns, own = written_together(model, local_turns)
+            all_turns, own_turns = prompts_of_all_ranks(model, local_turns)
             tokens: list[list[int]] = [[] for _ in all_turns]
             logprobs: list[list[float]] = [[] for _ in all_turns]
             finished = [False] * len(all_turns)
@@ -105,7 +105,7 @@ class EngineSampler:
                         on_event=take,
                     )
         written = list(map(Answer, [turn.tokens for turn in all_turns], tokens, logprobs, finished))
-        answers = iter(written[own])
+        answers = iter(written[own_turns])
         return [
             [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
         ]

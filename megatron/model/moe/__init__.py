@@ -6,5 +6,3 @@ experts."""
 from megatron.model.moe.balance import Balance, RoutingCounts
 from megatron.model.moe.layer import MoE
 from megatron.model.moe.router import RoutingSums
-
-__all__ = ["Balance", "MoE", "RoutingCounts", "RoutingSums"]

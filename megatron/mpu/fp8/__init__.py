@@ -7,12 +7,3 @@ scaling, `transformer_engine.py` multiplies with that library.
 from megatron.mpu.fp8.casting import Formats
 from megatron.mpu.fp8.delayed import DelayedProduct, DelayedScaling
 from megatron.mpu.fp8.products import MXProduct, RowwiseProduct, TensorwiseProduct
-
-__all__ = [
-    "DelayedProduct",
-    "DelayedScaling",
-    "Formats",
-    "MXProduct",
-    "RowwiseProduct",
-    "TensorwiseProduct",
-]

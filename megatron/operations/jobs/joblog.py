@@ -148,8 +148,10 @@ def _argument(head: bytes, name: str) -> str | None:
 
 
 def _read_backwards(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Returns the end of a file: blocks from the last on, each twice as long as the one before, until
-    `is_enough` is true of them or they have _SEARCHED bytes."""
+    """Returns the end of a file, for which `is_enough` is true; at most about _SEARCHED bytes.
+
+    Blocks are read from the last on, each twice as long as the one before.
+    """
     data, block = b"", 64 * 1024
     with open_file(path) as file:
         start = file.seek(0, 2)

@@ -137,8 +137,17 @@ class Slurm:
     def _sacct_jobs(self, user: str, max_age_s: float, ids: Sequence[str]) -> list[Job] | None:
         """Jobs from sacct; None if there is no accounting."""
         selection = f"--jobs={','.join(ids)}" if ids else f"--user={user}"
-        since = [] if ids else [f"--starttime=now-{int(max_age_s)}seconds"]
-        command = ("sacct", "-X", "-P", "-n", f"--delimiter={_SEPARATOR}", f"--format={_FIELDS}", selection, *since)
+        start_option = [] if ids else [f"--starttime=now-{int(max_age_s)}seconds"]
+        command = (
+            "sacct",
+            "-X",
+            "-P",
+            "-n",
+            f"--delimiter={_SEPARATOR}",
+            f"--format={_FIELDS}",
+            selection,
+            *start_option,
+        )
         try:
             done = self._run(*command)
         except FileNotFoundError:

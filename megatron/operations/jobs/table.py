@@ -19,8 +19,8 @@ _UNBOUNDED = 10_000  # columns of output that is not a terminal
 def console(file: IO[str] | None = None) -> Console:
     """A console for the terminal; for a pipe or file, one without colours and truncation."""
     file = file or sys.stdout
-    plain: dict[str, Any] = {} if file.isatty() else {"width": _UNBOUNDED, "no_color": True}
-    return Console(file=file, highlight=False, **plain)
+    options: dict[str, Any] = {} if file.isatty() else {"width": _UNBOUNDED, "no_color": True}
+    return Console(file=file, highlight=False, **options)
 
 
 def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:

@@ -79,13 +79,13 @@ def draw(
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
         has_log = plot.title.partition(":")[0] == "Loss" and all((curve.values > 0).all() for curve in plot.curves)
-        drawn = []
+        scale_models = []
         for scale in SCALES if has_log else SCALES[:1]:
             model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale)
             model.name = f"plot-{number}" if scale == "linear" else f"plot-{number}-log"
             model.visible = scale == "linear"
-            drawn.append(model)
-        plot_models.append(PlotModels(plot, tuple(drawn)))
+            scale_models.append(model)
+        plot_models.append(PlotModels(plot, tuple(scale_models)))
     return plot_models
 
 

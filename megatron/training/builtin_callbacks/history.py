@@ -85,9 +85,9 @@ def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[d
 
     Non-finite values become null.
     """
-    known = [{name: row[name] for name in row if name in POSITION or name.startswith(_KINDS)} for row in rows]
+    known_metrics = [{name: row[name] for name in row if name in POSITION or name.startswith(_KINDS)} for row in rows]
     share = {"trainable_share": trainable_share}
-    return [{name: _number(value) for name, value in row.items()} | share for row in known]
+    return [{name: _number(value) for name, value in row.items()} | share for row in known_metrics]
 
 
 def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -80,8 +80,8 @@ class LogCallback(Callback):
         ]
         self.probed, values = [], [skips, *map(torch.stack, (self.spikes, self.untrained, self.losses, last))]
         self.measured = list(self.metrics)
-        by_step = [torch.stack(step_values) for step_values in self.metrics.values()]
-        values.append(torch.stack(by_step).masked_fill(skips > 0, math.nan).nanmean(1) if by_step else skips[:0])
+        stacked = [torch.stack(step_values) for step_values in self.metrics.values()]
+        values.append(torch.stack(stacked).masked_fill(skips > 0, math.nan).nanmean(1) if stacked else skips[:0])
         for probe in self.probes:
             names, measured = probe.values()
             self.probed += names

@@ -1,5 +1,7 @@
-"""Small parts of saving: when HuggingFace's format is due, its layers one by one, a state as bytes, the lock
-by which a folder of checkpoints is one run's alone."""
+"""Small parts of saving: when HuggingFace's format is due, its layers one by one, a state as bytes.
+
+And the lock by which a folder of checkpoints is one run's alone.
+"""
 
 import fcntl
 import io

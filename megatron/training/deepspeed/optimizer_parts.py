@@ -1,4 +1,4 @@
-"""Which part of each parameter's gradient, weights and optimizer state a rank holds, in any ZeRO stage.
+"""Finds the part of gradients, weights and optimizer state that a rank holds, in any ZeRO stage.
 
 Gathers the state by parameter for a checkpoint, and restores it in any layout.
 """
@@ -139,8 +139,8 @@ class OptimizerParts:
             return 0, values.reshape(-1)
         if self._stage == 3:
             _, start, count = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
-            first = min(self.groups.rank("data") * count, param.ds_numel)
-            return first, self._real(param, values.narrow(0, start, count))
+            first_element = min(self.groups.rank("data") * count, param.ds_numel)
+            return first_element, self._real(param, values.narrow(0, start, count))
         mapping = param._hp_mapping
         lp_address, hp_address = mapping.lp_fragment_address, mapping.hp_fragment_address
         if key == MASTER:

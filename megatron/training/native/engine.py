@@ -146,8 +146,10 @@ class NativeEngine(Engine):
                 yield layer, states
 
     def _written_layers(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
-        """Yields (layer, worker that writes it, whether that is this rank) of the layers that workers write,
-        with weights and states as after the last step."""
+        """Yields (layer, worker that writes it, whether that is this rank) of the layers that workers write.
+
+        Weights and states are those after the last step.
+        """
         self.finish_update()
         for layer, writer in writer_of.items():
             worker = self.shards.worker_of(writer)

@@ -43,8 +43,8 @@ class ShardedWeights:
         self._group = mesh.get_group(-1)
         self._members = dist.get_process_group_ranks(self._group)
         self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
-        self._parts = RowParts(self._group, self._members, self._rank, groups.device, 1, cut=True)
-        self._experts = ExpertParts(groups, cut=True)
+        self._parts = RowParts(self._group, self._members, self._rank, groups.device, 1, sharded=True)
+        self._experts = ExpertParts(groups, sharded=True)
         expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
         self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes: biases of attention may be fp32.

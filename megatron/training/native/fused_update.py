@@ -43,10 +43,10 @@ class FusedAdamW(torch.optim.Optimizer):
         self._parts: list[tuple[list[nn.Parameter], Tensor, list[int]]] = []
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.numel()]
-            own = [] if streams is None else [streams[master] for master in masters]
+            own_streams = [] if streams is None else [streams[master] for master in masters]
             # On the device once, so that a step copies nothing there.
-            numbers = torch.tensor([stream.number for stream in own], dtype=torch.int64, device=device)
-            self._parts.append((masters, numbers, [stream.start for stream in own]))
+            numbers = torch.tensor([stream.number for stream in own_streams], dtype=torch.int64, device=device)
+            self._parts.append((masters, numbers, [stream.start for stream in own_streams]))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -107,21 +107,21 @@ class Weights(Protocol):
 class RowParts:
     """Gathers and scatters weights whose rows are split over the ranks of a group.
 
-    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `cut`, the ranks with
-    one block split its rows again, and the last ones may have fewer; else each has all of them.
+    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `sharded`, the ranks
+    with one block split its rows again, and the last ones may have fewer; else each has all of them.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, members: Sequence[int], rank: int, device: torch.device, blocks: int,
-        cut: bool,
+        sharded: bool,
     ) -> None:  # fmt: skip
         self._group, self._members, self._rank, self._device = group, members, rank, device
-        self.blocks, self.replicas, self._cut = blocks, len(members) // blocks, cut
+        self.blocks, self.replicas, self._sharded = blocks, len(members) // blocks, sharded
 
     def rows(self, shape: torch.Size) -> int:
         """Returns the rows of a weight that each rank sends, padded where it has fewer."""
         rows = shape[0] // self.blocks
-        return -(-rows // self.replicas) if self._cut else rows
+        return -(-rows // self.replicas) if self._sharded else rows
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None) -> Tensor | None:
         """See `Weights.gather`."""
@@ -139,7 +139,7 @@ class RowParts:
                 return None
             parts = received
         size = shard.shape.numel() // self.blocks
-        parts = parts if self._cut else parts[: self.blocks]
+        parts = parts if self._sharded else parts[: self.blocks]
         values = [torch.cat(parts[block :: self.blocks])[:size] for block in range(self.blocks)]
         return (values[0] if self.blocks == 1 else torch.cat(values)).view(shard.shape)
 
@@ -151,7 +151,7 @@ class RowParts:
             parts = []
             for i in range(self.replicas):
                 for values in full.reshape(self.blocks, -1):
-                    own_values = values[i * size if self._cut else 0 :][:size]
+                    own_values = values[i * size if self._sharded else 0 :][:size]
                     parts.append(F.pad(own_values, (0, size - len(own_values))).contiguous())
         dist.scatter(part, parts, src=self._members[source], group=self._group)
         return part[: shard.local.numel()].view(shard.local.shape)
@@ -160,12 +160,12 @@ class RowParts:
 class ExpertParts(RowParts):
     """Gathers and scatters expert weights, of which expert parallelism gives each data rank a block of rows.
 
-    cut: the replicas of the experts split the rows again.
+    sharded: the replicas of the experts split the rows again.
     """
 
-    def __init__(self, groups: ParallelGroups, cut: bool) -> None:
+    def __init__(self, groups: ParallelGroups, sharded: bool) -> None:
         data, members, rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        super().__init__(data, members, rank, groups.device, groups.size("expert"), cut)
+        super().__init__(data, members, rank, groups.device, groups.size("expert"), sharded)
 
     def is_expert_weight(self, spec: ParamSpec) -> bool:
         """Returns whether expert parallelism splits this parameter."""
@@ -177,7 +177,7 @@ class ExpertParts(RowParts):
         """Returns the shard of an expert weight."""
         shape, replica = torch.Size(spec.local_shape(groups.size("tensor"))), groups.rank("expert_data")
         start = spec.expert_rows(groups)[0]
-        if self._cut:
+        if self._sharded:
             start, replica = start + min(replica * self.rows(shape), shape[0] // self.blocks), 0
         return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
 
@@ -194,7 +194,7 @@ class ReplicatedWeights:
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
         self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups, cut=False)
+        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups, sharded=False)
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
