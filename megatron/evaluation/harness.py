@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
-from megatron.generation.prompts.chat import ChatTemplate
+from megatron.evaluation.results import FEWSHOT_SEED, NUMPY_SEED, RANDOM_SEED, EvaluationResults, LoadedTasks
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -28,58 +27,6 @@ from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.evaluation.language_model import NeoXLM
-
-RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last chooses examples
-# What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
-_PARTS = (
-    "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
-    "task_hashes",
-)  # fmt: skip
-
-
-@dataclass
-class EvaluationResults:
-    """The results of tasks, in the form in which lm-eval returns and writes them.
-
-    failures: why a task could not be run, by the task's name.
-    """
-
-    results: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def add(self, results: dict[str, Any]) -> None:
-        """Merges lm-eval's results of another task, or group of tasks, into these."""
-        for part in _PARTS:
-            if part in results:
-                self.results.setdefault(part, {}).update(results[part] or {})
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}.
-
-        The filter's name is appended ("TASK_METRIC_FILTER") unless it is `none`, lm-eval's default.
-        """
-        metrics: dict[str, float] = {}
-        for task, values in self.results.get("results", {}).items():
-            for name, value in values.items():
-                metric, comma, kind = name.partition(",")
-                if comma and isinstance(value, int | float) and not isinstance(value, bool):
-                    metrics[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
-        return metrics
-
-
-@dataclass
-class LoadedTasks:
-    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
-
-    failures: why the data of a task could not be fetched, by requested name.
-    template: chat template, if `eval_apply_chat_template` is set.
-    system_prompt: the text that begins every prompt.
-    """
-
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    template: ChatTemplate | None = None
-    system_prompt: str | None = None
 
 
 def load_tasks_on_rank0(

@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron.evaluation.harness import LoadedTasks
+from megatron.evaluation.results import LoadedTasks
 from megatron.generation.prompts.chat import find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs

@@ -5,8 +5,8 @@ import time
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed.rank0_driver import run_rank0_driver
-from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
-from megatron.evaluation.results import add_metadata, write
+from megatron.evaluation.harness import evaluate, load_tasks_on_rank0
+from megatron.evaluation.results import EvaluationResults, add_metadata, write
 from megatron.model import Model
 
 

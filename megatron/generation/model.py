@@ -46,7 +46,7 @@ from megatron.checkpointing.huggingface import (
 from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, on_rank_zero, run_on_each_rank
 from megatron.model import Model, build_filled_stage, for_inference, layer_params
-from megatron.model.filled_stage import LoadLayers
+from megatron.model.inference import LoadLayers
 from megatron.mpu import DTYPES, ParallelGroups, init_model_parallel, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.lora_settings import merged_adapters

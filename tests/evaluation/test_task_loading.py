@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
 from megatron.evaluation import task_loading
-from megatron.evaluation.harness import LoadedTasks
+from megatron.evaluation.results import LoadedTasks
 from megatron.evaluation.task_loading import find_in_hub_or_cache, load_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, require_lm_eval
 from megatron.tokenizer import CharLevelTokenizer

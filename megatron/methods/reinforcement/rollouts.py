@@ -15,7 +15,7 @@ import torch
 from megatron.callbacks import TrainingRun
 from megatron.checkpointing.huggingface import declared_eos_ids
 from megatron.data import Batch
-from megatron.data.sampler import data_seed
+from megatron.data.set_config import data_seed
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.generation.prompts.chat import ChatTemplate, find_shared_template
 from megatron.methods.reinforcement.answers import Answer, as_pairs, at_tokens, batch_of
