@@ -103,7 +103,12 @@ def check_methods(args: object, problems: ErrorCollector) -> None:
     for method in METHODS:
         if (checks := method_module(method, "checks")) is not None:
             checks.check(args, problems)
-    claims = [(name, keys) for name, d in _declarations().items() if (keys := d.keys) is not None and d.trains(args)]
+    # A kind that is no value of `train_impl` stands above those that are.
+    claims = [
+        (name, declared.keys)
+        for name, declared in _declarations().items()
+        if declared.keys is not None and declared.impl is None and declared.trains(args)
+    ]
     for name, keys in claims[1:] if not problems.lines else []:
         changed = next(f.name for f in fields(keys) if getattr(args, f.name) != f.default)  # type: ignore[arg-type]
         problems.add(changed, f"asks for {name}, but other keys for {claims[0][0]}; remove the keys of one of them")

@@ -2,7 +2,7 @@
 
 `objective.py` says what an objective is, `training/method.py` makes that of a configuration. Here are
 `language_modelling.py` and what several losses share; others stand in the folders of `megatron/methods`. A
-new loss is a function there and a line in the table of its kind's `keys.py`. Normalising by the weight of the
+new loss is a function there and a line in the table of its kind's folder. Normalising by the weight of the
 optimizer step, reference models and logging are the work of engine and loop.
 """
 

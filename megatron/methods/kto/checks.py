@@ -8,6 +8,8 @@ from megatron.neox_arguments.values.losses import reference_mode
 
 def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Note problems with the keys of KTO."""
+    if args.train_impl != "kto":
+        return
     keys = KTOKeys.read_from(args)
     unpacked = f"needs one answer per row; set pack_impl: unpacked (now {args.cite('pack_impl')})"
     if keys.compat_kto and args.pack_impl != "unpacked":
