@@ -1,7 +1,4 @@
-"""Joining the process group, how fast it is, and work that one rank does for all.
-
-TCP in the place of a fabric costs a run a factor of 17.
-"""
+"""Joining the process group, how fast it is, and work that one rank does for all."""
 
 import logging
 import os
@@ -25,11 +22,11 @@ T = TypeVar("T")
 # Where NVIDIA's driver lists what it found, whatever torch makes of it
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # Of the check of the bandwidth
-VARIABLE = "NEOX_MIN_ALLREDUCE_GB_S"
-_KEY = "min_allreduce_gb_s"
+GB_S_VARIABLE = "NEOX_MIN_ALLREDUCE_GB_S"
+_BANDWIDTH_KEY = "min_allreduce_gb_s"
 _MIB_ON_GPU, _MIB_ON_CPU = 256, 8
-_TIMES = 3
-_VARIABLES = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
+_REPEATS = 3
+_SHOWN_VARIABLES = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
 
 
 class World(Protocol):
@@ -203,9 +200,9 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
     if bound is None or bandwidth >= bound:
         logger.info(summary + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
         return
-    environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _VARIABLES)
+    environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN_VARIABLES)
     raise StartError(
-        f"{place}: {_KEY}: {bound:g} GB/s asked for; {summary}; {environment}; NCCL may use TCP because the fabric's "
+        f"{place}: {_BANDWIDTH_KEY}: {bound:g} GB/s asked for; {summary}; {environment}; NCCL may use TCP because the fabric's "
         "plugin (AWS Libfabric, InfiniBand) was not loaded: NCCL_DEBUG=INFO shows its choice (NET/...); to start "
         "anyway, lower this bound"
     )
@@ -217,7 +214,7 @@ def bus_bandwidth(world: World, size: int) -> float:
     It is the same on all ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
     values = torch.zeros(size // 4, device=world.device)
     seconds = torch.tensor(float("inf"), dtype=torch.float64)
-    for time_it in (False, *[True] * _TIMES):
+    for time_it in (False, *[True] * _REPEATS):
         _wait_for_device(world)
         start = time.perf_counter()
         dist.all_reduce(values)
@@ -241,8 +238,8 @@ def _bound(args: NeoXArgs) -> tuple[float | None, str]:
     """Returns the required GB/s (None: no minimum) and where it is set. The key takes precedence over the
     environment variable."""
     if args.min_allreduce_gb_s is not None:
-        return args.min_allreduce_gb_s, args.origin(_KEY)
-    text = os.environ.get(VARIABLE, "")
+        return args.min_allreduce_gb_s, args.origin(_BANDWIDTH_KEY)
+    text = os.environ.get(GB_S_VARIABLE, "")
     if not text.strip():
         return None, ""
     try:
@@ -251,6 +248,6 @@ def _bound(args: NeoXArgs) -> tuple[float | None, str]:
         bound = 0.0
     if not 0 < bound < float("inf"):
         raise ConfigError(
-            [f"{VARIABLE}={text!r} in the environment is not a number of GB/s; set a number above 0, or unset it"]
+            [f"{GB_S_VARIABLE}={text!r} in the environment is not a number of GB/s; set a number above 0, or unset it"]
         )
-    return bound, f"{VARIABLE} in the environment"
+    return bound, f"{GB_S_VARIABLE} in the environment"

@@ -192,7 +192,6 @@ def _make_store(address: str, port: int, timeout_s: float, **options: Any) -> "T
     from torch.distributed import TCPStore
 
     limit = timedelta(seconds=timeout_s)
-
     outcome: list[TCPStore | Exception] = []
 
     def make() -> None:

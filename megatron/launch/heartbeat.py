@@ -1,6 +1,7 @@
 """Signs of life and signals between machines, so that none waits for a lost one.
 
-`Heartbeat` is a thread of each launcher. `SshSupervisor` is the process that started the launchers over ssh.
+`Heartbeat` is a thread of each launcher. `SshSupervisor` beats for the
+process that started the launchers over ssh.
 """
 
 import queue

@@ -48,7 +48,7 @@ class Environments:
         self.entry, self.timeout_s, self.workers, self._variables = entry, timeout_s, workers, variables
         self._class = {"file": str(Path(file).expanduser().resolve()), "name": name}
         self._numbers = itertools.count()
-        self.calls = threading.Semaphore(workers)  # of which each takes one
+        self.calls = threading.Semaphore(workers)  # taken by each call to a conversation's process
         self._lock = threading.Lock()  # of what follows
         self._host: WorkerProcess | None = None
         self._closed = False
