@@ -164,9 +164,9 @@ def untrained_manifest(
     records: Iterable[FileRecord],
     **further_fields: Any,
 ) -> Manifest:
-    """Returns the manifest of a checkpoint that no run has saved: no optimizer state, data nor samples.
+    """Returns the manifest of a checkpoint that a program made, by default without state, data and samples.
 
-    records: of its files. further_fields: others than of a checkpoint that begins a run."""
+    records: of its files. further_fields: in place of iteration 0, seed 0, no tokenizer and so on."""
     start_fields: dict[str, Any] = {
         "iteration": 0,
         "consumed_samples": 0,

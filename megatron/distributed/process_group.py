@@ -202,9 +202,9 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
         return
     environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN_VARIABLES)
     raise StartError(
-        f"{place}: {_BANDWIDTH_KEY}: {bound:g} GB/s asked for; {summary}; {environment}; NCCL may use TCP because the fabric's "
-        "plugin (AWS Libfabric, InfiniBand) was not loaded: NCCL_DEBUG=INFO shows its choice (NET/...); to start "
-        "anyway, lower this bound"
+        f"{place}: {_BANDWIDTH_KEY}: {bound:g} GB/s asked for; {summary}; {environment}; NCCL may use TCP because "
+        "the fabric's plugin (AWS Libfabric, InfiniBand) was not loaded: NCCL_DEBUG=INFO shows its choice (NET/...); "
+        "to start anyway, lower this bound"
     )
 
 

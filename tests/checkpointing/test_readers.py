@@ -230,7 +230,7 @@ READER_OF_OPENER = {
     "megatron/checkpointing/weight_files.py open_weight_files": "convert_neox_to_hf.py",
     "megatron/checkpointing/weights.py has_score_head": HEADERS,
     "megatron/generation/multi_lora.py with_adapters": "adapters of a server",
-    "megatron/generation/model.py _load_adapted": "generate, with adapters",
+    "megatron/generation/model.py _merging_loader": "generate, with adapters",
     "megatron/generation/model.py load_model": "generate, serve, evaluate",
     "megatron/operations/hub/conversion.py convert": "upload, HuggingFace's",
     "megatron/training/checkpoint/resume.py CheckpointLoader": "run: finetune",
