@@ -148,8 +148,10 @@ class Engine(RunEngine, Protocol):
         """
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `loss_scaler` and `spike_window` of `model_state` where present, and the run's `iteration`,
-        `consumed_samples` and `skipped_steps`."""
+        """Restore `spike_window` of `model_state` where present.
+
+        Engines with counters or a loss scale of their own override it.
+        """
         if self.spikes is not None:
             self.spikes.restore(state.get("spike_window", []))
 

@@ -40,6 +40,10 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until no write is under way. Raises the write's exception, once."""
         if self._thread is not None:

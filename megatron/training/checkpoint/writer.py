@@ -107,10 +107,10 @@ class CheckpointWriter:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, progress: TrainingProgress, *, ephemeral: bool = False) -> None:
+    def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
         """Write `<save>/global_stepN` and let `latest` name it. It becomes visible only once it is complete.
 
-        With `async_save` it is complete when `wait`, or the next `save`, returns.
+        With `async_save` and `in_background` it is complete when `wait`, or the next `save`, returns.
         ephemeral: the next save deletes it.
         """
         save = self.args.save_dir
@@ -119,7 +119,7 @@ class CheckpointWriter:
         if self.saved_at == progress.iteration:
             on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
             return
-        in_background = self._check_space(Path(save))
+        in_background = self._check_space(Path(save)) and in_background
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
@@ -229,6 +229,11 @@ class CheckpointWriter:
         if self._store is not None:
             self._store.begin(step_tag(iteration))
         return temporary
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of a save is still being written in the background."""
+        return self._writer is not None and self._writer.busy
 
     @property
     def failed(self) -> bool:

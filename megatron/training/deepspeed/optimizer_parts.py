@@ -132,9 +132,7 @@ class OptimizerParts:
         holder = self._holder(param)
         if holder is None:
             return None
-        values = holder.detach() if key == MASTER else self._base.state[holder].get(key)
-        if values is None:  # of a parameter that has had no gradient
-            return None
+        values = holder.detach() if key == MASTER else self._base.state[holder][key]
         if self._stage == 0:
             return 0, values.reshape(-1)
         if self._stage == 3:
@@ -192,7 +190,11 @@ class OptimizerParts:
         return {}
 
     def _owned_parts(self, key: str) -> Parts:
-        parts = [((layer, name), self._part(param, key)) for layer, name, param in self._owned]
+        parts = [
+            ((layer, name), self._part(param, key))
+            for layer, name, param in self._owned
+            if key == MASTER or key in self._base.state.get(self._holder(param), {})  # else it had no gradient yet
+        ]
         values = [(name, part[1]) for name, part in parts if part is not None]
         # Those of stage 3 are measured on the device, also where they are kept off it.
         return values if self._stage < 3 else [(name, value.to(self.groups.device)) for name, value in values]

@@ -131,6 +131,8 @@ class RowParts:
         if writer is None:
             gathered = torch.empty(len(self._members) * sent.numel(), dtype=part.dtype, device=self._device)
             all_gather_single(gathered, sent, group=self._group)
+            if self.blocks == 1:
+                return gathered[: shard.shape.numel()].view(shard.shape)
             parts = list(gathered.view(len(self._members), sent.numel()))
         else:
             received = [torch.empty_like(sent) for _ in self._members] if writer == self._rank else None
