@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.callbacks.run import OnGradients, Step, TrainingRun
+from megatron.callbacks.run import TrainingRun
+from megatron.callbacks.step import OnGradients, Step
 from megatron.data import Batch
 
 

@@ -35,7 +35,9 @@ class WeightFiles:
     tensor_size: int
     layers: frozenset[int]
     files: Mapping[Any, Path]
-    mp_rank_tensors: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)
+    mp_rank_tensors: dict[int, dict[int, dict[str, Tensor]]] | None = field(
+        default=None, repr=False
+    )  # rank -> layer -> name
 
     @property
     def path(self) -> Path:

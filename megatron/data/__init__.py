@@ -60,7 +60,10 @@ __all__ = [
 
 _NEED_TORCH = {
     "Batch": "batch",
-    **dict.fromkeys(("collation", "eval_batches", "root_cause", "train_loader"), "loader"),
+    "collation": "loader",
+    "eval_batches": "loader",
+    "root_cause": "loader",
+    "train_loader": "loader",
 }
 
 

@@ -8,3 +8,5 @@ loop."""
 from megatron.evaluation.harness import evaluate
 from megatron.evaluation.run import run_evaluation
 from megatron.evaluation.training import InTraining
+
+__all__ = ["InTraining", "evaluate", "run_evaluation"]

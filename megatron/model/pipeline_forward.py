@@ -13,7 +13,6 @@ from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
-Shape = Callable[[Batch], tuple[int, ...]]
 StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
 
 
@@ -36,7 +35,7 @@ def forward_only(
     read: Read,
     *,
     dtype: torch.dtype,
-    shape: Shape,
+    shape: Callable[[Batch], tuple[int, ...]],
 ) -> list[Tensor]:
     """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes.
 

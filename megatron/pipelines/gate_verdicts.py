@@ -33,8 +33,9 @@ def gates_of(pipeline: Pipeline) -> dict[str, Gate]:
 
     Raises ConfigError for mistakes in the file.
     """
-    stages = [stage.name for stage in pipeline.stages if stage.kind == "train"]
-    return {} if pipeline.gates is None else read_gates(pipeline.gates, stages)
+    if pipeline.gates is None:
+        return {}
+    return read_gates(pipeline.gates, [stage.name for stage in pipeline.stages if stage.kind == "train"])
 
 
 def requirements_digest(gate: Gate | None) -> str | None:
@@ -130,10 +131,12 @@ def find_override(folder: Path, verdict: Mapping[str, Any]) -> Override | None:
     None if there is none."""
     baseline = (verdict["baseline"] or {}).get("weights_sha256")
     key = (verdict["stage"], verdict["weights_sha256"], verdict["requirements"], baseline)
-    for override in reversed(read_overrides(folder)):
-        if (override.stage, override.sha256, override.requirements, override.baseline) == key:
-            return override
-    return None
+    matches = [
+        override
+        for override in read_overrides(folder)
+        if (override.stage, override.sha256, override.requirements, override.baseline) == key
+    ]
+    return matches[-1] if matches else None
 
 
 def _json_value(value: Any) -> Any:

@@ -3,7 +3,6 @@ words)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import map_npy
 from megatron.data.preprocessing.inputs import InputFile
 
-_TEXTS_AT_ONCE = 1000
+_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,14 @@ class Contamination:
 
 
 def _texts(file: InputFile) -> Iterator[list[str]]:
-    texts = (text for shard in file.shards(None) for row in shard.rows() for text in _strings(row.value()))
-    while batch := list(islice(texts, _TEXTS_AT_ONCE)):
+    batch: list[str] = []
+    for shard in file.shards(None):
+        for row in shard.rows():
+            batch += _strings(row.value())
+            if len(batch) >= _ROWS_AT_ONCE:
+                yield batch
+                batch = []
+    if batch:
         yield batch
 
 
@@ -93,6 +98,9 @@ def _strings(value: Any) -> Iterator[str]:
     """Yield every string in a row, however deeply nested."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
             yield from _strings(item)

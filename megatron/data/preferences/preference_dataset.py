@@ -65,6 +65,7 @@ class PreferenceDataset:
 
     def __init__(
         self,
+        name: str,
         sources: Sequence[IndexedDataset],
         parts: Sequence[DocumentSlices],
         prompts: np.ndarray,
@@ -96,7 +97,7 @@ class PreferenceDataset:
             else:
                 row_labels = SlicedDocuments(labels, row_parts)
             self.rows.append(
-                PackedDataset(documents, maps, seq_length, vocab_size, packing=untruncated, labels=row_labels)
+                PackedDataset(name, documents, maps, seq_length, vocab_size, packing=untruncated, labels=row_labels)
             )
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Looks up a reference model's scores of responses, by a hash of their tokens."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import best_fit
 from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preferences.preference_dataset import PreferenceSample
-from megatron.data.run_datasets import SampleSet, WrappedSet
+from megatron.data.run_datasets import SampleSet
 
 # name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
@@ -175,12 +175,18 @@ class ReferenceScores:
         return replace(sample, reference_logprobs=self.rows["sum"][places], kl_sample=kl_sample)
 
 
-class ReferenceScoredDataset(WrappedSet):
+class ReferenceScoredDataset:
     """Wraps a dataset: each sample gets the `reference_logprobs` of its responses, looked up in `scores`."""
 
     def __init__(self, dataset: SampleSet, scores: ReferenceScores) -> None:
-        super().__init__(dataset)
-        self.scores = scores
+        self.dataset, self.scores = dataset, scores
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> PreferenceSample:
         return self.scores.with_references(self.dataset[index])
+
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """Return what the wrapped dataset's `pieces` yields for the sample: a tuple for each document."""
+        return self.dataset.pieces(index)

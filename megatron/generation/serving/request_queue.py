@@ -31,6 +31,7 @@ class Updated:
     """The outcome of a job that replaced the weights. version: the number of the new weights."""
 
     version: int
+    tokens: tuple[int, ...] = ()
     finish_reason: str = "stop"
 
 

@@ -61,8 +61,8 @@ class ResponseBuilder:
     prefix = ""  # of ids
     objects = ("", "")  # the field `object` of the response and of its chunks
 
-    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
-        self.parsed, self.texts = parsed, texts
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        self.parsed, self.model, self.texts = parsed, model, texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.choices = [_Choice() for _ in parsed.requests]
@@ -79,7 +79,7 @@ class ResponseBuilder:
 
     def response(self) -> dict[str, Any]:
         """Returns the body of a response that is not streamed."""
-        choices = [self._choice(i, choice, streamed=False) for i, choice in enumerate(self.choices)]
+        choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
         return {**self._head(self.objects[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ class ResponseBuilder:
         visible = choice.text or choice.logprobs or choice.finish_reason
         if not (visible or (choice.tokens and self.parsed.body.return_token_ids)):
             return None
-        delta = self._choice(index, choice, streamed=True)
+        delta = self.delta(index, choice)
         self.choices[index] = _Choice(is_started=True, offset=choice.offset)
         usage = {"usage": None} if self.parsed.body.stream_options.include_usage else {}
         return {**self._head(self.objects[1]), "choices": [delta], **usage}
@@ -110,24 +110,15 @@ class ResponseBuilder:
             "total_tokens": prompt + self.completion_tokens,
         }
 
-    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
-        """Returns the field of a choice that holds its text. streamed: it is part of a chunk."""
+    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """Returns a choice of a response that is not streamed, as a JSON object."""
         raise NotImplementedError
 
-    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
-        """Returns the field `logprobs` of a choice; None if they were not asked for."""
+    def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """Returns a choice of a streamed chunk, as a JSON object."""
         raise NotImplementedError
 
-    def _choice(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
-        return {
-            "index": index,
-            **self.content(index, choice, streamed),
-            "logprobs": self.logprobs(index, choice),
-            "finish_reason": choice.finish_reason,
-            **self._token_ids(index, choice),
-        }
-
-    def _token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
         """Returns the field `token_ids` of a choice, and in its first chunk `prompt_token_ids`; {} unless
         `return_token_ids` asks for them."""
         if not self.parsed.body.return_token_ids:
@@ -136,15 +127,15 @@ class ResponseBuilder:
         return {**prompt, "token_ids": choice.tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.parsed.body.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
     objects = ("text_completion", "text_completion")
 
-    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
-        super().__init__(parsed, texts)
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(parsed, model, texts)
         assert isinstance(parsed.body, CompletionRequest)
         self.echo, self.count = parsed.body.echo, parsed.body.logprobs
 
@@ -153,17 +144,26 @@ class CompletionResponseBuilder(ResponseBuilder):
             self.choices[index].logprobs += event.prompt_logprobs
         super().add(index, event)
 
-    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         prompt = self.parsed.prompt_texts[index // self.parsed.body.n] if self.echo and not choice.is_started else ""
-        return {"text": prompt + choice.text}
+        return {
+            "index": index,
+            "text": prompt + choice.text,
+            "logprobs": self._logprobs(index, choice),
+            "finish_reason": choice.finish_reason,
+            **self.token_ids(index, choice),
+        }
 
-    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+    delta = choice
+
+    def _logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
         if self.count is None:
             return None
         tokens, values, tops, offsets = [], [], [], []
         for token_logprob in choice.logprobs:
-            # Nothing stands before the first token.
-            token = self.parsed.requests[index].tokens[0] if token_logprob is None else token_logprob.token
+            token = (
+                token_logprob.token if token_logprob is not None else self.parsed.requests[index].tokens[0]
+            )  # nothing stands before it
             tokens.append(self.texts[token])
             values.append(None if token_logprob is None else max(token_logprob.logprob, _LOWEST_LOGPROB))
             tops.append(self._top(token_logprob))
@@ -191,22 +191,26 @@ class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
-        super().__init__(parsed, texts)
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(parsed, model, texts)
         assert isinstance(parsed.body, ChatCompletionRequest)
         self.with_logprobs, self.count = parsed.body.logprobs, parsed.body.top_logprobs
 
-    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
-        if streamed:
-            role = {} if choice.is_started else {"role": "assistant"}
-            return {"delta": {**role, "content": choice.text}}
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": index, "message": message, **self._common(index, choice)}
 
-    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
-        if not self.with_logprobs:
-            return None
+    def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
+        role = {} if choice.is_started else {"role": "assistant"}
+        return {"index": index, "delta": {**role, "content": choice.text}, **self._common(index, choice)}
+
+    def _common(self, index: int, choice: _Choice) -> dict[str, Any]:
         content = [self._token_logprob(logprob) for logprob in choice.logprobs if logprob is not None]
-        return {"content": content, "refusal": None}
+        return {
+            "logprobs": {"content": content, "refusal": None} if self.with_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            **self.token_ids(index, choice),
+        }
 
     def _token_logprob(self, chosen: Logprob) -> dict[str, Any]:
         top = [self._entry(token, logprob) for token, logprob in chosen.top[: self.count]]

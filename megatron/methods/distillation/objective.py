@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.data.batch import MethodBatch
 from megatron.mpu import Divergence, HeadInput, TopTokens, distillation_sums
-from megatron.objectives.language_modelling import token_count
 from megatron.objectives.objective import HeadUse, LossSums, Objective
 
 METRICS = ("divergence", "nll")
@@ -45,6 +44,9 @@ def distillation(divergence: Divergence, share: float, columns: int | None = Non
     Batches have `TeacherValues`. columns: as in `token_loss_sum`.
     """
 
+    def weight(batch: Batch) -> Tensor:
+        return batch.loss_weights.sum().float().view(1)
+
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         values = teacher_values(batch)
         weights, teacher = batch.loss_weights.t(), _teacher_of(values)
@@ -56,7 +58,7 @@ def distillation(divergence: Divergence, share: float, columns: int | None = Non
         means = {"divergence": sums.divergence, "nll": sums.nll}
         return sums.loss.view(1), {name: torch.stack([value, count]) for name, value in means.items()}
 
-    return Objective(token_count, loss_sum, METRICS)
+    return Objective(weight, loss_sum, METRICS)
 
 
 def _teacher_of(values: TeacherValues) -> HeadUse | TopTokens:

@@ -41,7 +41,9 @@ class TransformerEngine:
         """
         forward = layout == "TN"
         out: Tensor
-        out, *_ = self.gemm(a, b, out_dtype=dtype, layout=layout, grad=not forward, use_split_accumulator=not forward)
+        out, *_ = self.gemm(
+            a, b, out_dtype=dtype, layout=layout, grad=not forward, use_split_accumulator=not forward
+        )  # fmt: skip
         return out
 
 

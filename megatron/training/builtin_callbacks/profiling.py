@@ -37,7 +37,11 @@ class StepProfiler(Callback):
     """
 
     def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger, settle: Callable[[], None]
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        logger: logging.Logger,
+        settle: Callable[[], None],
     ) -> None:
         """Open the folders of the files.
 

@@ -54,10 +54,16 @@ def load_judge(file: str, name: str) -> Function:
         raise NotUsable(f"judge {name}: {problem}; declare it as {name}(prompts, completions)") from None
 
     def judge(pairs: list[Any]) -> list[tuple[float | None, str | None]]:
+        all_columns = [columns for _, _, _, columns, _ in pairs]
+        names = (
+            {name for columns in all_columns for name in columns if name not in _RENAMED_COLUMNS}
+            if with_columns
+            else ()
+        )
         verdicts = function(
             prompts=[prompt for prompt, *_ in pairs],
             completions=[list(texts) for _, texts, *_ in pairs],
-            **(_columns(pairs) if with_columns else {}),
+            **{name: [columns.get(name) for columns in all_columns] for name in names},
         )
         return [_verdict(*judged) for judged in _checked(_awaited_result(verdicts), len(pairs))]
 
@@ -118,7 +124,10 @@ def load_module(path: Path) -> ModuleType:
 
 
 def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
-    """Returns the keyword arguments that TRL would pass to a reward function for these completions."""
+    """Returns the keyword arguments that TRL would pass to a reward function for these completions.
+
+    Each column becomes a list, with None for rows without it."""
+    names = {name: None for _, _, _, columns, _ in completions for name in columns if name not in _RENAMED_COLUMNS}
     return {
         "prompts": [prompt for prompt, *_ in completions],
         "completions": [
@@ -126,14 +135,12 @@ def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
             for prompt, text, _, _, messages in completions
         ],
         "completion_ids": [ids for _, _, ids, *_ in completions],
-        **_columns(completions),
+        **{name: [columns.get(name) for _, _, _, columns, _ in completions] for name in names},
     }
 
 
-def _columns(completions: list[Any]) -> dict[str, list[Any]]:
-    """Returns each column as a list, with None for rows without it."""
-    names = {name: None for _, _, _, columns, _ in completions for name in columns if name not in _RENAMED_COLUMNS}
-    return {name: [columns.get(name) for _, _, _, columns, _ in completions] for name in names}
+async def _awaited(rewards: Any) -> Any:
+    return await rewards
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:
@@ -155,10 +162,7 @@ def _awaited_result(values: Any) -> Any:
     if inspect.isawaitable(values):
         import asyncio  # half of what the worker would import
 
-        async def awaited() -> Any:
-            return await values
-
-        return asyncio.run(awaited())
+        return asyncio.run(_awaited(values))
     return values
 
 
@@ -173,7 +177,8 @@ def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]
 
     problem: says why a value is not a reward; else None."""
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
-        return [(None, f"returned {short(rewards)}, not a list of numbers")] * number
+        problem = f"returned {short(rewards)}, not a list of numbers"
+        return [(None, problem)] * number
     rewards = list(rewards)
     if len(rewards) != number:
         return [(None, f"returned {len(rewards)} values for {number} completions")] * number
