@@ -118,8 +118,8 @@ class Texts:
             if self.contents_only:
                 return "\n\n".join(message["content"] for message in messages if message.get("content"))
             settings = template_settings(value)
-            text = self.tokenizer.render(messages, *settings)
-            self.tokenizer.check_rendered(text, messages, *settings)
+            text = self.tokenizer.render(messages, settings)
+            self.tokenizer.check_rendered(text, messages, settings)
             return text
         except DataError as problem:
             raise DataError(f"{row.location()}: {problem}") from None

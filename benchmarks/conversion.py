@@ -77,7 +77,7 @@ def write_model(folder: Path, config: dict[str, Any], precision: str, shard_byte
     """Writes a model with random weights to `folder`. Returns its bytes, and those of its largest layer."""
     import torch
 
-    from megatron.checkpointing.families import from_hf, hf_shapes
+    from megatron.checkpointing.families.convert import from_hf, hf_shapes
     from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
     from megatron.model.weight_map import layer_params
     from megatron.neox_arguments import NeoXArgs
@@ -99,7 +99,7 @@ def write_model(folder: Path, config: dict[str, Any], precision: str, shard_byte
     write_weights(folder, shapes, dtype, tensors(), shard_bytes)
     (folder / "config.json").write_text(json.dumps(config))
     sizes = [sum(torch.Size(s.shape).numel() for s in specs) for specs in layer_params(args).values()]
-    return weight_bytes(shapes, dtype), max(sizes) * dtype.itemsize
+    return weight_bytes(shapes.values(), dtype), max(sizes) * dtype.itemsize
 
 
 def prepare(folder: Path) -> None:

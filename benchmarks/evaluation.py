@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.evaluation.model_operations import ModelOperations  # noqa: E402
+from megatron.evaluation.model_operations import model_operations  # noqa: E402
 from megatron.evaluation.progress import EvaluationProgress  # noqa: E402
 from megatron.generation import load_model  # noqa: E402
 from megatron.generation.from_huggingface import hf_model_keys  # noqa: E402
@@ -100,7 +100,7 @@ def neox_lm(folder: str, batch: str) -> Any:
     size = batch if batch == "auto" else int(batch)
     args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
     model = load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
-    operations = ModelOperations(model).operations()
+    operations = model_operations(model)
     return NeoXLM(model, lambda name, *arguments: operations[name](*arguments), EvaluationProgress(QUIET))
 
 

@@ -24,7 +24,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.checkpointing.families import from_hf  # noqa: E402
+from megatron.checkpointing.families.convert import from_hf  # noqa: E402
 from megatron.generation import Batcher, Model, Request, for_inference  # noqa: E402
 from megatron.model import build_stage, materialize  # noqa: E402
 from megatron.model.init import stage_parameters  # noqa: E402

@@ -141,7 +141,7 @@ def write_pairs(pairs: list[Pair], folder: Path) -> dict[str, list[str]]:
 
 def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: dict[str, list[str]]) -> dict[str, Any]:
     """Returns the keys of a DPO run with on average as many pairs per step as TRL. data: keys of files."""
-    from megatron.checkpointing.families import from_hf
+    from megatron.checkpointing.families.convert import from_hf
 
     config = json.loads((model / "config.json").read_text())
     keys, _ = from_hf(config, lambda name: torch.empty(0), padded_vocab_size=config["vocab_size"])

@@ -3,7 +3,4 @@ them; generation and evaluation, which training does not import, have some; `cal
 names a user's."""
 
 from megatron.callbacks.callback import Callback
-from megatron.callbacks.run import TrainingRun
-from megatron.callbacks.step import OnGradients, Parts, Step, StepResult
-
-__all__ = ["Callback", "OnGradients", "Parts", "Step", "StepResult", "TrainingRun"]
+from megatron.callbacks.run import OnGradients, Parts, RunEngine, Step, StepResult, TrainingRun

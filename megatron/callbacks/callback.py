@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.callbacks.run import TrainingRun
-from megatron.callbacks.step import OnGradients, Step
+from megatron.callbacks.run import OnGradients, Step, TrainingRun
 from megatron.data import Batch
 
 

@@ -31,8 +31,7 @@ from megatron.checkpointing.manifest import (
     saved_model,
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
-from megatron.checkpointing.nonfinite import check_finite, verify_finite
-from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
+from megatron.checkpointing.opening import OpenCheckpoint, verify
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
@@ -41,66 +40,14 @@ from megatron.checkpointing.rng import restore_rng, rng_state, seed_generators
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import (
     FileRecord,
+    check_finite,
     load_tensors,
     open_lock_file,
     readable_size,
     replace_file,
     save_tensors,
+    verify_finite,
     write_bytes,
 )
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_layout
 from megatron.checkpointing.weights import has_score_head, load_weights, local_layer_state
-
-__all__ = [
-    "ConfigChange",
-    "CheckpointError",
-    "DamagedError",
-    "EPHEMERAL",
-    "FileRecord",
-    "ParallelLayout",
-    "MASTER",
-    "Manifest",
-    "NeoXOptimizer",
-    "NonFiniteStateError",
-    "OpenCheckpoint",
-    "OptimizerFiles",
-    "Retention",
-    "CheckpointDescription",
-    "begin_checkpoint",
-    "check_finite",
-    "check_model",
-    "config_key",
-    "describe_layout",
-    "load_checkpoint_args",
-    "find_checkpoint",
-    "has_score_head",
-    "layer_file",
-    "list_checkpoints",
-    "load_tensors",
-    "load_weights",
-    "local_layer_state",
-    "model_file",
-    "model_keys",
-    "open_checkpoint",
-    "open_lock_file",
-    "optimizer_file",
-    "publish",
-    "read_latest",
-    "read_manifest",
-    "readable_size",
-    "replace_file",
-    "reshard",
-    "responsible_key",
-    "restore_rng",
-    "rng_state",
-    "save_tensors",
-    "saved_model",
-    "seed_generators",
-    "step_of",
-    "step_tag",
-    "describe_changes",
-    "verify",
-    "verify_finite",
-    "write_bytes",
-    "zero_file",
-]

@@ -1,6 +1,14 @@
 """The exceptions that reading and writing checkpoints raises."""
 
+from collections.abc import Sequence
+
 from megatron.neox_arguments.errors import UserError
+
+
+def shortened(entries: Sequence[str], max_entries: int, separator: str = ", ") -> str:
+    """Joins `entries` for an error: `max_entries` of them, and how many more there are."""
+    remainder = f" and {len(entries) - max_entries} more" if len(entries) > max_entries else ""
+    return separator.join(entries[:max_entries]) + remainder
 
 
 class CheckpointError(UserError, ValueError):

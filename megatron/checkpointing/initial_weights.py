@@ -1,8 +1,6 @@
 """Writes a run's initial weights as a checkpoint of iteration 0, without GPUs, data or an engine."""
 
 import json
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -10,17 +8,15 @@ import torch
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import bare_state, write_model_files
+from megatron.checkpointing.resharding import write_bare_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
 from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
-from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
-
-_MADE_FROM = "initial values"
 
 
 def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: LayerProgress = no_progress) -> Path:
@@ -42,34 +38,22 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         )
     save, specs, model = Path(args.save), layer_params(args), model_keys(args)
     methods = [args.init_method, args.output_layer_init_method, args.init_method_std]
-    made_from = f"{_MADE_FROM} {json.dumps([args.seed, *methods])}"
+    made_from = f"initial values {json.dumps([args.seed, *methods])}"
     final = save / layout.step_tag(0)
     if (existing := _existing_manifest(final, save)) is not None:
-        if (existing.run_id, existing.model, existing.layout.tensor) == (
-            made_from,
-            json.loads(json.dumps(model)),
-            args.tp,
-        ):
+        expected = (made_from, json.loads(json.dumps(model)), args.tp)
+        if (existing.run_id, existing.model, existing.layout.tensor) == expected:
             return final
         raise CheckpointError(f"{save}: already holds other weights or a run; set save to another folder")
-    size = 4 * sum(_size(spec) for layer in specs.values() for spec in layer)
-    pipe = args.pp
-    with new_checkpoint(save, 0, size * (1 if pipe else 2), check_space) as temporary:
+    size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), torch.float32)
+    with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
         for layer in progress(sorted(specs), len(specs)):
             tensors = {spec.name: initial_weight(spec, layer, args) for spec in specs[layer]}
             records += save_layer(temporary, layer, tensors, args)
-        records = records if pipe else []
-        states = [bare_state(args, 0)] * (max(pipe, 1) * args.tp)
-        records += write_model_files(temporary, states, sequential=pipe == 0)
-        manifest = Manifest(
-            run_id=made_from, iteration=0, consumed_samples=0, model=model, seed=args.seed, tokenizer=tokenizer,
-            data={},
-            layout=ParallelLayout(max(pipe, 1), 1, args.tp, 0, "fp32", max(pipe, 1) * args.tp),
-            versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=json.loads(args.to_json())["given"], files={record.name: record for record in records},
-            optimizer=False,
-        )  # fmt: skip
+        records += write_bare_files(temporary, args, 0)
+        parallel, config = ParallelLayout.from_args(args, "fp32"), json.loads(args.to_json())["given"]
+        manifest = untrained_manifest(made_from, parallel, model, config, records, seed=args.seed, tokenizer=tokenizer)
         return publish(temporary, save, 0, manifest, args.config_files)
 
 
@@ -83,7 +67,3 @@ def _existing_manifest(final: Path, save: Path) -> Manifest | None:
     if manifest is None or layout.read_latest(save) != layout.step_tag(0):
         raise CheckpointError(f"{save}: already holds a run; set save to another folder")
     return manifest
-
-
-def _size(spec: ParamSpec) -> int:
-    return torch.Size(spec.shape).numel()

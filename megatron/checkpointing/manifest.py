@@ -7,8 +7,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
 from megatron.checkpointing.errors import CheckpointError, DamagedError
@@ -48,13 +50,7 @@ _BLOCK_KEYS = (
 _ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
-    "ffn_size": (
-        "intermediate_size",
-        "expansion_factor",
-        "mlp_multiple_of",
-        "compat_ffn_width",
-        "hidden_size",
-    ),
+    "ffn_size": ("intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width", "hidden_size"),
     "expert_ffn_size": ("moe_intermediate_size", "intermediate_size", "hidden_size"),
     "router_scores": ("moe_router_score_function", "moe_router_type"),
 }
@@ -78,6 +74,11 @@ class ParallelLayout:
     zero_stage: int
     precision: str
     world_size: int
+
+    @classmethod
+    def from_args(cls, args: NeoXArgs, precision: str) -> Self:
+        """Returns the layout of the files of a model with the parallel sizes of `args`."""
+        return cls(args.pp, 1, args.tp, 0, precision, args.pp * args.tp)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Manifest:
         return json.dumps({"checksum": _checksum(raw), **raw}, indent=1, default=list) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, file_name: str = MANIFEST) -> "Manifest":
+    def from_json(cls, text: str, file_name: str = MANIFEST) -> Self:
         """Parses the text of a manifest.json. file_name: for errors.
 
         Raises DamagedError for a damaged text, CheckpointError for a format newer than this program.
@@ -135,8 +136,8 @@ class Manifest:
             version = raw["format_version"]
             if not isinstance(version, int) or version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{file_name}: format_version {version} is newer than this program reads ({FORMAT_VERSION}); "
-                    "update the program"
+                    f"{file_name}: format_version {version} is newer than this program reads "
+                    f"({FORMAT_VERSION}); update the program"
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
@@ -153,6 +154,32 @@ class Manifest:
 def _checksum(raw: Mapping[str, Any]) -> str:
     """Returns a checksum of a manifest's content, independent of white space and the order of keys."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True, default=list).encode()).hexdigest()
+
+
+def untrained_manifest(
+    run_id: str,
+    layout: ParallelLayout,
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+    records: Iterable[FileRecord],
+    **further_fields: Any,
+) -> Manifest:
+    """Returns the manifest of a checkpoint that a program made, by default without state, data and samples.
+
+    records: of its files. further_fields: in place of iteration 0, seed 0, no tokenizer and so on."""
+    start_fields: dict[str, Any] = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "seed": 0,
+        "tokenizer": None,
+        "data": {},
+        "optimizer": False,
+    }
+    return Manifest(
+        run_id=run_id, layout=layout, model=model, config=config, files={record.name: record for record in records},
+        versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
+        **start_fields | further_fields,
+    )  # fmt: skip
 
 
 def read_manifest(path: str | Path) -> Manifest | None:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.optimizer_files import MASTER, State
+from megatron.checkpointing.optimizer_files import MASTER, State, resharded
 from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, neox_name_of, to_our_names
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.model.weight_map import attention_of, layer_params, shared_params, unused_params
-from megatron.mpu import ParamSpec, shard, unshard
+from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
 
 _FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to continue from the weights alone"
@@ -70,11 +70,9 @@ class NeoXOptimizer:
         self._places = self._walk()
 
     def _check_kind(self) -> None:
-        kinds = {
-            WEIGHT_NAMINGS["llama"]: self._facts.names == WEIGHT_NAMINGS["llama"],
-            "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
-        }
-        for unknown in (words for words, applies in kinds.items() if applies):
+        unknown = "blocks that share a table (pos_emb: rpe)" if shared_params(self.args) else None
+        unknown = self._facts.names if self._facts.names == WEIGHT_NAMINGS["llama"] else unknown
+        if unknown is not None:
             raise CheckpointError(f"{self.path}: cannot read optimizer state of {unknown} (unknown order); {_FIX}")
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
@@ -156,15 +154,12 @@ class NeoXOptimizer:
             # The name in the file shows the order of rows.
             name = self._file_names.get(spec.name, spec.name) if attention is not None else spec.name
             pieces = [to_our_names(layer, {name: part[key]}, {spec.name}, self.args, file_name, rows) for part in parts]
-            state[key] = self._reshard(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
+            values = [piece[spec.name] for piece in pieces]
+            if spec.sum_over_tensor and key == MASTER:  # each rank has a summand; gradients are equal
+                state[key] = torch.stack(values).sum(0)
+            else:
+                state[key] = resharded(values, spec, tensor_rank, tensor_size)
         return state
-
-    def _reshard(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
-        if spec.sum_over_tensor and key == MASTER:  # each rank has a summand; gradients are equal
-            return torch.stack(pieces).sum(0)
-        if tensor_size == self.tensor_size:
-            return pieces[tensor_rank]
-        return shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
 
 
 def _groups_of(path: Path) -> list[_Groups]:

@@ -48,14 +48,12 @@ class ObjectStore:
     def __init__(self, url: str, patience: float = 0.0) -> None:
         self.url, self.patience = url.rstrip("/"), patience
         scheme = url.partition("://")[0]
-        filesystem_options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
             from fsspec.core import url_to_fs
 
             # No caches, because other machines write there too.
-            self._fs, self._root = url_to_fs(
-                self.url, use_listings_cache=False, skip_instance_cache=True, **filesystem_options
-            )
+            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as problem:
             package = "'neox[remote]'" if scheme in ("s3", "s3a") else "the package that fsspec names"
             raise CheckpointError(f"{url}: {problem}; pip install {package}") from problem
@@ -168,9 +166,8 @@ class ObjectStore:
                 existing.discard(name)
         if folder in existing:
             if (self.read(LATEST) or b"").decode().strip() == folder:
-                other_tags = sorted(
-                    (name for name in self.finished_names() if is_tag(name) and name != folder), key=step_of
-                )
+                other_names = (name for name in self.finished_names() if is_tag(name) and name != folder)
+                other_tags = sorted(other_names, key=step_of)
                 earlier_tags = [name for name in other_tags if step_of(name) < step_of(folder)] or other_tags
                 self.write(LATEST, earlier_tags[-1].encode()) if earlier_tags else self._delete(LATEST)
             self.remove(folder)
@@ -263,9 +260,8 @@ def fetch_checkpoint(
     if MANIFEST in remote_sizes:
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
-    files = (
-        {name: record for name, record in manifest.files.items() if is_selected(name)} if manifest is not None else {}
-    )
+    records = manifest.files if manifest is not None else {}
+    files = {name: record for name, record in records.items() if is_selected(name)}
     local_sizes = file_sizes(path, remote_sizes)
     missing = [name for name, size in remote_sizes.items() if local_sizes.get(name) != size]
     missing_bytes, free = sum(remote_sizes[name] for name in missing), shutil.disk_usage(path).free

@@ -5,7 +5,7 @@
 value of a 16-bit weight. The files do not depend on pipeline stages, data-parallel ranks or ZeRO.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +65,21 @@ class OptimizerFiles:
             if value.dim() == 0:
                 state[key] = value.clone()
                 continue
-            pieces = [part[spec.name][key] for part in parts]
+            pieces, want = [part[spec.name][key] for part in parts], spec.local_shape(self.tensor_size)
             for piece in pieces:
-                if tuple(piece.shape) != spec.local_shape(self.tensor_size):
-                    want = spec.local_shape(self.tensor_size)
+                if tuple(piece.shape) != want:
                     raise CheckpointError(
                         f"{source}.{key}: shape {tuple(piece.shape)} in the file, {want} in the model; {_FIX}"
                     )
-            if tensor_size == self.tensor_size:
-                state[key] = pieces[tensor_rank]
-            else:
-                state[key] = shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
+            state[key] = resharded(pieces, spec, tensor_rank, tensor_size)
         return state
+
+
+def resharded(pieces: Sequence[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
+    """Returns the shard of `tensor_rank` of `tensor_size` ranks. pieces: of all ranks that wrote them."""
+    if tensor_size == len(pieces):
+        return pieces[tensor_rank]
+    return shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
 
 
 def _checked(state: Any, path: Path) -> Mapping[str, Any]:

@@ -157,11 +157,7 @@ def to_file_names(
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
     _check_names(mlp, args)
-    table = (
-        *(_TE_MHA if te_attention else ()),
-        *_MLP[mlp],
-        *(_TE_NORMS if args.norm.startswith("te_") else ()),
-    )
+    table = (*(_TE_MHA if te_attention else ()), *_MLP[mlp], *(_TE_NORMS if args.norm.startswith("te_") else ()))
     tensors, attention = dict(tensors), attention_of(args, layer)
     old = has_old_rows((), attention, "pre1315" if WEIGHT_NAMINGS[mlp] in _OLD_ROWS else "post1315")
     sample = tensors.get("attention.query_key_value.weight")  # None outside blocks
@@ -206,9 +202,8 @@ def _check_names(mlp: str, args: NeoXArgs) -> None:
 
 def _split_groups(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     queries = attention.heads // attention.kv_heads
-    if queries == 1 or len(qkv) % (
-        (queries + 2) * attention.head_dim
-    ):  # of another model: the error about its shape comes later
+    # Rows of another model stay: the error about their shape comes later.
+    if queries == 1 or len(qkv) % ((queries + 2) * attention.head_dim):
         return qkv
     groups = qkv.unflatten(0, (-1, queries + 2, attention.head_dim))
     return torch.cat([part.flatten(0, 2) for part in groups.split([queries, 1, 1], 1)])

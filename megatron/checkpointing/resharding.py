@@ -6,8 +6,6 @@ One layer is in memory at a time. Data-parallel size and ZeRO stage change only 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
@@ -73,11 +71,8 @@ def reshard(
         existing = read_manifest(final)
         expected = (to, source_manifest.run_id, with_state)
         is_same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == expected
-        if (
-            is_same
-            and describe_checkpoint(final).blocks == tensor_names
-            and bool(layout.layer_files(final)) != sequential
-        ):
+        is_same = is_same and describe_checkpoint(final).blocks == tensor_names
+        if is_same and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
         raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
@@ -130,23 +125,22 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
     config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
-    return Manifest(
-        run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
-        consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
-        layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1), model={},
-        tokenizer=None, data={}, versions={"torch": version("torch")},
-        created=datetime.now(UTC).isoformat(timespec="seconds"), config=config, optimizer=optimizer,
+    state = {"consumed_samples": _samples(source, args), "seed": args.seed} if optimizer else {}
+    source_layout = ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1)
+    return untrained_manifest(
+        f"GPT-NeoX {source.resolve()}", source_layout, {}, config, (), optimizer=optimizer,
+        iteration=layout.step_of(source), **state,
     )  # fmt: skip
 
 
-def only_dtype(source: Path, dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """Returns the only element of `dtypes`, the dtypes of the weights of checkpoint `source`.
+def only_dtype(source: str | Path, dtypes: Collection[torch.dtype | None], hint: str = "") -> torch.dtype:
+    """Returns the only element of `dtypes`, the dtypes of the weights of `source`.
 
-    Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
+    hint: end of the error. Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
     if len(dtypes) != 1 or not set(dtypes) <= PRECISIONS.keys():
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names})")
-    return next(iter(dtypes))
+        raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names}){hint}")
+    return next(dtype for dtype in dtypes if dtype is not None)
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:
@@ -176,11 +170,7 @@ def check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> N
 
 
 def _reshard_state(
-    state: OptimizerFiles | NeoXOptimizer,
-    temporary: Path,
-    layer: int,
-    specs: Sequence[ParamSpec],
-    tensor_size: int,
+    state: OptimizerFiles | NeoXOptimizer, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
 ) -> list[FileRecord]:
     trained = {name for _, name in state.names([layer])}
     trained_specs = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
@@ -210,13 +200,7 @@ def _model_states(
     Every rank gets counters, schedule and random states of the first rank. Saved logits of the last pipeline
     stage are sharded over the new tensor ranks. extra: further entries for every rank."""
     states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
-    base_state: dict[str, Any] = {
-        **states[0],
-        "module": None,
-        "optimizer": None,
-        "mp_world_size": to.tensor,
-        **extra,
-    }
+    base_state: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **extra}
     if isinstance(base_state.get("args"), dict):
         base_state["args"] = {**base_state["args"], "model_parallel_size": to.tensor}
     parts = [rank_state[layout.LOGITS] for rank_state in states if rank_state.get(layout.LOGITS) is not None]
@@ -236,18 +220,19 @@ def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
     """Returns the content of an mp_rank file without weights, schedule and random states.
 
     GPT-NeoX's converters write the same."""
-    keys = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "padded_vocab_size",
-    )
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
     return {
         "module": None, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
         "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
         "args": {**{key: getattr(args, key) for key in keys}, "model_parallel_size": args.tp},
     }  # fmt: skip
+
+
+def write_bare_files(path: Path, args: NeoXArgs, iteration: int, sequential: bool = False) -> list[FileRecord]:
+    """Write the mp_rank file of every rank of `args`, with `bare_state`; returns their records.
+
+    sequential: as of `write_model_files`."""
+    return write_model_files(path, [bare_state(args, iteration)] * (args.pp * args.tp), sequential)
 
 
 def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:

@@ -1,4 +1,4 @@
-"""Writes tensor files with a checksum and a sync, and reads them without running code from the file."""
+"""Writes tensor files with a checksum and a sync, reads them without running code, refuses NaN and Inf."""
 
 import errno
 import hashlib
@@ -17,7 +17,8 @@ from typing import IO, Any, Self, cast
 import numpy as np
 import torch
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, NonFiniteStateError
+from megatron.checkpointing.layout import is_optimizer_file
 from megatron.data.files import sync
 from megatron.neox_arguments.errors import lfs_pointer_error
 
@@ -123,15 +124,13 @@ def _write(
     return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
 
 
-def save_tensors(
-    state: Any, path: str | Path, name: str | None = None, to_disk: Callable[[Path], None] = sync
-) -> FileRecord:
+def save_tensors(state: Any, path: str | Path, to_disk: Callable[[Path], None] = sync) -> FileRecord:
     """Write `state` to `path` by `torch.save`, synced to disk; returns the file's record for the manifest.
 
-    name: the file's path inside the checkpoint; None: the file's name. to_disk: called with `path` to sync
-    the file, now or later (`BackgroundSync`). Raises CheckpointError if the file cannot be written.
+    to_disk: called with `path` to sync the file, now or later (`BackgroundSync`). Raises CheckpointError if
+    the file cannot be written.
     """
-    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name, to_disk)
+    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), None, to_disk)
     return replace(record, tensors=describe_tensors(state))
 
 
@@ -277,3 +276,31 @@ def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
             ) from e
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e
+
+
+def check_finite(name: str, state: Any) -> None:
+    """Raise NonFiniteStateError if `state`, the content of file `name`, holds NaN or Inf.
+
+    Only files of weights and of optimizer state are checked. The check reads each tensor once, without a
+    copy, several times faster than a checksum.
+    """
+    if not (name.startswith("layer_") or is_optimizer_file(name)):
+        return
+    for path, tensor in named_tensors(state):
+        # NaN anywhere makes minimum and maximum NaN.
+        if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
+            raise NonFiniteStateError(f"{name} ({path} is not finite: NaN or Inf)")
+
+
+def verify_finite(path: Path, names: Iterable[str], optimizer: bool) -> None:
+    """Raise NonFiniteStateError if weights in files `names` of checkpoint `path` hold NaN or Inf.
+
+    optimizer: also check its optimizer state.
+    """
+    for name in names:
+        if name.startswith("layer_") or (optimizer and name.startswith("optim_")):
+            try:
+                check_finite(name, load_tensors(path / name))
+            except NonFiniteStateError as problem:
+                fresh = ", or set no_load_optim: true" if is_optimizer_file(name) else ""
+                raise NonFiniteStateError(f"{path}: {problem}; load another `iteration`{fresh}") from problem

@@ -4,8 +4,6 @@ This is sparse upcycling (arXiv 2212.05055). One layer is in memory at a time.""
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,11 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
+from megatron.checkpointing.manifest import ParallelLayout, model_keys, untrained_manifest
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import (
-    PRECISIONS,
-    bare_state,
-    check_sizes,
-    copy_folders,
-    only_dtype,
-    write_model_files,
-)
+from megatron.checkpointing.resharding import PRECISIONS, check_sizes, copy_folders, only_dtype, write_bare_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights, save_layer
@@ -106,7 +98,8 @@ def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
     if args.moe_router_topk_scaling_factor != 1.0:
         text = f"{args.moe_router_topk_scaling_factor} would scale the dense model's output; leave it out"
         problems.add("moe_router_topk_scaling_factor", text)
-    widths = {as_tuple(args.ffn_size)[block % len(as_tuple(args.ffn_size))] for block in _blocks(args)}
+    sizes = as_tuple(args.ffn_size)
+    widths = {sizes[block % len(sizes)] for block in range(args.num_layers) if args.has_experts(block)}
     if len(widths) > 1:
         text = f"the chosen blocks have several MLP widths ({', '.join(map(str, sorted(widths)))}), experts only one"
         problems.add("moe_layer_freq", f"{text}; choose blocks of one width")
@@ -146,30 +139,24 @@ def upcycle(
     opened, dtype = open_checkpoint(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
-    size = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
+    size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), dtype)
     with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
         for layer in progress(sorted(specs), len(specs)):
             tensors = load_weights(opened, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
             records += save_layer(temporary, layer, _with_experts(tensors, layer, specs[layer], args, dtype), args)
             del tensors
-        records += write_model_files(temporary, [bare_state(args, 0)] * args.tp, sequential=False)
+        records += write_bare_files(temporary, args, 0)
         records += copy_folders(source, temporary)
         config = json.loads(args.to_json())["given"]
-        manifest = Manifest(
-            run_id=f"experts of {source.resolve()}", iteration=0, consumed_samples=0, model=model_keys(args),
-            seed=args.seed, tokenizer=opened.manifest.tokenizer if opened.manifest is not None else None, data={},
-            layout=ParallelLayout(1, 1, args.tp, 0, PRECISIONS[dtype], args.tp), versions={"torch": version("torch")},
-            created=datetime.now(UTC).isoformat(timespec="seconds"), config=config,
-            files={record.name: record for record in records}, optimizer=False,
+        tokenizer = opened.manifest.tokenizer if opened.manifest is not None else None
+        manifest = untrained_manifest(
+            f"experts of {source.resolve()}", ParallelLayout.from_args(args, PRECISIONS[dtype]), model_keys(args),
+            config, records, seed=args.seed, tokenizer=tokenizer,
         )  # fmt: skip
         added = {key: config[key] for key in config if key in keys_of(MoEKeys)}
         text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"
         return publish(temporary, save, 0, manifest, {EXPERTS_FILE: text})
-
-
-def _blocks(args: NeoXArgs) -> list[int]:
-    return [block for block in range(args.num_layers) if args.has_experts(block)]
 
 
 def _with_experts(

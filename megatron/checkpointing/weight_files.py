@@ -35,9 +35,7 @@ class WeightFiles:
     tensor_size: int
     layers: frozenset[int]
     files: Mapping[Any, Path]
-    mp_rank_tensors: dict[int, dict[int, dict[str, Tensor]]] | None = field(
-        default=None, repr=False
-    )  # rank -> layer -> name
+    mp_rank_tensors: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)
 
     @property
     def path(self) -> Path:

@@ -81,27 +81,17 @@ def load_weights(
         if not spec:
             continue
         reference = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
-        problems += _shared_problems(owner, reference, loaded)
+        problems += [
+            f"layer {layer}: {name} differs from layer {owner}'s, but all blocks must share it (GPT-NeoX trained one "
+            "for each pipeline stage)"
+            for layer, tensors in loaded.items()
+            if name in reference and name in tensors and not torch.equal(tensors[name], reference[name])
+        ]
     problems += mismatches[:_MAX_NAMED]
     if len(mismatches) > _MAX_NAMED:
         problems.append(f"and {len(mismatches) - _MAX_NAMED} more tensors of another shape")
     _refuse(path, problems)
     return loaded
-
-
-def _shared_problems(
-    owner: int, reference: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]
-) -> list[str]:
-    """Returns an error line for each layer whose copy of a shared parameter differs from that of `owner`.
-
-    reference: tensors of layer `owner`, by name. loaded: tensors of other layers."""
-    return [
-        f"layer {layer}: {name} differs from layer {owner}'s, but all blocks must share it (GPT-NeoX trained one for "
-        "each pipeline stage)"
-        for layer, tensors in loaded.items()
-        for name in reference
-        if name in tensors and not torch.equal(tensors[name], reference[name])
-    ]
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:

@@ -60,10 +60,7 @@ __all__ = [
 
 _NEED_TORCH = {
     "Batch": "batch",
-    "collation": "loader",
-    "eval_batches": "loader",
-    "root_cause": "loader",
-    "train_loader": "loader",
+    **dict.fromkeys(("collation", "eval_batches", "root_cause", "train_loader"), "loader"),
 }
 
 

@@ -19,11 +19,6 @@ from megatron.data.packed_dataset import PackedDataset, TokenSample
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.process import look_for_stop
 
-LANES = 1024
-LANE_LENGTH = 4096
-WARM_UP = 512
-UINT32_MAX = np.iinfo(np.uint32).max
-
 
 @dataclass(frozen=True)
 class BlendMaps:
@@ -165,12 +160,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = 
 
 
 def build_blend(
-    weights: Sequence[float],
-    num_samples: int,
-    *,
-    lanes: int = LANES,
-    lane_length: int = LANE_LENGTH,
-    warm_up: int = WARM_UP,
+    weights: Sequence[float], num_samples: int, *, lanes: int = 1024, lane_length: int = 4096, warm_up: int = 512
 ) -> BlendMaps:
     """Return the maps of the first num_samples samples of a blend of sets in proportion to `weights`.
 
@@ -180,7 +170,7 @@ def build_blend(
     shares = normalized(weights)
     shares /= np.sum(shares)
     dataset_index = np.empty(num_samples, np.min_scalar_type(len(shares) - 1))
-    sample_index = np.empty(num_samples, np.uint32 if num_samples <= UINT32_MAX else np.int64)
+    sample_index = np.empty(num_samples, np.uint32 if num_samples <= np.iinfo(np.uint32).max else np.int64)
     num_drawn = np.zeros(len(shares), np.int64)
     for start in range(0, num_samples, lanes * lane_length):
         look_for_stop()
@@ -262,8 +252,8 @@ class BlendedDataset:
     Raises DataError if a member has fewer samples than the blend draws (GPT-NeoX would repeat them).
     """
 
-    def __init__(self, name: str, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
-        self.name, self.members, self.maps = name, tuple(members), maps
+    def __init__(self, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
+        self.members, self.maps = tuple(members), maps
         for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
             if num_drawn > len(member):
                 raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}")

@@ -39,13 +39,18 @@ def temporary(path: str | Path) -> Path:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write `content` as JSON into the file `path`, atomically and durably; an existing file is replaced.
+    """Write `content` as JSON into the file `path`, as `replace_text` does."""
+    replace_text(path, to_json(content, indent=1) + "\n")
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Write `text` into the file `path`, atomically and durably; an existing file is replaced.
 
     If writing fails, as on a full disk, OSError names `path` and the existing file stays unchanged.
     """
     unfinished = temporary(path)
     try:
-        unfinished.write_text(to_json(content, indent=1) + "\n")
+        unfinished.write_text(text, encoding="utf-8")
         sync(unfinished)
         os.replace(unfinished, path)
     except OSError as problem:

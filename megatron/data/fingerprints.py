@@ -10,11 +10,11 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.preference_sets import preference_files
 from megatron.data.run_datasets import SampleSet
-from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     blend_weights,
     companion_paths,
     data_prefixes,
+    data_seed,
     masked_token_ids,
     names_missing_data,
     storage,

@@ -258,8 +258,7 @@ def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Docum
         for sizes, ends in blocks():
             file.write((num_sequences + ends).astype("<i8").tobytes())
             num_sequences += len(sizes)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def publish(data: Path, index: Path, prefix: str | Path) -> None:
@@ -297,10 +296,14 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind, value, trace) -> None:
-        if kind is None:
-            self.finalize()
-        else:
-            self.discard()
+        self._file.close()
+        if kind is not None:
+            self._temporary.unlink(missing_ok=True)
+            return
+        sync(self._temporary)
+        index = temporary(self.index_file)
+        write_index(index, self.dtype, lambda: map(documents_of, self._lengths))
+        publish(self._temporary, index, self.prefix)
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Add a document. Without tokens it is only a boundary, as in NeoX."""
@@ -314,27 +317,12 @@ class IndexedDatasetWriter:
             raise DataError(f"{self.prefix}: {len(tokens)} tokens, but the document lengths sum to {lengths.sum()}")
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens, more than 2,147,483,647; split it")
-        if len(tokens) and tokens.dtype != self.dtype:
-            if not can_store(tokens, self.dtype):
-                raise DataError(
-                    f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}; choose a "
-                    "larger dtype"
-                )
+        if len(tokens) and tokens.dtype != self.dtype and not can_store(tokens, self.dtype):
+            raise DataError(
+                f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}; choose a larger "
+                "dtype"
+            )
         self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).tobytes())
         self._lengths.append(lengths.astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(tokens)
-
-    def finalize(self) -> None:
-        """Write the `.idx`, sync both files and rename them to their final names."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        index = temporary(self.index_file)
-        write_index(index, self.dtype, lambda: map(documents_of, self._lengths))
-        publish(self._temporary, index, self.prefix)
-
-    def discard(self) -> None:
-        """Close and delete the unfinished `.bin`."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""Iterators that turn a dataset into the micro-batches of one data-parallel rank."""
+"""Iterators that turn a dataset into the micro-batches of one data-parallel rank.
+
+They count in samples, so a run can resume anywhere in O(1), and the samples of an optimizer step do not
+depend on layout or micro-batch size.
+"""
 
 import hashlib
 import signal
@@ -17,11 +21,40 @@ from megatron.data.fingerprints import data_fingerprint
 from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.preferences.responses import collate_preferences
 from megatron.data.run_datasets import SampleSet
-from megatron.data.sampler import eval_slices, train_slices
 from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of
 from megatron.neox_arguments.values.losses import row_places
+
+
+def rank_slice(start: int, count: int, rank: int, size: int) -> range:
+    """Return which of the samples [start, start + count) data rank `rank` of `size` takes: a contiguous
+    range, as in NeoX's DistributedBatchSampler."""
+    return range(start + rank * count // size, start + (rank + 1) * count // size)
+
+
+def train_slices(
+    num_samples: int, train_batch_size: int, accumulation: int, rank: int, size: int, consumed_samples: int = 0
+) -> Iterator[range]:
+    """Yield the sample numbers of each micro-batch of one data rank, `accumulation` micro-batches per step.
+
+    Step k takes samples [consumed + k * B, consumed + (k + 1) * B), where B is train_batch_size. The last
+    step is the last that num_samples fill.
+    """
+    micro = train_batch_size // accumulation
+    for step in range(consumed_samples, num_samples - train_batch_size + 1, train_batch_size):
+        for start in range(step, step + train_batch_size, micro):
+            yield rank_slice(start, micro, rank, size)
+
+
+def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Iterator[range]:
+    """Yield the sample numbers of each micro-batch of one data rank over samples [0, num_samples).
+
+    Every rank gets the same number of micro-batches, all of size micro_batch. Sample numbers >= num_samples
+    stand for padding.
+    """
+    for start in range(0, num_samples, micro_batch * size):
+        yield rank_slice(start, micro_batch * size, rank, size)
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
@@ -120,14 +153,11 @@ def train_loader(
         )
     steps = max(0, len(dataset) - consumed_samples) // batch
     workers = args.num_workers if num_workers is None else num_workers
+    slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples)
     loader = DataLoader(
         _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows),
         batch_size=None,  # a slice of samples is one item: it comes out as one Batch
-        sampler=_with_lengths(
-            train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
-            accumulation,
-            length,
-        ),
+        sampler=_with_lengths(slices, accumulation, length),
         collate_fn=_as_is,
         num_workers=workers,
         pin_memory=pin_memory,

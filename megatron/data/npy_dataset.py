@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.files import map_npy, sync, temporary
+from megatron.data.files import map_npy, sync, temporary, write_json
 from megatron.data.indexed_dataset import IndexedDataset
 
 METADATA = "metadata.json"
@@ -101,19 +101,17 @@ def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_s
     if folder.exists():
         raise DataError(f"{folder}: exists already; remove it first")
     table = source.tokens[: rows * width].reshape(rows, width)
-    shards = {f"{start // rows_per_shard:06d}.npy": start for start in range(0, rows, rows_per_shard)}
+    starts = range(0, rows, rows_per_shard)
+    shards = {f"{i:06d}.npy": table[start : start + rows_per_shard] for i, start in enumerate(starts)}
+    counts = {name: len(part) for name, part in shards.items()}
+    facts = {"format": 1, "dtype": source.dtype.name, "width": width, "tokens": rows * width, "shards": counts}
     unfinished = temporary(folder)
     try:
         unfinished.mkdir(parents=True)
-        counts = {}
-        for name, start in shards.items():
-            part = table[start : start + rows_per_shard]
+        for name, part in shards.items():
             np.save(unfinished / name, part)
             sync(unfinished / name)
-            counts[name] = len(part)
-        facts = {"format": 1, "dtype": source.dtype.name, "width": width, "tokens": rows * width, "shards": counts}
-        (unfinished / METADATA).write_text(json.dumps(facts, indent=1) + "\n")
-        sync(unfinished / METADATA)
+        write_json(unfinished / METADATA, facts)
         sync(unfinished)
         os.rename(unfinished, folder)
     except OSError as problem:

@@ -1,6 +1,6 @@
 """Samples of seq_length + 1 tokens, taken from documents by index maps, with labels and rewards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,6 @@ class PackedDataset:
 
     def __init__(
         self,
-        name: str,
         indexed: IndexedDataset | SlicedDocuments,
         maps: IndexMaps,
         seq_length: int,
@@ -57,7 +56,7 @@ class PackedDataset:
         labels: IndexedDataset | SlicedDocuments | PromptMaskedLabels | None = None,
         rewards: IndexedDataset | None = None,
     ):
-        self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
+        self.indexed, self.maps, self.seq_length = indexed, maps, seq_length
         self.packing, self.labels, self.rewards = packing or Packing(), labels, rewards
         self.vocab_size = vocab_size
 
@@ -122,3 +121,14 @@ class PackedDataset:
             f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "
             "set vocab_file to that one, or preprocess the text again with this one"
         )
+
+
+def answer_row(prompt: Sequence[int], answer: Sequence[int], width: int, trained: Sequence[bool] | bool) -> TokenSample:
+    """Returns a row of `width` tokens: a prompt, an answer, and padding. trained: whether the answer is, or
+    which of its tokens are."""
+    tokens, labels, begins = np.zeros(width, np.int64), np.full(width, MASKED, np.int64), np.zeros(width, bool)
+    start, filled = len(prompt), len(prompt) + len(answer)
+    tokens[:filled] = [*prompt, *answer]
+    labels[start:filled] = np.where(trained, tokens[start:filled], MASKED)
+    begins[0] = begins[filled : filled + 1] = True
+    return TokenSample(tokens, labels, begins, True, None, filled)

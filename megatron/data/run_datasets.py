@@ -19,6 +19,20 @@ class SampleSet(Protocol):
         """Return (document, first token, ...) of each piece of sample `index`."""
 
 
+class WrappedSet:
+    """A set with a sample for each of `dataset`, made of the same pieces."""
+
+    def __init__(self, dataset: SampleSet) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """Return what `pieces` of the wrapped dataset yields for the sample: a tuple for each document."""
+        return self.dataset.pieces(index)
+
+
 @dataclass(frozen=True)
 class SetContents:
     """The data that decides the rows of a set; caches derived from the rows use it as their key.
@@ -53,8 +67,7 @@ class Datasets:
 
     def get(self, name: str) -> SampleSet | None:
         """Return the set of this name: train, valid, test, or a further one."""
-        sets = {"train": self.train, "valid": self.valid, "test": self.test}
-        return sets[name] if name in sets else self.further.get(name)
+        return {**self.further, "train": self.train, "valid": self.valid, "test": self.test}.get(name)
 
     def with_sets(self, sets: Mapping[str, SampleSet | None]) -> "Datasets":
         """Return a copy with these sets, by name."""

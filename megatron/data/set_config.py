@@ -70,6 +70,11 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
     return 0, train, valid, test
 
 
+def data_seed(args: NeoXArgs) -> int:
+    """Return the seed of the order of samples: `data_seed`, else `seed`."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def requested_samples(args: NeoXArgs, train_batch_size: int, data_state: DataState) -> tuple[int, int, int]:
     """Return how many samples the train, validation and test sets need, counted as in NeoX.
 

@@ -32,21 +32,20 @@ from megatron.data.blending import (
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
-from megatron.data.index_maps import DataState, IndexKey, IndexMaps, full_windows, segment_ends
+from megatron.data.index_maps import DataState, IndexKey, IndexMaps, Packing, full_windows, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
-from megatron.data.masked_tokens import masked_token_lines
+from megatron.data.log_lines import masked_token_lines, packing_efficiency_line
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
-from megatron.data.packing_efficiency import packing_efficiency_line
 from megatron.data.run_datasets import Datasets, SampleSet, SetContents
-from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
     blend_weights,
     companion_paths,
     data_prefixes,
+    data_seed,
     hash_cache_dir,
     index_cache_dir,
     masked_token_ids,
@@ -140,10 +139,9 @@ def build_text_sets(
         for plan in plans
         if packing_from_args(args).joint and plan.epochs is None
     }
-    further = {name: dataset for name, dataset in sets.items() if name in further_sets()}
     scored = {name for name, declared in further_sets().items() if declared.is_scored}
     contents = {plan.name: _contents(plan, args) for plan in plans if plan.name in scored}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(log_lines), contents, ends, further)
+    return Datasets(None, None, None, tuple(log_lines), contents, ends).with_sets(sets)
 
 
 def text_samples_per_epoch(args: NeoXArgs) -> int:
@@ -219,12 +217,12 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
         weights = blend_weights(args, list_name, members)
         shares = samples_per_member(weights, samples)
         phases: Phases = ()
-        if name == "train" and args.train_data_weight_schedule is not None:
-            phases = _phases(args, samples)
+        schedule = args.train_data_weight_schedule
+        if name == "train" and schedule is not None:
+            phases = weight_phases(schedule["until"], schedule["weights"], samples // args.train_iters, samples)
             shares = [sum(counts) for counts in zip(*(samples_per_member(w, n) for n, w in phases), strict=True)]
         sources = []
-        for i, (indexed, share) in enumerate(zip(members, shares, strict=True)):
-            start, stop = ranges[i]
+        for i, (indexed, share, (start, stop)) in enumerate(zip(members, shares, ranges, strict=True)):
             cited = f'{name} part of split "{args.split}" of ' if is_split else ""
             origin = f"{cited}{indexed.data_file} ({list_name}_data_paths)"
             source = _TextSource(indexed, start, _limited(args, start, stop), share, origin)
@@ -287,12 +285,6 @@ def _one_pass(plan: _TextPlan, args: NeoXArgs) -> _TextPlan:
 def _limited(args: NeoXArgs, start: int, stop: int) -> int:
     """Return the end of the used sequences of [start, stop), of which at most `limit_samples` are used."""
     return stop if args.limit_samples is None else min(stop, start + args.limit_samples)
-
-
-def _phases(args: NeoXArgs, samples: int) -> Phases:
-    schedule = args.train_data_weight_schedule
-    assert schedule is not None
-    return weight_phases(schedule["until"], schedule["weights"], samples // args.train_iters, samples)
 
 
 def _with_companions(source: _TextSource, args: NeoXArgs, name: str, member: int) -> _TextSource:
@@ -362,33 +354,18 @@ def _cached_maps(plan: _TextPlan, args: NeoXArgs) -> CachedMaps:
     return load_cached(_cache_dir(plan, args), _map_builders(plan, args))
 
 
+def _order(source: _TextSource, args: NeoXArgs) -> tuple[int, int, int, int, int, Packing]:
+    """Return the arguments that `IndexKey` and `build_maps` share: they decide the order of the samples."""
+    return source.start, source.stop, source.num_samples, args.seq_length, data_seed(args), packing_from_args(args)
+
+
 def _index_key(source: _TextSource, args: NeoXArgs) -> IndexKey:
-    return IndexKey(
-        source.indexed.index_sha256,
-        source.start,
-        source.stop,
-        source.num_samples,
-        args.seq_length,
-        data_seed(args),
-        packing_from_args(args),
-        source.labels_sha256,
-        source.earlier_ends,
-    )
+    return IndexKey(source.indexed.index_sha256, *_order(source, args), source.labels_sha256, source.earlier_ends)
 
 
 def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
     """Build the index maps of a source. Raises DataError if its documents give no row."""
-    maps = build_maps(
-        source.indexed.sizes,
-        source.start,
-        source.stop,
-        source.num_samples,
-        args.seq_length,
-        data_seed(args),
-        packing_from_args(args),
-        source.labels,
-        source.earlier_ends,
-    )
+    maps = build_maps(source.indexed.sizes, *_order(source, args), source.labels, source.earlier_ends)
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{source.origin}: no sample can be made of its {source.stop - source.start} documents: none has a label "
@@ -401,20 +378,18 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
 def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[str]:
     """Return lines on the tokens that `loss_mask_token_ids` masks, and on how full the rows of each source
     are. GPT-NeoX's rows, which mix epochs, are not measured."""
-    packing = packing_from_args(args)
     if plan.name != "train":
         return []
+    packing = packing_from_args(args)
     parts = [(source.indexed, source.labels, source.start, source.stop) for source in plan.sources]
     lines = masked_token_lines(masked_token_ids(args), parts)
     if not packing.unsplit_documents or packing.compat:
         return lines
     cached_maps = _cached_maps(plan, args)
     for source in plan.sources:
-        maps = cached_maps.maps(_index_key(source, args), IndexMaps)
+        maps, seq_length = cached_maps.maps(_index_key(source, args), IndexMaps), args.seq_length
         lines.append(
-            packing_efficiency_line(
-                plan.name, source.indexed, maps, packing, args.seq_length, source.labels, train_batch_size
-            )
+            packing_efficiency_line(source.indexed, maps, packing, seq_length, source.labels, train_batch_size)
         )
     return lines
 
@@ -433,7 +408,6 @@ def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:
     cached_maps = _cached_maps(plan, args)
     members = [
         PackedDataset(
-            plan.name,
             source.indexed,
             cached_maps.maps(_index_key(source, args), IndexMaps),
             args.seq_length,
@@ -446,5 +420,5 @@ def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:
     ]
     dataset: PackedDataset | BlendedDataset = members[0]
     if len(members) > 1:
-        dataset = BlendedDataset(plan.name, members, cached_maps.maps(plan.blend_key, BlendMaps))
+        dataset = BlendedDataset(members, cached_maps.maps(plan.blend_key, BlendMaps))
     return dataset if plan.epochs is None else RepeatedDataset(dataset, plan.epochs)

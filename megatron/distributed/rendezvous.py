@@ -11,24 +11,12 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from megatron.distributed.store import (
-    EVERYWHERE,
-    LOOPBACK,
-    StoreUnreachable,
-    claim,
-    host_store,
-    listening_address,
-    reach_store,
-    says_everywhere,
-    wait_for_arrivals,
-    wait_for_condition,
-)
+from megatron.distributed import store
 from megatron.neox_arguments.errors import UserError
 
 _NOTICE_S = 3.0  # for the others to hear why the start ends, before the store goes with its host
 _ANSWER_S = 30.0  # for a rank that has come to answer a question
 _STORE_S = 20.0  # for one answer of the store
-_LIKELY = "they ended earlier (see their output), were not started, or do not reach that address"
 
 
 class StartError(UserError, RuntimeError):
@@ -69,24 +57,24 @@ class Rendezvous:
         self._process, self._timeout_s, self._logger = process, timeout_s, logger
         # torchrun's own process has it, not rank 0
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._met_at = LOOPBACK if process.on_one_machine and not agent else process.master_addr
+        self._met_at = store.LOOPBACK if process.on_one_machine and not agent else process.master_addr
         self._address = f"{self._met_at}:{process.master_port}"
         # Between two looks; all ranks ask one process
         self._pause_s = max(0.004, process.world_size / 10_000)
         self._messages = 0  # of rank 0, sent or read so far
         self._is_host = process.rank == 0 and not agent
-        store = self._host_store() if self._is_host else self._reach_store()
+        self._base = self._host_store() if self._is_host else self._reach_store()
         # An agent's store outlives a start; the next one must not find what this one left.
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "NEOX_RESTARTS")
         start = "/".join(os.environ.get(name, "") for name in names) if agent else ""
-        self._base, self._store = store, dist.PrefixStore(f"neox/{start}", store)
+        self._store = dist.PrefixStore(f"neox/{start}", self._base)
 
     def arrive(self, rank_info: dict[str, Any]) -> None:
         """Registers this rank and waits for all others. Raises StartError if this rank number is taken, or if
         ranks are missing after the time limit."""
-        rank, store = self._process.rank, self._store
+        rank = self._process.rank
         described = json.dumps({"host": self.host, "pid": os.getpid(), **rank_info})
-        claimed = claim(store, f"rank_info/{rank}", described)
+        claimed = store.claim(self._store, f"rank_info/{rank}", described)
         if claimed is not None:
             holder = json.loads(claimed)
             raise StartError(
@@ -94,13 +82,14 @@ class Rendezvous:
                 f"{holder['host']}, process {holder['pid']}: two runs share this address, or two processes are "
                 "the same rank; set another master_port for each run"
             )
-        store.append("arrivals", f"{rank} {self.host}\n")  # type: ignore[attr-defined]  # not in torch's stubs
-        store.add("count", 1)
+        self._store.append("arrivals", f"{rank} {self.host}\n")  # type: ignore[attr-defined]  # no stub has it
+        self._store.add("count", 1)
         patience_s = self._timeout_s + (0 if rank == 0 else 1)  # rank 0 says who is missing, if it is there
-        if not wait_for_arrivals(self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind):
+        world_size = self._process.world_size
+        if not store.wait_for_arrivals(self._arrived, world_size, patience_s, self._pause_s, self._remind):
             self.abort(
-                f"{self._describe_missing()} within {self._timeout_s:g} s of the latest arrival "
-                f"(rendezvous_timeout_s): {_LIKELY}"
+                f"{self._describe_missing()} within {self._timeout_s:g} s of the latest arrival (rendezvous_timeout_s)"
+                ": they ended earlier (see their output), were not started, or do not reach that address"
             )
 
     def rank_infos(self) -> list[dict[str, Any]]:
@@ -156,7 +145,7 @@ class Rendezvous:
 
     def _send(self, message: dict[str, Any]) -> None:
         """Publishes the next message to all ranks. Raises StartError if another rank has aborted first."""
-        earlier = claim(self._store, f"message/{self._messages}", json.dumps(message))
+        earlier = store.claim(self._store, f"message/{self._messages}", json.dumps(message))
         if earlier is not None:
             self._end_start(json.loads(earlier)["abort"])
         self._messages += 1
@@ -164,11 +153,11 @@ class Rendezvous:
     def _end_start(self, reason: str) -> NoReturn:
         """Raises StartError. The rank that hosts the store first waits briefly until all arrived ranks have
         read the reason."""
-        store, informed = self._store, self._store.add("informed", 1)
+        informed = self._store.add("informed", 1)
         if self._is_host:
-            present = store.add("count", 0)
-            wait_for_condition(
-                lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s
+            present = self._store.add("count", 0)
+            store.wait_for_condition(
+                lambda: informed >= present or self._store.add("informed", 0) >= present, _NOTICE_S, self._pause_s
             )
         raise StartError(reason)
 
@@ -197,15 +186,15 @@ class Rendezvous:
         )
 
     def _wait_for_key(self, key: str, seconds: float) -> bool:
-        return wait_for_condition(lambda: self._store.check([key]), seconds, self._pause_s)
+        return store.wait_for_condition(lambda: self._store.check([key]), seconds, self._pause_s)
 
     def _host_store(self) -> dist.Store:
         process = self._process
-        address = listening_address(self._met_at, process.on_one_machine)
-        if address == EVERYWHERE:
-            self._logger.info(says_everywhere(self._met_at))
+        address = store.listening_address(self._met_at, process.on_one_machine)
+        if address == store.EVERYWHERE:
+            self._logger.info(store.says_everywhere(self._met_at))
         try:
-            return host_store(address, process.master_port, self._timeout_s, multi_tenant=True)
+            return store.host_store(address, process.master_port, self._timeout_s, multi_tenant=True)
         except RuntimeError as problem:
             if "EADDRINUSE" in str(problem):
                 raise StartError(
@@ -216,10 +205,9 @@ class Rendezvous:
 
     def _reach_store(self) -> dist.Store:
         try:
-            return reach_store(
-                self._met_at, self._process.master_port, self._timeout_s, _STORE_S, pause_s=self._pause_s
-            )
-        except StoreUnreachable as problem:
+            port = self._process.master_port
+            return store.reach_store(self._met_at, port, self._timeout_s, _STORE_S, pause_s=self._pause_s)
+        except store.StoreUnreachable as problem:
             raise self._no_answer(str(problem)) from None
 
     def _no_answer(self, reason: str) -> StartError:

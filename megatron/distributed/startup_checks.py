@@ -159,10 +159,9 @@ def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:
 
 
 def _library_differences(remote: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
-    names = dict.fromkeys([*local, *remote])
     return [
         f"{name} {remote.get(name, 'not installed')} against {local.get(name, 'not installed')}"
-        for name in names
+        for name in dict.fromkeys([*local, *remote])
         if remote.get(name) != local.get(name)
     ]
 
@@ -192,9 +191,8 @@ def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> lis
 
     remote, local: {"package": folder, "files": {name: SHA-256}}.
     """
-    names = sorted({*remote["files"], *local["files"]})
     lines = []
-    for name in names:
+    for name in sorted({*remote["files"], *local["files"]}):
         remote_value, local_value = remote["files"].get(name), local["files"].get(name)
         if remote_value != local_value:
             one_sided = "is missing on rank 0" if remote_value else "is only on rank 0"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -184,28 +184,19 @@ def _listen(address: str, port: int, multi_tenant: bool) -> socket.socket | None
         raise RuntimeError(f"{errno.errorcode.get(number or 0, '')} {address}:{port}: {problem}".strip()) from None
 
 
-def _make_store(
-    address: str,
-    port: int,
-    timeout_s: float,
-    is_master: bool,
-    multi_tenant: bool = False,
-    master_listen_fd: int | None = None,
-) -> "TCPStore":
-    """Creates a TCPStore in a thread, within the given time: torch waits for ever if the other side is not a
-    store."""
+def _make_store(address: str, port: int, timeout_s: float, **options: Any) -> "TCPStore":
+    """Creates a TCPStore in a thread, within the given time. options: passed to torch.
+
+    Without a thread torch would wait for ever if the other side is not a store.
+    """
     from torch.distributed import TCPStore
 
+    limit = timedelta(seconds=timeout_s)
     outcome: list[TCPStore | Exception] = []
 
     def make() -> None:
         try:
-            outcome.append(
-                TCPStore(
-                    address, port, is_master=is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-                    multi_tenant=multi_tenant, master_listen_fd=master_listen_fd,
-                )
-            )  # fmt: skip
+            outcome.append(TCPStore(address, port, timeout=limit, wait_for_workers=False, **options))
         except Exception as problem:  # handed to the waiting thread
             outcome.append(problem)
 

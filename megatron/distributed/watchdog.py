@@ -89,7 +89,9 @@ class Watchdog:
             return
         faulthandler.dump_traceback_later(1.5 * seconds, exit=True, file=STDERR)
         if changed and dist.is_initialized():
-            set_timeouts(seconds)
+            # Of later collectives, in every process group of this process, including DeepSpeed's
+            for group in list(distributed_c10d._world.pg_map):
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def _note_line(self, record: logging.LogRecord) -> bool:
         self._last_line_time = time.monotonic()
@@ -100,10 +102,3 @@ class Watchdog:
             now = time.monotonic()
             if now - self._last_line_time >= SAY_EVERY_S:
                 self._logger.info(f"still {self.activity}, for {now - self._start_time:.0f} s")
-
-
-def set_timeouts(seconds: float) -> None:
-    """Sets the timeout of all later collectives, in every process group of this process, including
-    DeepSpeed's."""
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

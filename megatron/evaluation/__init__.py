@@ -8,5 +8,3 @@ loop."""
 from megatron.evaluation.harness import evaluate
 from megatron.evaluation.run import run_evaluation
 from megatron.evaluation.training import InTraining
-
-__all__ = ["InTraining", "evaluate", "run_evaluation"]

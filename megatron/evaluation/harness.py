@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import DESCRIPTION, EvaluationProgress
-from megatron.evaluation.quiet import quiet
+from megatron.evaluation.results import FEWSHOT_SEED, NUMPY_SEED, RANDOM_SEED, EvaluationResults, LoadedTasks
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -26,44 +27,6 @@ from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.evaluation.language_model import NeoXLM
-    from megatron.evaluation.task_loading import LoadedTasks
-
-RANDOM_SEED, NUMPY_SEED = 0, 1234  # lm-eval's
-# What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
-_PARTS = (
-    "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
-    "task_hashes",
-)  # fmt: skip
-
-
-@dataclass
-class EvaluationResults:
-    """The results of tasks, in the form in which lm-eval returns and writes them.
-
-    failures: why a task could not be run, by the task's name.
-    """
-
-    results: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def add(self, results: dict[str, Any]) -> None:
-        """Merges lm-eval's results of another task, or group of tasks, into these."""
-        for part in _PARTS:
-            if part in results:
-                self.results.setdefault(part, {}).update(results[part] or {})
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}.
-
-        The filter's name is appended ("TASK_METRIC_FILTER") unless it is `none`, lm-eval's default.
-        """
-        metrics: dict[str, float] = {}
-        for task, values in self.results.get("results", {}).items():
-            for name, value in values.items():
-                metric, comma, kind = name.partition(",")
-                if comma and isinstance(value, int | float) and not isinstance(value, bool):
-                    metrics[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
-        return metrics
 
 
 def load_tasks_on_rank0(
@@ -82,8 +45,7 @@ def load_tasks_on_rank0(
     """
 
     def work(call: RunOperation) -> LoadedTasks:
-        from megatron.evaluation.task_folders import searched_folders, warn_of_broken
-        from megatron.evaluation.task_loading import load_tasks
+        from megatron.evaluation.task_loading import load_tasks, searched_folders, warn_of_broken
 
         logger.info(searched_folders(args))
         warn_of_broken(args, logger)
@@ -114,12 +76,14 @@ def evaluate(
 
     def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
-        _seed()
+        # As lm-eval seeds them. In training, `run.inference` restores their states afterwards.
+        random.seed(RANDOM_SEED)
+        np.random.seed(NUMPY_SEED)
         logger.info(f"{DESCRIPTION} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
         with EvaluationProgress(logger) as progress, quiet():
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
 
-    return run_rank0_driver(model.groups, work, ModelOperations(model).operations(), on_beat=on_beat)
+    return run_rank0_driver(model.groups, work, model_operations(model), on_beat=on_beat)
 
 
 def _run(
@@ -148,11 +112,11 @@ def _run(
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
                 evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
                 _report(args, logger, name, evaluation.failures[name])
-    counts = language_model.counts
-    if counts.too_long:
-        done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
-        logger.info(f"{counts.too_long} requests were longer than the model's {model.positions} positions: {done}")
-    evaluation.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
+    too_long, skipped = language_model.num_too_long, language_model.num_skipped
+    if too_long:
+        done = f"{skipped} of them were skipped" if skipped else "their beginnings were left out"
+        logger.info(f"{too_long} requests were longer than the model's {model.positions} positions: {done}")
+    evaluation.results["too_long"] = {"requests": too_long, "skipped": skipped}
     return evaluation
 
 
@@ -166,9 +130,8 @@ def run_task(
     """
     import lm_eval
 
-    from megatron.evaluation.task_loading import seed_tasks
-
-    seed_tasks(tasks)
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # so that it chooses the same examples each time
     try:
         results = lm_eval.evaluate(
             language_model,
@@ -212,13 +175,8 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         return
     from lm_eval.api.model import CachingLM
 
-    cache_key = (
-        identity,
-        args.params_dtype,
-        args.eval_overlong,
-        language_model.max_length,
-        language_model.tokenizer_name,
-    )
+    length, tokenizer = language_model.max_length, language_model.tokenizer_name
+    cache_key = (identity, args.params_dtype, args.eval_overlong, length, tokenizer)
     name = hashlib.sha256(repr(cache_key).encode()).hexdigest()[:16]
     folder = Path(args.eval_cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,8 +187,35 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
         cached.dbdict.close()
 
 
-def _seed() -> None:
-    """Seeds Python's and numpy's generators as lm-eval does. In training, `run.inference` restores their
-    states afterwards."""
-    random.seed(RANDOM_SEED)
-    np.random.seed(NUMPY_SEED)
+@contextmanager
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Silences lm-eval's log lines and progress bars within the context, and keeps lm-eval from starting
+    processes.
+
+    Its bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a process
+    that uses a GPU.
+
+    bars: True: new progress bars are shown, such as a download's. Bars that have begun are shown in any case.
+    """
+    from lm_eval.api import metrics
+
+    log, draw = logging.getLogger("lm_eval"), tqdm.__init__
+
+    def hidden(bar: tqdm, *arguments: Any, **keywords: Any) -> None:
+        draw(bar, *arguments, **{**keywords, "disable": True})
+
+    multiprocessing = os.environ.get("DISABLE_MULTIPROC")
+    with ExitStack() as restore:
+        restore.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        if multiprocessing is None:
+            restore.callback(os.environ.pop, "DISABLE_MULTIPROC")
+        else:
+            restore.callback(os.environ.__setitem__, "DISABLE_MULTIPROC", multiprocessing)
+        os.environ["DISABLE_MULTIPROC"] = "1"
+        restore.callback(delattr, metrics, "print")
+        setattr(metrics, "print", lambda *arguments: None)  # noqa: B010 - "bootstrapping for stddev"
+        if not bars:
+            restore.callback(setattr, tqdm, "__init__", draw)
+            setattr(tqdm, "__init__", hidden)  # noqa: B010 - of every library
+        yield

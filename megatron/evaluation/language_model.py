@@ -4,7 +4,6 @@ backend."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -30,35 +29,22 @@ _IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p
 TokenizedRequest = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 
 
-@dataclass
-class Counts:
-    """Counts of requests that were too long.
-
-    too_long: requests with more tokens than the model has positions.
-    skipped: how many of these were not run.
-    """
-
-    too_long: int = 0
-    skipped: int = 0
-
-
 class NeoXLM(TemplateLM):
     """The model as lm-eval's `LM`. It runs lm-eval's requests on all ranks, by `call("score" or "generate",
     ...)`.
 
     Requests run in chunks; each answer is passed to lm-eval's cache (`cache_hook`) after its chunk.
+
+    num_too_long: how many requests had more tokens than the model has positions.
+    num_skipped: how many of these were not run.
     """
 
     def __init__(
-        self,
-        model: Model,
-        call: RunOperation,
-        progress: EvaluationProgress,
-        template: ChatTemplate | None = None,
+        self, model: Model, call: RunOperation, progress: EvaluationProgress, template: ChatTemplate | None = None
     ) -> None:
         super().__init__()
         self.model, self.call, self.progress, self.template = model, call, progress, template
-        self.counts = Counts()
+        self.num_too_long = self.num_skipped = 0
         self._tokenizer = model.tokenizer
         self._token_cache: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
 
@@ -141,8 +127,8 @@ class NeoXLM(TemplateLM):
             scores = self.call("score", [tokens[i] for i in part])
             for i, scored in zip(part, scores, strict=True):
                 answers[i] = (sum(scored.logprobs), all(scored.greedy))
-                self.counts.too_long += bool(scored.truncated or scored.skipped)
-                self.counts.skipped += scored.skipped
+                self.num_too_long += bool(scored.truncated or scored.skipped)
+                self.num_skipped += scored.skipped
                 texts = requests[i][0]
                 if texts is not None and not scored.skipped:
                     self.cache_hook.add_partial("loglikelihood", texts, answers[i])
@@ -204,7 +190,7 @@ class NeoXLM(TemplateLM):
             )
         tokens = self.tok_encode(context) or [self.prefix_token_id]
         if len(tokens) > room:
-            self.counts.too_long += 1
+            self.num_too_long += 1
             if self.model.args.eval_overlong == "refuse":
                 raise ConfigError(
                     [
@@ -213,7 +199,7 @@ class NeoXLM(TemplateLM):
                     ]
                 )
             if self.model.args.eval_overlong == "skip":
-                self.counts.skipped += 1
+                self.num_skipped += 1
                 return None
         sampling = SamplingParams()
         if kwargs.get("do_sample"):

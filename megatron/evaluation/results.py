@@ -1,15 +1,76 @@
-"""The results of an evaluation as files and as a table."""
+"""The tasks of an evaluation, and their results as files and as a table.
 
+With them go lm-eval's metadata: the model, the settings, the tokenizer, the machine.
+"""
+
+import hashlib
 import itertools
+import math
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.data.files import sync, temporary
-from megatron.evaluation.harness import EvaluationResults
+from megatron.data.files import replace_text, temporary
+from megatron.generation.prompts.chat import ChatTemplate
+from megatron.model import Model
+from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.process.run_files import to_json
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
+RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last chooses examples
+# What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
+_PARTS = (
+    "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
+    "task_hashes",
+)  # fmt: skip
+
+
+@dataclass
+class EvaluationResults:
+    """The results of tasks, in the form in which lm-eval returns and writes them.
+
+    failures: why a task could not be run, by the task's name.
+    """
+
+    results: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, results: dict[str, Any]) -> None:
+        """Merges lm-eval's results of another task, or group of tasks, into these."""
+        for part in _PARTS:
+            if part in results:
+                self.results.setdefault(part, {}).update(results[part] or {})
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}.
+
+        The filter's name is appended ("TASK_METRIC_FILTER") unless it is `none`, lm-eval's default.
+        """
+        metrics: dict[str, float] = {}
+        for task, values in self.results.get("results", {}).items():
+            for name, value in values.items():
+                metric, comma, kind = name.partition(",")
+                if comma and isinstance(value, int | float) and not isinstance(value, bool):
+                    metrics[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+        return metrics
+
+
+@dataclass
+class LoadedTasks:
+    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
+
+    failures: why the data of a task could not be fetched, by requested name.
+    template: chat template, if `eval_apply_chat_template` is set.
+    system_prompt: the text that begins every prompt.
+    """
+
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    system_prompt: str | None = None
 
 
 def table(evaluation: EvaluationResults) -> list[str]:
@@ -25,16 +86,8 @@ def table(evaluation: EvaluationResults) -> list[str]:
             better = {True: " \u2191", False: " \u2193"}.get(directions.get(task, {}).get(metric), "")
             error = values.get(f"{metric}_stderr,{kind}")
             error_text = f"\u00b1 {error:.4f}" if isinstance(error, float) else ""
-            value = values[name]
-            rows.append(
-                (
-                    *leading_cells,
-                    kind,
-                    metric + better,
-                    f"{value:.6g}" if isinstance(value, float) else str(value),
-                    error_text,
-                )
-            )
+            text = f"{values[name]:.6g}" if isinstance(values[name], float) else str(values[name])
+            rows.append((*leading_cells, kind, metric + better, text, error_text))
             leading_cells = [""] * 3
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -70,16 +123,12 @@ def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
         for candidate in itertools.chain([name], other_names)
         if not (folder / f"{prefix}eval_results_{candidate}.json").exists()
     )
-    samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
-    for task, rows in samples.items():
-        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
+    for task, samples in evaluation.results.pop("samples", {}).items():
+        lines = (to_json(sample, default=_jsonable, ensure_ascii=False) + "\n" for sample in samples)
+        replace_text(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(lines))
     path = folder / f"{prefix}eval_results_{name}.json"
-    _replace(path, to_json(evaluation.results, indent=2, default=_jsonable, ensure_ascii=False) + "\n")
+    replace_text(path, to_json(evaluation.results, indent=2, default=_jsonable, ensure_ascii=False) + "\n")
     return path
-
-
-def _line(row: Any) -> str:
-    return to_json(row, default=_jsonable, ensure_ascii=False) + "\n"
 
 
 def _jsonable(value: Any) -> Any:
@@ -88,8 +137,120 @@ def _jsonable(value: Any) -> Any:
     return handle_non_serializable(value)
 
 
-def _replace(path: Path, text: str) -> None:
-    unfinished = temporary(path)
-    unfinished.write_text(text, encoding="utf-8")
-    sync(unfinished)
-    unfinished.replace(path)
+# -- metadata ------------------------------------------------------------------------------------------------
+
+
+@cache
+def _machine_info() -> dict[str, Any]:
+    """Returns the machine, Python and package versions and the git hash, under lm-eval's names. The
+    first call takes a second or two."""
+    from lm_eval.loggers.utils import add_env_info
+
+    info: dict[str, Any] = {"git_hash": _git_hash()}
+    add_env_info(info)
+    return info
+
+
+def add_metadata(
+    model: Model,
+    loaded_tasks: LoadedTasks,
+    evaluation: EvaluationResults,
+    *,
+    source: str,
+    start_date: float,
+    seconds: float,
+    bootstrap: int,
+) -> None:
+    """Adds to the results the metadata that lm-eval's own command writes, under its names, and the failures.
+
+    source: the name of the model. start_date: seconds since 1970; seconds: how long the evaluation took;
+        bootstrap: resamples of the standard errors.
+    """
+    from lm_eval.utils import sanitize_model_name
+
+    args, template = model.args, loaded_tasks.template if model.args.eval_apply_chat_template else None
+    name, revision = _name(source)
+    evaluation.results.update(
+        config={
+            "model": "neox",
+            "model_args": {"load": source, "iteration": args.iteration, "precision": args.params_dtype},
+            "model_num_parameters": _parameters(model),
+            "model_dtype": str(model.dtype),
+            "model_revision": revision,
+            "model_sha": revision,
+            "batch_size": args.eval_batch_size,
+            "batch_sizes": [],
+            "device": str(model.groups.device),
+            "use_cache": args.eval_cache,
+            "limit": args.eval_limit,
+            "bootstrap_iters": bootstrap,
+            "gen_kwargs": {},
+            "random_seed": RANDOM_SEED,
+            "numpy_seed": NUMPY_SEED,
+            "torch_seed": None,  # no task draws with it
+            "fewshot_seed": FEWSHOT_SEED,
+            "num_fewshot": args.eval_num_fewshot,
+            "apply_chat_template": args.eval_apply_chat_template,
+            "eval_overlong": args.eval_overlong,
+        },
+        date=start_date,
+        **_machine_info(),
+        **_tokenizer(model),
+        max_length=model.positions,
+        model_source="neox",
+        model_name=name,
+        model_name_sanitized=sanitize_model_name(name),
+        system_instruction=loaded_tasks.system_prompt,
+        system_instruction_sha=_hash(loaded_tasks.system_prompt),
+        fewshot_as_multiturn=args.eval_apply_chat_template,
+        chat_template=None if template is None else template.text,
+        chat_template_sha=None if template is None else _hash(template.text),
+        total_evaluation_time_seconds=str(seconds),
+        failures=evaluation.failures,
+    )
+
+
+def _name(source: str) -> tuple[str, str | None]:
+    """Returns the model's name, and its commit if the model is in the Hub's cache, else None.
+
+    source: a folder, or a name.
+    """
+    path = Path(source).resolve()
+    if path.parent.name != "snapshots":  # of the Hub's cache
+        return source, None
+    return path.parents[1].name.removeprefix("models--").replace("--", "/"), path.name
+
+
+def _parameters(model: Model) -> int:
+    """Returns the number of parameters as HuggingFace counts them: tied weights once, and no rows that pad
+    the vocabulary."""
+    args: NeoXArgs = model.args.replace(padded_vocab_size=model.columns or model.args.padded_vocab_size)
+    sizes = {
+        (spec.name if spec.shared else (layer, spec.name)): math.prod(spec.shape)
+        for layer, specs in layer_params(args).items()
+        for spec in specs
+    }
+    return sum(sizes.values())
+
+
+def _tokenizer(model: Model) -> dict[str, Any]:
+    tokenizer = model.tokenizer
+    roles = {role: getattr(tokenizer, role) for role in ("pad", "eos", "bos")}
+    return {
+        **{f"tokenizer_{role}_token": [tokenizer.special_tokens.get(i), str(i)] for role, i in roles.items()},
+        "eot_token_id": tokenizer.eos,
+    }
+
+
+def _hash(text: str | None) -> str | None:
+    return hashlib.sha256(text.encode()).hexdigest() if text else None
+
+
+def _git_hash() -> str | None:
+    """Returns the git commit of the working folder, as lm-eval records it; None without git."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

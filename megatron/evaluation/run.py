@@ -1,30 +1,36 @@
 """Runs eval.py: loads tasks and model, scores, and writes files, table and trackers."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing.remote_staging import with_local_model
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.adapters import is_adapter_checkpoint
+from megatron.checkpointing.huggingface import export_hf, is_hf
 from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
-from megatron.evaluation.results import TIME, output_folder, table, write
-from megatron.generation import load_model
+from megatron.evaluation.harness import evaluate, load_tasks_on_rank0, quiet, run_task
+from megatron.evaluation.results import (
+    TIME,
+    EvaluationResults,
+    LoadedTasks,
+    add_metadata,
+    output_folder,
+    table,
+    write,
+)
+from megatron.generation.model import load_model, start_inference
 from megatron.model import Model
-from megatron.mpu import init_model_parallel
+from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.tokenizer import build_tokenizer
-
-if TYPE_CHECKING:
-    from megatron.evaluation.task_loading import LoadedTasks
 
 _BOOTSTRAP = 10_000  # resamples, as GPT-NeoX
 Track = Callable[[NeoXArgs, Mapping[str, float]], None]
@@ -41,11 +47,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     args = args.check_evaluation().for_inference(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
     store = rendezvous_and_check(args, process, logger)
-    args = with_local_model(args)
-    groups = init_model_parallel(args, process, logger, store)
-    for note in args.startup_notes():
-        logger.info(note)
-    tokenizer = build_tokenizer(args)
+    args, groups, tokenizer = start_inference(args, process, logger, store)
     watchdog.now("loading the tasks")
     start_time, date = time.perf_counter(), time.time()
     beat = partial(watchdog.now, "evaluating")
@@ -64,22 +66,15 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and results is not None
-        from megatron.evaluation.metadata import add_metadata, machine_info
-
-        run_info: Any = {"source": source, "start_date": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
-        add_metadata(model, loaded_tasks, results, machine_info(), **run_info)
+        add_metadata(
+            model, loaded_tasks, results, source=source, start_date=date, seconds=seconds, bootstrap=_BOOTSTRAP
+        )
         _finish(args, results, seconds, logger, track)
+        if args.eval_compare_hf:
+            _compare(model, loaded_tasks, results, logger)
 
     run_rank0_driver(groups, finish, {}, on_beat=beat)
     complete = on_rank_zero(groups, lambda: results is not None and not results.failures)
-    if args.eval_compare_hf:
-        from megatron.evaluation.compare import compare
-
-        def compared(call: RunOperation) -> None:
-            assert loaded_tasks is not None and results is not None
-            compare(model, loaded_tasks, results, logger)
-
-        run_rank0_driver(groups, compared, {}, on_beat=beat)
     groups.barrier()
     watchdog.close()
     if dist.is_initialized():
@@ -124,3 +119,60 @@ def fingerprint(path: Path) -> str:
     files = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
     return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()
+
+
+# -- --compare-hf --------------------------------------------------------------------------------------------
+
+
+def _compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationResults, logger: logging.Logger) -> None:
+    """Runs the tasks through lm-eval's hf backend too. Logs both scores of every metric and their difference.
+
+    Differences are relative for values above 1. Only rank 0 calls it.
+
+    A checkpoint is exported to a temporary folder first. Raises CheckpointError for a model that no family of
+    HuggingFace has.
+    """
+    hf_results = EvaluationResults()
+    start_time = time.perf_counter()
+    logger.info("the same tasks through lm-eval's hf backend")
+    with _hf_folder(model) as folder, quiet():
+        language_model = _hf_language_model(folder, model)
+        for name, tasks in loaded_tasks.tasks.items():
+            if name not in neox_results.failures:
+                hf_results.add(run_task(language_model, tasks, loaded_tasks, model.args, 0))
+    largest, neox_metrics = 0.0, neox_results.metrics()
+    logger.info(f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}")
+    for name, value in hf_results.metrics().items():
+        if name in neox_metrics:
+            difference = abs(neox_metrics[name] - value) / max(1.0, abs(value))
+            largest = max(largest, difference)
+            logger.info(f"{name:<50} {neox_metrics[name]:>14.6f} {value:>14.6f} {difference:>12.2e}")
+    seconds = time.perf_counter() - start_time
+    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
+
+
+@contextmanager
+def _hf_folder(model: Model) -> Iterator[Path]:
+    """Yields the folder of the HuggingFace model that is evaluated; exports a checkpoint first."""
+    source = Path(model.source)
+    if model.adapters or not is_hf(source) and is_adapter_checkpoint(source):
+        raise CheckpointError(f"{source}: has adapters; for --compare-hf merge them first, by tools/ckpts/adapter.py")
+    if is_hf(source):
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="compare-hf-") as temporary:
+        export_hf(source, model.args, Path(temporary) / "model", check=False)
+        yield Path(temporary) / "model"
+
+
+def _hf_language_model(folder: Path, model: Model) -> Any:
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    # Built here: the backend itself would take the ranks of this run for its own.
+    hf_model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[model.args.params_dtype])
+    size = model.args.eval_batch_size
+    return HFLM(
+        pretrained=hf_model.to(model.groups.device), tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        batch_size=1 if size == "auto" else size, max_length=model.positions,
+    )  # fmt: skip

@@ -1,10 +1,14 @@
-"""Loads tasks of folders (`task_folders.py`) and lm-eval's own. Errors name what cannot be loaded and the
-fix."""
+"""Loads tasks of folders and lm-eval's own. Errors name what cannot be loaded and the fix.
+
+Folders of tasks are the shipped one, those of `eval_include_path`, and `lm_eval_tasks` and `eval_tasks` in
+the repository and the working folder.
+"""
 
 import difflib
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,8 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.evaluation.task_folders import broken, searched_folders, task_folders
-from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.evaluation.results import LoadedTasks
+from megatron.generation.prompts.chat import find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import disk_problem
@@ -23,27 +26,15 @@ from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
+SHIPPED = Path(__file__).parent / "tasks"
+# Beside the package, where the geodesic fork has its tasks, and in the working folder.
+_UNNAMED = ("lm_eval_tasks", "eval_tasks")
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
 _ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
-SEED = 1234  # of the choice of examples, lm-eval's own
+_HUB_SECONDS, _HUB_TRIES = 5.0, 2
 # Kinds of exceptions of datasets and the Hub that mean: not here.
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
-
-
-@dataclass
-class LoadedTasks:
-    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
-
-    failures: why the data of a task could not be fetched, by requested name.
-    template: chat template, if `eval_apply_chat_template` is set.
-    system_prompt: the text that begins every prompt.
-    """
-
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    template: ChatTemplate | None = None
-    system_prompt: str | None = None
 
 
 def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
@@ -68,6 +59,44 @@ def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
         for task in loaded["tasks"].values():
             _set_num_fewshot(task, args.eval_num_fewshot)
     return loaded_tasks
+
+
+@contextmanager
+def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
+    """Within the context, HuggingFace's libraries use only the local cache if the Hub does not answer.
+
+    It is asked once, so that nothing waits for retries without a network. A file missing in the cache then
+    fails at once, as with HF_HUB_OFFLINE. Any answer counts, also that of a proxy or a mirror (HF_ENDPOINT).
+    log: called with a line of text if the Hub does not answer.
+    """
+    from huggingface_hub import constants
+
+    problem = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if problem is None:
+        yield
+        return
+    log(f"{constants.ENDPOINT} does not answer ({problem}): only files in its local cache can be used")
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Returns why the Hub at `endpoint` does not answer; None if it does. Uses the Hub library's proxies."""
+    from huggingface_hub.utils import get_session
+
+    problem = None
+    for attempt in range(_HUB_TRIES):
+        if attempt:
+            time.sleep(1.0)
+        try:
+            get_session().head(endpoint, timeout=_HUB_SECONDS)
+            return None
+        except Exception as cause:  # of the transport, which is another library in each version
+            problem = " ".join(str(cause).split()) or type(cause).__name__
+    return problem
 
 
 def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
@@ -107,12 +136,6 @@ def _metrics(task: Task) -> list[str] | None:
     return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]
 
 
-def seed_tasks(tasks: Mapping[str, Any]) -> None:
-    """Seeds the tasks, so that they choose the same few-shot examples each time."""
-    for task in tasks["tasks"].values():
-        task.set_fewshot_seed(seed=SEED)
-
-
 def _system_prompt(args: NeoXArgs) -> str | None:
     """Returns `eval_system_prompt` or the content of its file. Raises ConfigError."""
     if args.eval_system_prompt_file is None:
@@ -133,7 +156,8 @@ def _set_num_fewshot(task: Task, examples: int | None) -> None:
 
 
 def _manager(args: NeoXArgs, requested: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    folders = task_folders(args)
+    # As in lm-eval: of tasks with one name, that of the later folder is used.
+    folders = [SHIPPED, *reversed(_unnamed_folders()), *_named_folders(args)]
     place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in requested if name.endswith(_YAML)]
     missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
     if missing or (missing := [f"{place}: {line}" for line in broken([Path(name) for name in files])]):
@@ -188,13 +212,15 @@ def _exists(name: str, manager: TaskManager, visited: set[str]) -> bool:
     if entry is None or name in visited:
         return name in visited
     visited.add(name)
+    references = [member for member in _group_members(entry) or [] if not _defines_task(member)]
+    names = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in references]
+    return all(_exists(member, manager, visited) for member in names if isinstance(member, str))
+
+
+def _group_members(entry: Any) -> list[Any] | None:
+    """Returns the members of a group, names or definitions; None if the entry is no group of several."""
     members = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
-    members = members if isinstance(members, list) else []
-    inner = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in members]
-    referenced = [
-        m for member, m in zip(members, inner, strict=True) if isinstance(m, str) and not _defines_task(member)
-    ]
-    return all(_exists(member, manager, visited) for member in referenced)
+    return members if isinstance(members, list) else None
 
 
 def _defines_task(member: Any) -> bool:
@@ -243,14 +269,8 @@ def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
     if entry is None:
         yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
         return
-    config = entry.cfg or {}
-    members = config.get("task") if entry.kind.name == "GROUP" else None
-    if entry.kind.name == "TAG":
-        members = sorted(entry.tags)
-    if not isinstance(members, list):
-        yield config
-        return
-    for member in members:
+    members = sorted(entry.tags) if entry.kind.name == "TAG" else _group_members(entry)
+    for member in [entry.cfg or {}] if members is None else members:
         if isinstance(member, str):
             yield from _configs(member, manager)
         else:
@@ -278,3 +298,53 @@ def _dataset_names(config: Mapping[str, Any]) -> set[str]:
         files = (config.get("dataset_kwargs") or {}).get("data_files")
         return {str(file) for file in (files.values() if isinstance(files, dict) else [files]) if file}
     return {f"{path} {part}" if part else str(path)} if path else set()
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+def searched_folders(args: NeoXArgs) -> str:
+    """Returns a line that says which folders are searched for tasks, and which do not exist. Raises
+    ConfigError."""
+    folders = [*_named_folders(args), *_unnamed_folders()]
+    absent = [folder for folder in _places() if folder not in folders]
+    searched = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
+    return f"{searched}; these folders do not exist: {', '.join(map(str, absent))}" if absent else searched
+
+
+def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
+    """Logs a warning for each task file of the user that cannot be read; lm-eval would skip it silently."""
+    for line in broken([*_named_folders(args), *_unnamed_folders()]):
+        logger.warning(line)
+
+
+def broken(folders: Sequence[Path]) -> Iterator[str]:
+    """Yields a line for each task file that cannot be read: lm-eval skips such files silently.
+
+    folders: folders to search for task files, or task files.
+    """
+    for folder in folders:
+        for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
+            try:
+                load_yaml(file, resolve_func=False, recursive=True)
+            except Exception as problem:  # of YAML, of an include that is not there
+                yield f"{file}: cannot be read as a task: {' '.join(str(problem).split())}"
+
+
+def _named_folders(args: NeoXArgs) -> list[Path]:
+    configured = args.eval_include_path or ()
+    folders = [Path(name).expanduser() for name in ([configured] if isinstance(configured, str) else configured)]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        place = args.origin("eval_include_path")
+        raise ConfigError([f"{place}: eval_include_path: {folder}: no such folder" for folder in missing])
+    return folders
+
+
+def _unnamed_folders() -> list[Path]:
+    return [folder for folder in _places() if folder.is_dir()]
+
+
+def _places() -> list[Path]:
+    roots = dict.fromkeys((SHIPPED.parents[2], Path.cwd().resolve()))
+    return [root / name for root in roots for name in _UNNAMED]

@@ -2,12 +2,11 @@
 results."""
 
 import time
-from pathlib import Path
-from typing import Any
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed.rank0_driver import run_rank0_driver
-from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
+from megatron.evaluation.harness import evaluate, load_tasks_on_rank0
+from megatron.evaluation.results import EvaluationResults, add_metadata, write
 from megatron.model import Model
 
 
@@ -20,7 +19,6 @@ class InTraining(Callback):
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
-        self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
             self._catalogue = load_tasks_on_rank0(run.args, run.groups, run.tokenizer, run.logger, self._beat)
             run_rank0_driver(run.groups, lambda call: self._check_best(), {}, on_beat=self._beat)
@@ -57,16 +55,10 @@ class InTraining(Callback):
         scores = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {scores or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.metadata import add_metadata, machine_info
-            from megatron.evaluation.results import write
-
             assert self._catalogue is not None
-            self._machine = self._machine or machine_info()
-            run_info: Any = {
-                "source": str(args.save or ""),
-                "start_date": start_date,
-                "seconds": time.time() - start_date,
-            }
-            add_metadata(model, self._catalogue, results, self._machine, **run_info, bootstrap=0)
-            path: Path = write(args, results, f"step{step.iteration}")
+            seconds, source = time.time() - start_date, str(args.save or "")
+            add_metadata(
+                model, self._catalogue, results, source=source, start_date=start_date, seconds=seconds, bootstrap=0
+            )
+            path = write(args, results, f"step{step.iteration}")
             logger.info(f"evaluation results are in {path}")

@@ -11,17 +11,3 @@ from megatron.generation.complete import Completion, complete
 from megatron.generation.model import Model, for_inference, load_model
 from megatron.generation.samples import generate
 from megatron.generation.sampling import SamplingParams
-
-__all__ = [
-    "Batcher",
-    "Completion",
-    "Event",
-    "Model",
-    "Request",
-    "RequestError",
-    "SamplingParams",
-    "complete",
-    "for_inference",
-    "generate",
-    "load_model",
-]

@@ -89,12 +89,14 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     )  # fmt: skip
 
 
-def with_adapters(args: NeoXArgs, adapter: Sequence[str]) -> NeoXArgs:
-    """Returns the configuration with `adapter` appended to its key `adapter`. Raises CheckpointError if the
-    checkpoint already holds adapters."""
+def with_options(args: NeoXArgs, adapter: Sequence[str], precision: str | None) -> NeoXArgs:
+    """Returns the configuration with `adapter` appended to its key `adapter`, and with another precision
+    unless that is None. Raises CheckpointError if the checkpoint already holds adapters."""
     if adapter and args.lora is not None:
         raise CheckpointError(f"{args.load}: has its own adapters; name its base model, and all adapters by --adapter")
-    return args.replace(adapter=[*args.adapter, *adapter]) if adapter else args
+    if adapter:
+        args = args.replace(adapter=[*args.adapter, *adapter])
+    return args if precision is None else args.replace(precision=precision, fp16=None, bf16=None)
 
 
 def _peft_args(path: Path, iteration: int | None) -> NeoXArgs:
@@ -128,11 +130,9 @@ def load_chat_model(
     args = chat_model_args(name, iteration)
     if args.score_head:
         raise CheckpointError(f"{name}: is a reward model, which gives scores and no text; use tools/score.py")
-    args = with_adapters(args, adapter)
+    args = with_options(args, adapter, precision)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
-    if precision is not None:
-        args = args.replace(precision=precision, fp16=None, bf16=None)
     args = args.for_world(process.world_size)
     tokenizer = build_tokenizer(args)
     try:

@@ -3,12 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from megatron.distributed import run_on_all_ranks_of
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Event, Logprob, Request
 from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 
+T = TypeVar("T")
 MAXIMUM_ROWS = 64
 
 
@@ -87,3 +90,16 @@ def complete(
                 )
             on_event(event)
     return [completion for completion in done if completion is not None]
+
+
+def prompts_of_all_ranks(model: Model, prompts: list[T]) -> tuple[list[T], slice]:
+    """Returns the prompts that this data rank has to continue, and where its own are among them.
+
+    With `model.lockstep` they are the prompts of all data ranks, which call it together.
+    """
+    if not model.lockstep:
+        return prompts, slice(None)
+    groups = model.groups
+    shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: prompts)
+    start = sum(map(len, shares[: groups.rank("data")]))
+    return [prompt for share in shares for prompt in share], slice(start, start + len(prompts))

@@ -10,8 +10,8 @@ from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import replace_file
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.prompts.files import Prompt, read_key_file
+from megatron.generation.prompts.chat import find_shared_template
+from megatron.generation.prompts.files import Prompt, system_prompt
 from megatron.generation.prompts.questions import Question, all_tokens, read_questions
 from megatron.generation.samples import GeneratedSample, generate_samples
 from megatron.generation.stopping import looks_for_stop
@@ -24,7 +24,7 @@ FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 def demo_questions(args: NeoXArgs) -> list[Question]:
     """Reads the questions of `demo_prompts`. Raises ConfigError if the file, or that of the system prompt,
     cannot be read."""
-    system = read_key_file(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
+    system = system_prompt(args)
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
     except RequestError as problem:
@@ -39,18 +39,10 @@ class Demos(Callback):
         """Reads and tokenizes the prompts. Raises ConfigError if a prompt is invalid or too long, or if a
         conversation has no chat template."""
         self.run, args = run, run.args
-
-        def read() -> tuple[list[Question], tuple[str, str] | None]:
-            questions = demo_questions(args)
-            if not any(question.messages for question in questions):
-                return questions, None
-            template = find_template(args, run.tokenizer, run.companion_files)
-            return questions, (template.text, template.source)
-
-        self.questions, template_source = on_rank_zero(run.groups, read)
-        template = (
-            ChatTemplate(template_source[0], run.tokenizer, template_source[1]) if template_source is not None else None
-        )
+        self.questions = on_rank_zero(run.groups, lambda: demo_questions(args))
+        template = None
+        if any(question.messages for question in self.questions):
+            template = find_shared_template(args, run.tokenizer, run.groups, run.companion_files)
         positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
         try:
             tokens = all_tokens(self.questions, run.tokenizer, template, positions - args.maximum_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf
 from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import HFTokenizer, TokenizerError

@@ -10,8 +10,8 @@ from megatron.data.conversations import Message
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Request, RequestError
-from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.prompts.files import NOT_STARTED, make_prompts, read_key_file
+from megatron.generation.prompts.chat import ChatTemplate, find_shared_template
+from megatron.generation.prompts.files import NOT_STARTED, make_prompts, system_prompt
 from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
@@ -79,12 +79,8 @@ class Conversation:
             del turns[:2]
             dropped_turns += 2
         self.turns = turns
-        return (
-            tokens,
-            f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
-            if dropped_turns
-            else None,
-        )
+        warning = f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
+        return tokens, warning if dropped_turns else None
 
     def answer(self, text: str) -> None:
         """Adds the model's answer to the conversation."""
@@ -95,14 +91,9 @@ def _conversation(model: Model) -> Conversation | None:
     args = model.args
     if not args.chat:
         return None
-
-    def find() -> tuple[str, str, str | None]:
-        template = find_template(args, model.tokenizer)
-        system = read_key_file(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
-        return template.text, template.source, system
-
-    text, source, system = on_rank_zero(model.groups, find)
-    return Conversation(ChatTemplate(text, model.tokenizer, source), system, model.positions - args.maximum_tokens)
+    template = find_shared_template(args, model.tokenizer, model.groups)
+    system = on_rank_zero(model.groups, lambda: system_prompt(args))
+    return Conversation(template, system, model.positions - args.maximum_tokens)
 
 
 def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from megatron.checkpointing import (
     CheckpointError,
@@ -42,14 +43,34 @@ from megatron.checkpointing.huggingface import (
     read_companion_files,
     vocab_size_from_hf,
 )
-from megatron.distributed import on_rank_zero, run_on_each_rank
+from megatron.checkpointing.remote_staging import with_local_model
+from megatron.distributed import Process, on_rank_zero, run_on_each_rank
 from megatron.model import Model, build_filled_stage, for_inference, layer_params
-from megatron.mpu import DTYPES, ParallelGroups, shard
+from megatron.model.inference import LoadLayers
+from megatron.mpu import DTYPES, ParallelGroups, init_model_parallel, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.lora_settings import merged_adapters
-from megatron.tokenizer import Tokenizer, with_vocabulary
+from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 
 __all__ = ["Model", "for_inference", "load_model"]
+
+
+def start_inference(
+    args: NeoXArgs, process: Process, logger: logging.Logger, store: Store | None
+) -> tuple[NeoXArgs, ParallelGroups, Tokenizer]:
+    """Makes the parallel groups of a command that trains nothing, and logs the startup notes. All ranks call
+    it together.
+
+    Returns the configuration with local folders, the groups, and the tokenizer. Raises ConfigError,
+    CheckpointError, TokenizerError.
+
+    store: what `rendezvous_and_check` returned.
+    """
+    args = with_local_model(args)
+    groups = init_model_parallel(args, process, logger, store)
+    for note in args.startup_notes():
+        logger.info(note)
+    return args, groups, build_tokenizer(args)
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
@@ -62,106 +83,106 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     """
     source = args.load or args.save
     assert source is not None
-    from_hf = is_hf(source)
+    from_hf, adapters = is_hf(source), merged_adapters(args)
     path = on_rank_zero(groups, lambda: find_hf(source) if from_hf else find_checkpoint(source, args.iteration))
-    if merged_adapters(args) or (not from_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))):
-        return _load_adapted(path, from_hf, args, groups, tokenizer, logger)
-    if from_hf:
-        return _load_hf(path, args, groups, tokenizer, logger)
-    checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
-    checkpoint.verify(groups=groups)
-    saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
-    carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
-    columns, eos_ids = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
-    if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
-        args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
-    args = for_inference(with_vocabulary(args, tokenizer))
-    check_model(saved, args, str(path))
-    stage = build_filled_stage(args, groups, partial(load_weights, checkpoint, args), logger.info, at_once=True)
-    logger.info(f"weights of {path}, in {args.params_dtype}")
-    dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
-    return _log_stop_tokens(model, logger)
-
-
-def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    rows, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
-    args = for_inference(args.replace(padded_vocab_size=rows))
-    stage = build_filled_stage(args, groups, hf_loader(path, args), logger.info, at_once=False)
-    logger.info(message)
-    logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
-    columns, eos_ids = on_rank_zero(
-        groups, lambda: (HFFolder(path).vocab_size, declared_eos_ids(read_companion_files(path)))
-    )
-    dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
-    return _log_stop_tokens(model, logger)
-
-
-def _load_adapted(
-    path: Path, from_hf: bool, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger
-) -> Model:
-    """Returns a model with adapters merged into its weights, one layer at a time in fp32.
-
-    The adapters are those in the checkpoint `path`, else those that the key `adapter` names.
-    """
-    adapters = merged_adapters(args)
-    holds = not from_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))
-    if holds and adapters:
+    holds_adapters = not from_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))
+    if holds_adapters and adapters:
         raise args.error("adapter", f"{path}: has its own adapters; set load to its base model, list all in adapter")
-    rows = on_rank_zero(groups, lambda: max([0, *(peft_vocab_size(name) for name, _ in adapters)]))
+    checkpoint = None
+    if not (from_hf or holds_adapters or adapters):
+        checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
+        checkpoint.verify(groups=groups)
+    adapter_rows = on_rank_zero(groups, lambda: max([0, *(peft_vocab_size(name) for name, _ in adapters)]))
+    args, saved, files, columns = _read_vocabulary(path, from_hf, adapter_rows, args, groups, tokenizer, logger)
+    load: LoadLayers
+    pairs: list[tuple[AdapterSource, float]] = []
+    if checkpoint is not None:
+        args = for_inference(with_vocabulary(args, tokenizer))
+        check_model(saved, args, str(path))
+        load, origin = partial(load_weights, checkpoint, args), str(path)
+    elif from_hf and not adapters:
+        args = for_inference(args)
+        load, origin = hf_loader(path, args), f"{path}, of HuggingFace"
+    else:
+        base = args.lora["base"] if args.lora is not None else None
+        args = for_inference(with_vocabulary(args.replace(lora=None), tokenizer))
+        if holds_adapters:
+            check_model({**saved, "lora": None}, args, str(path))
+        load, origin, pairs = _merging_loader(path, base, adapters, args, groups, tokenizer)
+    stage = build_filled_stage(args, groups, load, logger.info, at_once=checkpoint is not None)
+    logger.info(f"weights of {origin}, in {args.params_dtype}")
+    model = Model(
+        args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path),
+        adapters=tuple((str(adapter.path), factor) for adapter, factor in pairs) if adapters else (),
+        declared_eos_ids=declared_eos_ids(files),
+    )  # fmt: skip
+    if len(model.stop_token_ids) > 1:
+        token_texts = [f"{i} {tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
+        logger.info(f"texts end at the tokens {', '.join(token_texts)}")
+    return model
+
+
+def _read_vocabulary(
+    path: Path, from_hf: bool, adapter_rows: int, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
+    logger: logging.Logger,
+) -> tuple[NeoXArgs, Mapping[str, Any], Mapping[str, bytes], int | None]:  # fmt: skip
+    """Returns the configuration with the model's `padded_vocab_size`, the model keys that a checkpoint
+    records, the model's companion files, and `Model.columns`.
+
+    adapter_rows: vocabulary of the adapters that are merged, if they have one.
+    """
+    rows = max(adapter_rows, tokenizer.vocab_size)
     saved: Mapping[str, Any] = {}
     if from_hf:
-        min_vocab_size = max(rows, tokenizer.vocab_size)
-        padded, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, min_vocab_size))
-        args = args.replace(padded_vocab_size=padded)
-        carried = on_rank_zero(groups, lambda: read_companion_files(path))
-        columns: int | None = max(rows, on_rank_zero(groups, lambda: HFFolder(path).vocab_size))
+        padded, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, rows))
         logger.info(message)
+        args = args.replace(padded_vocab_size=padded)
     else:
         saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
-        carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
-        columns = exported_vocab_size(carried, max(rows, tokenizer.vocab_size))
         if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
             args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
-    base = args.lora["base"] if args.lora is not None else None
-    args = for_inference(with_vocabulary(args.replace(lora=None), tokenizer))
+    files = on_rank_zero(groups, lambda: read_companion_files(path if from_hf else path / HF_SUBFOLDER))
+    if from_hf:
+        return args, saved, files, max(adapter_rows, on_rank_zero(groups, lambda: HFFolder(path).vocab_size))
+    return args, saved, files, exported_vocab_size(files, rows)
+
+
+def _merging_loader(
+    path: Path,
+    base: str | None,
+    adapters: Sequence[tuple[str, float]],
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer,
+) -> tuple[LoadLayers, str, list[tuple[AdapterSource, float]]]:
+    """Returns (loader of weights with merged adapters, words that name the weights, adapters with factors).
+
+    Adapters are merged one layer at a time, in fp32.
+
+    adapters: (path, factor) of each; empty: those in the checkpoint `path`, trained on the weights `base`.
+    """
 
     def open_all() -> tuple[BaseWeights, list[AdapterSource]]:
-        if holds:
-            check_model({**saved, "lora": None}, args, str(path))
+        if not adapters:
             return open_with_base([path], base)
         weights = open_base(path, args)
         sources = [open_adapter(name, args) for name, _ in adapters]
-        for adapter_source in sources:
-            check_base(adapter_source, weights)
-            _check_tokenizer(adapter_source.path, adapter_source.manifest, tokenizer)
+        for source in sources:
+            check_base(source, weights)
+            _check_tokenizer(source.path, source.manifest, tokenizer)
         return weights, sources
 
     weights, sources = run_on_each_rank(groups, open_all)
     weights.verify(groups)
     for source in sources:
         source.verify(groups)
-    factors = [1.0] if holds else [factor for _, factor in adapters]
-    pairs = list(zip(sources, factors, strict=True))
+    pairs = list(zip(sources, [factor for _, factor in adapters] or [1.0], strict=True))
+    names = [f"{factor:g} x {source.path}" if factor != 1.0 else str(source.path) for source, factor in pairs]
     load = _sharded_loader(args, merged_reader(weights.read, pairs, torch.float32))
-    stage = build_filled_stage(args, groups, load, logger.info, at_once=False)
-    sources_text = ", ".join(
-        f"{factor:g} x {adapter_source.path}" if factor != 1.0 else str(adapter_source.path)
-        for adapter_source, factor in pairs
-    )
-    logger.info(f"weights of {weights.path} with the adapters of {sources_text} merged in, in {args.params_dtype}")
-    model = Model(
-        args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path),
-        adapters=() if holds else tuple((str(adapter_source.path), factor) for adapter_source, factor in pairs),
-        declared_eos_ids=declared_eos_ids(carried),
-    )  # fmt: skip
-    return _log_stop_tokens(model, logger)
+    return load, f"{weights.path} with the adapters of {', '.join(names)} merged in", pairs
 
 
-def _sharded_loader(
-    args: NeoXArgs, read: Callable[[int], Mapping[str, Tensor]]
-) -> Callable[..., dict[int, dict[str, Tensor]]]:
+def _sharded_loader(args: NeoXArgs, read: Callable[[int], Mapping[str, Tensor]]) -> LoadLayers:
     """Returns a function that loads layers and returns a tensor rank's shards: {layer: {parameter name:
     shard}}.
 
@@ -176,14 +197,6 @@ def _sharded_loader(
         }
 
     return load
-
-
-def _log_stop_tokens(model: Model, logger: logging.Logger) -> Model:
-    """Logs the stop tokens of a model if it has several, and returns the model."""
-    if len(model.stop_token_ids) > 1:
-        token_texts = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
-        logger.info(f"texts end at the tokens {', '.join(token_texts)}")
-    return model
 
 
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:

@@ -50,15 +50,14 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
                     "so it cannot be served beside other adapters; serve it alone: --adapter PATH"
                 )
         modules, specs = [source.modules() for source in sources], named_params(model.args)
-        for index, layer in model.stage.layers.items():
+        for index in (spec.index for spec in model.stage.blocks):
+            layer = model.stage.layers[str(index)]
             linears = {name: module for name, module in layer.named_modules() if isinstance(module, Linear)}
-            if not any(spec.index == int(index) for spec in model.stage.blocks):
-                continue
-            weights, values = base.read(int(index)), [source.read(int(index)) for source in sources]
+            weights, values = base.read(index), [source.read(index) for source in sources]
             for name, linear in linears.items():
                 parts: _Parts = []
                 for adapter_modules, read in zip(modules, values, strict=True):
-                    full_linear = adapter_modules[int(index)].get_submodule(name)
+                    full_linear = adapter_modules[index].get_submodule(name)
                     assert isinstance(full_linear, Linear)
                     adapter_weights = {key.removeprefix(f"{name}."): value for key, value in read.items()}
                     parts.append(
@@ -67,7 +66,7 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
                         else None
                     )
                 if any(part is not None for part in parts):
-                    linear.stack = _stack(model, linear, specs[int(index), f"{name}.weight"], parts, chosen)
+                    linear.stack = _stack(model, linear, specs[index, f"{name}.weight"], parts, chosen)
 
     run_on_each_rank(model.groups, attach)
     logger.info(
@@ -85,27 +84,18 @@ def _stack(model: Model, linear: Linear, spec: ParamSpec, parts: _Parts, chosen:
     (rows, columns), groups = spec.shape, model.groups
     rank, size = groups.rank("tensor"), groups.size("tensor")
     max_rank = max(len(part[0]) for part in parts if part is not None)
-    row_spec = replace(spec, shape=(rows, max_rank))
 
-    def shard_rows(value: Tensor) -> Tensor:
-        return shard(value, row_spec, rank, size) if spec.axis == 0 else value
+    def sharded(value: Tensor, axis: int, shape: tuple[int, int]) -> Tensor:
+        return shard(value, replace(spec, shape=shape), rank, size) if spec.axis == axis else value
 
-    stacked_a, stacked_b = [torch.zeros(max_rank, columns)], [torch.zeros(rows, max_rank)]
-    gains = [torch.ones(rows)]
-    for part in parts:
+    stacked_a, stacked_b, gains = list[Tensor](), list[Tensor](), list[Tensor]()
+    for part in (None, *parts):
         a, b, gain = part if part is not None else (torch.zeros(0, columns), torch.zeros(0, rows), None)
         missing = (0, 0, 0, max_rank - len(a))
-        stacked_a.append(F.pad(a, missing))
-        stacked_b.append(F.pad(b, missing).t())
-        gains.append(torch.ones(rows) if gain is None else gain)
-    parts_of_a = [
-        shard(a, replace(spec, shape=(max_rank, columns)), rank, size) if spec.axis == 1 else a for a in stacked_a
-    ]
+        stacked_a.append(sharded(F.pad(a, missing), 1, (max_rank, columns)))
+        stacked_b.append(sharded(F.pad(b, missing).t(), 0, (rows, max_rank)).t())
+        full_gain = torch.ones(rows) if gain is None else gain
+        gains.append(sharded(full_gain[:, None], 0, (rows, max_rank))[:, 0])
     with_gains = any(part is not None and part[2] is not None for part in parts)
-    on, dtype = groups.device, model.dtype
-    return AdapterStack(
-        torch.stack(parts_of_a).to(on, dtype),
-        torch.stack([shard_rows(b).t() for b in stacked_b]).to(on, dtype),
-        torch.stack([shard_rows(gain[:, None])[:, 0] for gain in gains]).to(on, dtype) if with_gains else None,
-        chosen,
-    )
+    a, b, gain = (torch.stack(values).to(groups.device, model.dtype) for values in (stacked_a, stacked_b, gains))
+    return AdapterStack(a, b, gain if with_gains else None, chosen)

@@ -11,22 +11,21 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing.huggingface import find_hf, is_hf
-from megatron.checkpointing.remote_staging import with_local_model
-from megatron.data.files import sync, temporary
+from megatron.data.files import replace_text
 from megatron.distributed import Process, configure_logging, on_rank_zero, rendezvous_and_check, run_on_all_ranks
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.interactive import converse
-from megatron.generation.model import Model, load_model
+from megatron.generation.model import Model, load_model, start_inference
 from megatron.generation.progress import ProgressBar
 from megatron.generation.prompts.files import NOT_STARTED, Prompt, read_prompts
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
-from megatron.mpu import ParallelGroups, init_model_parallel, mix_seed
+from megatron.mpu import ParallelGroups, mix_seed
 from megatron.neox_arguments import NeoXArgs
 from megatron.process.run_files import to_json
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,8 @@ def generate(args: NeoXArgs, process: Process) -> None:
     store = rendezvous_and_check(args, process, logger)
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
-    args = with_local_model(args)
-    groups = init_model_parallel(args, process, logger, store)
-    for note in _notes(args):
-        logger.info(note)
-    tokenizer = build_tokenizer(args)
+    args, groups, tokenizer = start_inference(args, process, logger, store)
+    _log_unused_keys(args, logger)
     if args.text_gen_type == "score":
         file = on_rank_zero(groups, lambda: output_file(args))
         write_scores(load_model(args, groups, tokenizer, logger), file, logger)
@@ -98,15 +94,13 @@ def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
     logger.info(f"{len(samples)} samples, {tokens} tokens in {seconds:.1f} s, are in {file}")
 
 
-def _notes(args: NeoXArgs) -> list[str]:
-    lines = args.startup_notes()
+def _log_unused_keys(args: NeoXArgs, logger: logging.Logger) -> None:
     if args.temperature == 0.0 and (args.top_k > 0 or args.top_p > 0.0):
-        lines.append("top_k and top_p change nothing at temperature 0, which takes the most likely token")
+        logger.info("top_k and top_p change nothing at temperature 0, which takes the most likely token")
     if args.text_gen_type not in ("input-file", "score") and args.sample_input_file is not None:
-        lines.append(f"sample_input_file is not read: text_gen_type is {args.text_gen_type}, not input-file")
+        logger.info(f"sample_input_file is not read: text_gen_type is {args.text_gen_type}, not input-file")
     if args.text_gen_type in ("interactive", "precompute") and args.user_values.get("sample_output_file") is not None:
-        lines.append(f"sample_output_file is not written: text_gen_type is {args.text_gen_type}")
-    return lines
+        logger.info(f"sample_output_file is not written: text_gen_type is {args.text_gen_type}")
 
 
 # -- output --------------------------------------------------------------------------------------------------
@@ -120,26 +114,21 @@ def output_file(args: NeoXArgs) -> Path:
     if ending is not None and args.user_values.get("sample_output_file") is None:
         file = Path(f"{args.sample_input_file}.{ending}.jsonl")
     folder = file.parent
-    reason = None
-    if file.is_dir():
-        reason = "is a folder; name a file"
-    elif not folder.is_dir():
-        reason = f"there is no folder {folder}; make it first"
-    elif not os.access(folder, os.W_OK):
-        reason = f"the folder {folder} cannot be written to"
+    problems = {
+        "is a folder; name a file": file.is_dir(),
+        f"there is no folder {folder}; make it first": not folder.is_dir(),
+        f"the folder {folder} cannot be written to": not os.access(folder, os.W_OK),
+    }
+    reason = next((problem for problem, applies in problems.items() if applies), None)
     if reason is not None:
         raise args.error("sample_output_file", f"{file}: {reason}")
     return file
 
 
 def _write(args: NeoXArgs, file: Path, text: str) -> None:
-    unfinished = temporary(file)
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        sync(unfinished)
-        os.replace(unfinished, file)
+        replace_text(file, text)
     except OSError as cause:
-        unfinished.unlink(missing_ok=True)
         raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 

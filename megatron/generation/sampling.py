@@ -182,10 +182,15 @@ class TokenSampler:
     def _stop_tokens_too_early(self) -> tuple[Tensor, Tensor] | None:
         """Returns (rows, ids), `[n]` each: the stop tokens that rows may not choose yet, because their texts
         are too short. None if there are none."""
-        rows = [row for row, (left, _) in enumerate(self.minimums_left) if left > 0]
-        ids = [[token for token in self.minimums_left[row][1] if 0 <= token < self.vocab] for row in rows]
-        places = [[row] * len(stop_ids) for row, stop_ids in zip(rows, ids, strict=True)]
-        return (self._flat(places), self._flat(ids)) if any(ids) else None
+        pairs = [
+            (row, token)
+            for row, (left, ends) in enumerate(self.minimums_left) if left > 0
+            for token in ends if 0 <= token < self.vocab
+        ]  # fmt: skip
+        if not pairs:
+            return None
+        rows, ids = torch.tensor(pairs, device=self.device).unbind(1)
+        return rows, ids
 
     def _penalise(self, logits: Tensor) -> Tensor:
         penalised = logits[self.penalised_rows]

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.huggingface import load_hf_weights
@@ -38,14 +38,8 @@ def update_weights(model: Model, update: WeightUpdate) -> None:
     groups, parameters = model.groups, stage_parameters(model.stage)
     on_rank_zero(groups, lambda: _check(update))
     layers = sorted({layer for layer, _, _ in parameters})
-
-    def read() -> dict[int, dict[str, Tensor]]:
-        return load_hf_weights(
-            update.path, model.args, layers=layers,
-            tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"),
-        )  # fmt: skip
-
-    weights = run_on_each_rank(groups, read)
+    load = partial(load_hf_weights, tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"))
+    weights = run_on_each_rank(groups, lambda: load(update.path, model.args, layers=layers))
     with torch.no_grad():
         for layer, name, parameter in parameters:
             parameter.copy_(weights[layer][name])

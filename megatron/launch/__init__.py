@@ -9,12 +9,3 @@ from megatron.launch.cuda_driver import set_arch_list
 from megatron.launch.enter import enter
 from megatron.launch.environment import install_root, process_info
 from megatron.launch.start import dry_run, launch
-
-__all__ = [
-    "dry_run",
-    "enter",
-    "install_root",
-    "launch",
-    "process_info",
-    "set_arch_list",
-]

@@ -12,15 +12,11 @@ from pathlib import Path
 from megatron.neox_arguments.errors import UserError
 
 DEFAULT_PORT = 29500
+ONE_PER_GPU = ("auto", "gpu", "cpu")  # values of PET_NPROC_PER_NODE that name no number
 _GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # of numbers in a node list
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
 _MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -47,14 +43,8 @@ class ProcessInfo:
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that torch.distributed (env://) reads. Slurm and MPI set
         variables of other names."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        names = ("rank", "world_size", "local_rank", "local_world_size", "master_addr", "master_port")
+        return {name.upper(): str(getattr(self, name)) for name in names}
 
 
 def process_info(
@@ -148,7 +138,7 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
     if "LOCAL_RANK" not in env and "PET_NPROC_PER_NODE" in env:
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
         ranks_of_pod = env["PET_NPROC_PER_NODE"]
-        if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
+        if ranks_of_pod not in ("1", *ONE_PER_GPU):
             raise LaunchError(f"PET_NPROC_PER_NODE={ranks_of_pod} needs deepy.py or torchrun to start a pod's ranks")
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)

@@ -16,19 +16,8 @@ HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nothing is said
 # What starters give on: DeepSpeed's list for CUDA, the fabric's variables and our own. Never what holds a
 # secret: it would stand on a command line that everybody on the machine can read.
 _CARRIED = (
-    "MLFLOW",
-    "PYTHON",
-    "MV2",
-    "UCX",
-    "NCCL",
-    "LD_LIBRARY",
-    "LD_PRELOAD",
-    "PATH",
-    "FI_",
-    "GLOO_",
-    "NEOX_",
-    "OMP_",
-)
+    "MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "LD_PRELOAD", "PATH", "FI_", "GLOO_", "NEOX_", "OMP_",
+)  # fmt: skip
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 

@@ -7,16 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron.distributed.store import (
-    EVERYWHERE,
-    StoreUnreachable,
-    claim,
-    host_store,
-    listening_address,
-    reach_store,
-    says_everywhere,
-    wait_for_arrivals,
-)
+import megatron.distributed.store as store
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.heartbeat import Heartbeat
@@ -80,12 +71,12 @@ class LauncherRendezvous:
         nonce = secrets.token_hex(8)
         described = json.dumps({"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce})
         try:
-            claimed = claim(self._store, f"{attempt}/node/{node}", described)
+            claimed = store.claim(self._store, f"{attempt}/node/{node}", described)
             if claimed is not None:
                 raise LaunchError(
                     f"node_rank {node} is used by host {json.loads(claimed)['host']} already; give each machine another"
                 )
-            if not wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
+            if not store.wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
                 present = ", ".join(self._name(peer) for peer in sorted(self._arrived))
                 raise LaunchError(
                     f"{self._missing()} of {count} did not join within {self._patience_s:.0f} s (here: {present}); "
@@ -128,8 +119,7 @@ class LauncherRendezvous:
         self._last_look = now
         if heartbeat.failure is not None:
             return Outcome(**json.loads(heartbeat.failure))
-        silent = heartbeat.silent_node()
-        if silent is not None:
+        if (silent := heartbeat.silent_node()) is not None:
             node, symptom = silent
             lost = Outcome(1, f"{self._name(node)} {symptom}; see its output there")
             heartbeat.report_failure(json.dumps(asdict(lost)))
@@ -173,18 +163,14 @@ class LauncherRendezvous:
         for node in range(len(self._run.nodes)):
             key = f"{self._attempt}/node/{node}"
             if node not in self._arrived and self._store.check([key]):
-                self._arrived[node] = json.loads(self._store.get(key))
-                self._hosts[node] = self._arrived[node]["host"]
-                self._check_same_run(node)
+                self._arrived[node] = peer = json.loads(self._store.get(key))
+                self._hosts[node] = peer["host"]
+                if peer["nodes"] != len(self._run.nodes):
+                    raise LaunchError(
+                        f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer['nodes']} on "
+                        f"{self._name(node)}; only --node_rank and --include may differ"
+                    )
         return len(self._arrived)
-
-    def _check_same_run(self, node: int) -> None:
-        peer_nodes = self._arrived[node]["nodes"]
-        if peer_nodes != len(self._run.nodes):
-            raise LaunchError(
-                f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer_nodes} on "
-                f"{self._name(node)}; only --node_rank and --include may differ"
-            )
 
     def _missing(self, exclude: int | None = None) -> str:
         """Returns the names of machines that have not arrived. exclude: a node to leave out."""
@@ -201,10 +187,10 @@ class LauncherRendezvous:
     def _host_store(self) -> "TCPStore":
         port = self._run.master_port or 0
         try:
-            address = listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
-            if address == EVERYWHERE:
-                say(f"deepy.py: {says_everywhere(self._run.master_addr)}")
-            return host_store(address, port, STORE_S)
+            address = store.listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
+            if address == store.EVERYWHERE:
+                say(f"deepy.py: {store.says_everywhere(self._run.master_addr)}")
+            return store.host_store(address, port, STORE_S)
         except RuntimeError as problem:
             raise LaunchError(
                 f"master_port: port {port} cannot be used ({str(problem).splitlines()[0]}); set another on all machines"
@@ -217,8 +203,8 @@ class LauncherRendezvous:
             say(f"deepy.py: waiting for node 0 at {address}:{port} ({reason})")
 
         try:
-            return reach_store(address, port, self._patience_s, STORE_S, remind=remind)
-        except StoreUnreachable as problem:
+            return store.reach_store(address, port, self._patience_s, STORE_S, remind=remind)
+        except store.StoreUnreachable as problem:
             raise LaunchError(
                 f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}): start "
                 "deepy.py --node_rank 0 there, and check that no firewall blocks the port"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of, read_integer
+from megatron.launch.environment import DEFAULT_PORT, ONE_PER_GPU, LaunchError, port_of, read_integer
 from megatron.launch.hosts import Node
 from megatron.launch.typed_variables import resolve_main_node
 
@@ -20,7 +20,7 @@ class ManualNode:
     nodes: all machines of the run.
     node_rank: index of this machine.
     in_host_list: whether a hostfile or `--hosts` names this machine's GPUs. If not, they are chosen here.
-    ranks: number of ranks in this pod, if a Kubernetes operator sets it.
+    ranks: number of ranks on this machine, if the list or a Kubernetes operator sets it.
     """
 
     nodes: tuple[Node, ...]
@@ -32,11 +32,7 @@ class ManualNode:
 
 
 def find_manual_node(
-    args: "NeoXArgs",
-    node_rank: int | None,
-    host_nodes: Sequence[Node],
-    hosts: Sequence[str],
-    env: Mapping[str, str],
+    args: "NeoXArgs", node_rank: int | None, host_nodes: Sequence[Node], hosts: Sequence[str], env: Mapping[str, str]
 ) -> ManualNode | None:
     """Returns this machine's place in the run; None unless the same command line is typed on each of several
     machines.
@@ -71,7 +67,7 @@ def find_manual_node(
     if not 0 <= node_rank < count:
         raise LaunchError(f"node_rank: {node_rank} is not in 0 to {count - 1}; correct it, or --num_nodes ({count})")
     address = args.master_addr or resolve_main_node(env, [node.host for node in host_nodes])
-    address = address or _first_set(env, "PET_MASTER_ADDR", "MASTER_ADDR")
+    address = address or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     address = address or (host_nodes[0].host if host_nodes else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(
@@ -82,7 +78,9 @@ def find_manual_node(
         name = "PET_MASTER_PORT" if env.get("PET_MASTER_PORT") else "MASTER_PORT"
         port = port_of(env.get(name) or DEFAULT_PORT, name)
     nodes = tuple(host_nodes) or tuple(Node(socket.gethostname() if r == node_rank else "") for r in range(count))
-    ranks = None if host_nodes or rank_of_pod is None else _ranks_of_pod(env)
+    ranks = nodes[node_rank].ranks
+    if not host_nodes and rank_of_pod is not None and env.get("PET_NPROC_PER_NODE", "") not in ("", *ONE_PER_GPU):
+        ranks = read_integer(env, "PET_NPROC_PER_NODE")
     return ManualNode(nodes, node_rank, address, port, bool(host_nodes), ranks)
 
 
@@ -103,12 +101,3 @@ def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     if env.get("RANK") and env.get("WORLD_SIZE") and "LOCAL_RANK" not in env and env.get("MASTER_ADDR"):
         return read_integer(env, "WORLD_SIZE"), read_integer(env, "RANK")
     return None, None
-
-
-def _ranks_of_pod(env: Mapping[str, str]) -> int | None:
-    value = env.get("PET_NPROC_PER_NODE", "")
-    return None if value in ("", "auto", "gpu", "cpu") else read_integer(env, "PET_NPROC_PER_NODE")
-
-
-def _first_set(env: Mapping[str, str], *names: str) -> str | None:
-    return next((env[name] for name in names if env.get(name)), None)

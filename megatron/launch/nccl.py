@@ -77,11 +77,8 @@ def own_nccl() -> Nccl | None:
     libraries = Path(spec.origin).parent / "lib"
     if not (libraries / "libtorch_cuda.so").exists():
         return None
-    candidates = [
-        libraries / _NAME,
-        *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}")),
-    ]
-    file = next((file for file in candidates if file.exists()), None)
+    in_wheels = (file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}"))
+    file = next((file for file in (libraries / _NAME, *in_wheels) if file.exists()), None)
     if file is not None:
         return Nccl(read_version(file), str(file))
     try:  # built from source, or linked into torch

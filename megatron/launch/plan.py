@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    script: str | Path,
-    args: "NeoXArgs",
-    script_args: Sequence[str] = (),
-    node_rank: int | None = None,
-    hosts: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    args_file: Path | None = None,
-) -> Run:
+    script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = (), node_rank: int | None = None,
+    hosts: Sequence[str] = (), env: Mapping[str, str] | None = None, args_file: Path | None = None,
+) -> Run:  # fmt: skip
     """Returns the plan of a run: which ranks start where, and with which command. Nothing is written or
     started.
 
@@ -44,7 +39,9 @@ def plan(
     """
     env = os.environ if env is None else env
     script = Path(script)
-    args_file = args_file or log_dir_of(args) / _name_of_args_file(script)
+    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}"
+    args_file = args_file or log_dir_of(args) / f"neox_args.{script.stem}.{unique}.json"
     # -u: a log line must reach the log when it is printed, not when a buffer is full
     command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
     port = None if args.origin("master_port") == "default" else args.master_port
@@ -73,7 +70,9 @@ def plan(
         elif host_nodes and (len(host_nodes) > 1 or args.force_multi or not is_this_machine(host_nodes[0].host)):
             run = _over_hosts(run, args, host_nodes, launcher, env)
         else:
-            nodes = _local_nodes(args, host_nodes, env)
+            listed_node = host_nodes[0] if host_nodes else None
+            ranks = listed_node.ranks if listed_node is not None and args.num_gpus is None else args.num_gpus
+            nodes = (Node(socket.gethostname(), *_local_ranks(args, env, listed_node, ranks)),)
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         is_single = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
@@ -93,31 +92,24 @@ def _launcher(args: "NeoXArgs") -> str:
     return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
 
 
-def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs that ranks of this machine may use; [] with `distributed_backend: gloo`."""
-    return [] if args.distributed_backend == "gloo" else visible_gpus(env)
+def _local_ranks(
+    args: "NeoXArgs", env: Mapping[str, str], listed_node: Node | None, ranks: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of ranks on this machine and their GPUs.
 
-
-def _local_nodes(args: "NeoXArgs", host_nodes: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
-    """Returns this machine with its ranks and GPUs, for a run that uses no other machine.
-
-    host_nodes: this machine in a hostfile, if one names it.
+    listed_node: this machine in a hostfile or `--hosts`, if one names it.
+    ranks: the requested number; None: one for each GPU.
     """
-    if host_nodes:  # include and exclude have chosen among its slots
-        ranks = host_nodes[0].ranks if args.num_gpus is None else args.num_gpus
-        count, devices = choose_ranks(_gpus(args, env), ranks, host_nodes[0].include())
-    else:
-        count, devices = choose_local_ranks(args, env, _gpus(args, env))
-    return (Node(socket.gethostname(), count, devices),)
+    gpus = [] if args.distributed_backend == "gloo" else visible_gpus(env)
+    if listed_node is not None:  # include and exclude have chosen among its slots
+        return choose_ranks(gpus, ranks, listed_node.include())
+    return choose_local_ranks(args, env, gpus, ranks)
 
 
 def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
     """Returns the plan for this machine, if the same command line is typed on each of several machines."""
     nodes, node = list(manual.nodes), manual.nodes[manual.node_rank]
-    if manual.in_host_list:
-        count, devices = choose_ranks(_gpus(args, env), node.ranks, node.include())
-    else:
-        count, devices = choose_local_ranks(args, env, _gpus(args, env), manual.ranks)
+    count, devices = _local_ranks(args, env, node if manual.in_host_list else None, manual.ranks)
     if len(nodes) == 1:
         return replace(run, nodes=(Node(nodes[0].host, count, devices),))
     nodes[manual.node_rank] = replace(node, ranks=count, devices=devices)
@@ -148,8 +140,3 @@ def _over_hosts(run: Run, args: "NeoXArgs", host_nodes: Sequence[Node], launcher
         run, launcher=launcher, nodes=tuple(host_nodes), master_addr=address,
         master_port=run.master_port or DEFAULT_PORT, environment=environment,
     )  # fmt: skip
-
-
-def _name_of_args_file(script: Path) -> str:
-    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
-    return f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"

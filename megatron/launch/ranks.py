@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,10 +101,8 @@ class Rank:
 
     def signal_group(self, number: int) -> None:
         """Sends a signal to the rank and the processes it started."""
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # everyone in it has ended
             os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass  # everyone in it has ended
 
 
 def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
@@ -114,14 +113,9 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
     os.set_blocking(reader, False)
     try:
         process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=None if index == 0 else subprocess.DEVNULL,
-            stdout=writer,
-            stderr=writer,
-            start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),
-        )
+            list(command), env=dict(env), stdin=None if index == 0 else subprocess.DEVNULL, stdout=writer,
+            stderr=writer, start_new_session=True, preexec_fn=die_with_parent(signal.SIGKILL),
+        )  # fmt: skip
     except BaseException:
         os.close(reader)
         raise

@@ -11,11 +11,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.hosts import Node
-from megatron.launch.run import Run
+from megatron.launch.run import Run, write_text
 
 _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
@@ -69,8 +70,9 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     """
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
+        ranks_of_hosts = ", ".join(f"{node.host}: {node.ranks}" for node in run.nodes)
         raise LaunchError(
-            f"launcher: mvapich needs equally many ranks on every host, found {_slots_text(run.nodes)}; set num_gpus"
+            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus"
         )
     try:
         return _mpi_command(run, "MVAPICHRunner")
@@ -104,9 +106,8 @@ def manual_node_lines(
 
     words: the script, its files and all further arguments.
     """
-    deepy = (
-        "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
-    )  # typed in a clone, or anywhere
+    in_clone = (install_root() / "megatron").is_dir()  # else typed anywhere
+    deepy = "deepy.py" if in_clone else str(install_root() / "deepy.py")
     lines = []
     for rank, node in enumerate(nodes):
         flags = ["--num_nodes", str(len(nodes)), "--node_rank", str(rank)]
@@ -119,12 +120,12 @@ def manual_node_lines(
     return lines
 
 
-def hostfile_of(run: Run) -> str:
-    """Returns the text of a hostfile with the run's hosts and slots."""
-    return "".join(f"{node.host} slots={node.ranks}\n" for node in run.nodes)
+def write_hostfile(run: Run) -> None:
+    """Writes mpirun's hostfile, with the run's hosts and slots. Raises LaunchError."""
+    write_text(Path(_hostfile_path(run)), "".join(f"{node.host} slots={node.ranks}\n" for node in run.nodes))
 
 
-def hostfile_path(run: Run) -> str:
+def _hostfile_path(run: Run) -> str:
     """Returns the path of mpirun's hostfile, next to the file of arguments."""
     return f"{run.args_file.with_suffix('')}.hosts"
 
@@ -149,7 +150,7 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
     options: further options of mpirun.
     """
     return Namespace(
-        user_script=script, user_args=list(words), launcher_args=options, hostfile=hostfile_path(run), include="",
+        user_script=script, user_args=list(words), launcher_args=options, hostfile=_hostfile_path(run), include="",
         exclude="", num_nodes=-1, num_gpus=-1, master_addr=run.master_addr, master_port=run.master_port, ssh_port=None,
         venv_script=None, no_python=False, module=False, no_local_rank=True, save_pid=False, enable_each_rank_log=None,
     )  # fmt: skip
@@ -182,7 +183,3 @@ def _first_slots(run: Run) -> None:
 def _remote(text: str) -> str:
     """Quotes a word for the shell of another machine, and escapes % because pdsh replaces %h, %n and %u."""
     return shlex.quote(text).replace("%", "%%")
-
-
-def _slots_text(nodes: Sequence[Node]) -> str:
-    return ", ".join(f"{node.host}: {node.ranks}" for node in nodes)

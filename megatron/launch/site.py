@@ -29,12 +29,8 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
         sites_here = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
         raise LaunchError(f"NEOX_SITE={name}: there is no {file}; choose one of {sites_here}")
     # `env -0` alone on stdout: a site may print.
-    shell = subprocess.run(
-        ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)],
-        env=dict(env),
-        capture_output=True,
-        text=True,
-    )
+    words = ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)]
+    shell = subprocess.run(words, env=dict(env), capture_output=True, text=True)
     if shell.returncode:
         reason = shell.stderr.strip() or f"exit code {shell.returncode}"
         raise LaunchError(f"NEOX_SITE={name}: sourcing {file} failed: {reason}")
@@ -82,9 +78,11 @@ def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:
     configs = [os.path.abspath(place) for place in places if Path(place).is_file()]
     site = site_variables(env)
     nodes, _ = site_nodes(starts_from_a_model(args), configs, site)
+    return shlex.join(["sbatch", *sbatch_options(nodes, site), "pretrain_neox.sbatch", *configs])
+
+
+def sbatch_options(nodes: int | None, site: Mapping[str, str]) -> list[str]:
+    """Returns sbatch's options for the nodes, GPUs and log folder of a run."""
     options = [f"--nodes={nodes}"] if nodes else []
-    if "NEOX_GPUS_PER_NODE" in site:
-        options.append(f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}")
-    if "NEOX_LOG_DIR" in site:
-        options.append(f"--output={site['NEOX_LOG_DIR']}/%x-%j.out")
-    return shlex.join(["sbatch", *options, "pretrain_neox.sbatch", *configs])
+    options += [f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}"] if "NEOX_GPUS_PER_NODE" in site else []
+    return options + ([f"--output={site['NEOX_LOG_DIR']}/%x-%j.out"] if "NEOX_LOG_DIR" in site else [])

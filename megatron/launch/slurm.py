@@ -21,7 +21,6 @@ from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
 from megatron.process import run_files, say
-from megatron.process.run_files import Problems
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -135,13 +134,7 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    launcher_command = [
-        sys.executable,
-        "-u",
-        str(install_root() / "deepy.py"),
-        "--hosts",
-        *map(str, run.nodes),
-    ]
+    launcher_command = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
     launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *launcher_command, *run.command[2:]], {}
 
@@ -167,7 +160,7 @@ def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
 def read_status(args: "NeoXArgs") -> dict[str, Any]:
     """Returns the run's status.json; {} if it does not exist. If it cannot be read, also prints a warning."""
     for _ in range(3):  # another node may have written it a moment ago
-        problems = Problems()
+        problems = run_files.Problems()
         status = run_files.read_status(Path(args.save_dir or ""), problems)
         if status:
             break
@@ -178,11 +171,7 @@ def read_status(args: "NeoXArgs") -> dict[str, Any]:
 
 
 def job_exit_code(
-    args: "NeoXArgs",
-    code: int,
-    stop_requested: bool,
-    status_before: Mapping[str, Any],
-    env: Mapping[str, str],
+    args: "NeoXArgs", code: int, stop_requested: bool, status_before: Mapping[str, Any], env: Mapping[str, str]
 ) -> int:
     """Returns deepy.py's exit code: REQUEUE if USR1 stopped the run after it saved and before it finished,
     else `code`.
@@ -219,6 +208,13 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
     if "Node" in requested:
         return int((re.search(r"gpu(?:[:/][^,:=]*[A-Za-z][^,:=]*)?[:=](\d+)", requested["Node"]) or [0, 1])[1])
     return int(env.get("SLURM_GPUS_ON_NODE") or 0) if requested else 0
+
+
+def to_end_of_line(name: str, job: str) -> str:
+    """Returns the value of a field in the output of `scontrol show job`. The value is the rest of the line,
+    because it may contain spaces. Returns "" if the field is missing."""
+    match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def scontrol(*words: str) -> str:

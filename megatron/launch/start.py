@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,34 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import LaunchError
+from megatron.launch import runners
+from megatron.launch.devices import cores, free_port
+from megatron.launch.environment import LaunchError, ProcessInfo
+from megatron.launch.heartbeat import SshSupervisor
 from megatron.launch.hosts import hosts_of
-from megatron.launch.launcher_rendezvous import LauncherRendezvous
-from megatron.launch.local import run_local, run_node
+from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
 from megatron.launch.manual_nodes import is_pod
 from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
-from megatron.launch.run import Run, make_folders, write_args_file, write_text
-from megatron.launch.runners import (
-    check_starter,
-    hostfile_of,
-    hostfile_path,
-    manual_node_lines,
-    mvapich,
-    openmpi,
-    pdsh,
-    torchrun,
-)
+from megatron.launch.run import Run, make_folders, write_args_file
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
-from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.typed_variables import check_world, resolve_main_node
-from megatron.launch.watch import Outcome, record_signals
+from megatron.launch.watch import Outcome, record_signals, watch_ranks
 from megatron.process import say
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-Renderer = Callable[[Run], tuple[list[str], dict[str, str]]]
+# What gives the command of each launcher program, and the variables to add
+_COMMANDS: Mapping[str, Callable[[Run], tuple[list[str], dict[str, str]]]] = {
+    "pdsh": runners.pdsh, "openmpi": runners.openmpi, "mvapich": runners.mvapich, "slurm": srun,
+    "torchrun": runners.torchrun,
+}  # fmt: skip
 
 
 def launch(
@@ -64,14 +60,12 @@ def launch(
     rendezvous = LauncherRendezvous(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
     saved, restarts = _latest(args), 0
     while True:
+        may_restart = restarts < args.max_restarts
         if rendezvous is None:
             write_args_file(run)
-        may_restart = restarts < args.max_restarts
-        outcome = (
-            run_local(run, restarts, may_restart)
-            if rendezvous is None
-            else run_node(run, rendezvous, restarts, may_restart)
-        )
+            outcome = run_local(run, restarts, may_restart)
+        else:
+            outcome = run_node(run, rendezvous, restarts, may_restart)
         if not outcome.repeatable or restarts == args.max_restarts:
             return _exit_code(args, outcome)
         restarts += 1
@@ -83,11 +77,7 @@ def launch(
 
 
 def dry_run(
-    script: str | Path,
-    args: "NeoXArgs",
-    words: Sequence[str],
-    node_rank: int | None = None,
-    hosts: Sequence[str] = (),
+    script: str | Path, args: "NeoXArgs", words: Sequence[str], node_rank: int | None = None, hosts: Sequence[str] = ()
 ) -> list[str]:
     """Returns the commands that `launch` would start, one line per machine, quoted for a shell. Nothing is
     started or written.
@@ -102,7 +92,7 @@ def dry_run(
         address = args.master_addr or resolve_main_node(os.environ, [node.host for node in nodes]) or nodes[0].host
         if all(node.ranks for node in nodes):
             check_world(os.environ, sum(node.ranks or 0 for node in nodes), on_one_machine=False)
-        return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
+        return [f"{host}: {line}" for host, line in runners.manual_node_lines(nodes, words, address, args.master_port)]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
@@ -110,29 +100,18 @@ def dry_run(
         if run.launcher == "nodes":
             description += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
         return [f"{run.node.host} ({description}): {shlex.join(run.command)}"]
-    command, env = _renderer(run)(run)
+    command, env = _COMMANDS[run.launcher](run)
     return [" ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])]
-
-
-def _renderer(run: Run) -> Renderer:
-    starters = {
-        "pdsh": pdsh,
-        "openmpi": openmpi,
-        "mvapich": mvapich,
-        "slurm": srun,
-        "torchrun": torchrun,
-    }
-    return starters[run.launcher]
 
 
 def _start(run: Run) -> int:
     """Starts the run with its launcher program (such as pdsh or srun), waits for its end, and returns the
     exit code."""
-    check_starter(run)
+    runners.check_starter(run)
     if run.launcher == "slurm":
         run = for_requeued_start(run, os.environ)
     status_before = read_status(run.args) if run.launcher == "slurm" else {}
-    command, env = _renderer(run)(run)
+    command, env = _COMMANDS[run.launcher](run)
     write_args_file(run)
     if run.launcher == "torchrun":
         sys.stdout.flush()
@@ -141,7 +120,7 @@ def _start(run: Run) -> int:
     if run.launcher in ("pdsh", "openmpi", "mvapich"):
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
-        write_text(Path(hostfile_path(run)), hostfile_of(run))
+        runners.write_hostfile(run)
     with record_signals() as received:
         code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
@@ -221,3 +200,81 @@ def _latest(args: "NeoXArgs") -> int | None:
         return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:
         return None
+
+
+def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcome:
+    """Starts all ranks of a run that uses this machine alone, watches them to the end and returns the
+    outcome.
+
+    restarts: how often the run was started again so far.
+    will_restart: whether the caller starts the run again after a repeatable failure.
+
+    Raises LaunchError if the port is in use.
+    """
+    assignment = RankAssignment(0, run.world_size, _port(run.master_port))
+    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, will_restart=will_restart)
+
+
+def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False) -> Outcome:
+    """Waits for the launchers of all machines, then starts this machine's ranks and watches them. Returns the
+    outcome once the run has ended on all machines.
+
+    restarts, will_restart: as for `run_local`. Raises LaunchError if a machine does not join, and ConfigError
+    for a layout that does not fit.
+    """
+    assignment = rendezvous.assemble(restarts)
+    try:
+        write_args_file(run.for_world(assignment.world_size))
+    except BaseException:
+        rendezvous.leave(Outcome(1))
+        raise
+    if run.node_rank:
+        ranks = f"{assignment.first_rank} to {assignment.first_rank + (run.node.ranks or 0) - 1}"
+        say(
+            f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
+            f"{run.log_dir}; that of rank 0 is shown on node 0"
+        )
+    ranks_env = environments(run, assignment, restarts)
+    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart))
+
+
+def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
+    """Returns the environment variables of each rank on this machine: those of this process, and the rank,
+    world size and GPUs.
+
+    OMP_NUM_THREADS is set unless the user has set it. restarts: number of restarts so far, for NEOX_RESTARTS.
+    """
+    first_rank, world_size, port = assignment.first_rank, assignment.world_size, assignment.port
+    base, count = {**os.environ, "NEOX_RESTARTS": str(restarts)}, run.node.ranks or 0
+    if run.node.devices:
+        base["CUDA_VISIBLE_DEVICES"] = ",".join(run.node.devices)
+    if count > 1:
+        # Each rank would otherwise take every core.
+        base.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+    processes = (
+        ProcessInfo(first_rank + local_rank, world_size, local_rank, count, run.master_addr, port, "torchrun")
+        for local_rank in range(count)
+    )
+    return [{**base, **process.variables()} for process in processes]
+
+
+def _port(requested: int | None) -> int:
+    """Returns the rendezvous port: `requested`, else MASTER_PORT, else a free one. Raises LaunchError if it
+    is in use."""
+    source, text = "master_port", os.environ.get("MASTER_PORT")
+    if requested is None and text:
+        source = "MASTER_PORT in the environment"
+        if not text.isdecimal():
+            raise LaunchError(f"{source} is {text!r}, not a port number")
+        requested = int(text)
+    if requested is None:
+        return free_port()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", requested))
+        except (OSError, OverflowError) as problem:
+            raise LaunchError(
+                f"{source}: port {requested} cannot be used ({problem}); set another, or unset it to use a free port"
+            ) from None
+    return requested

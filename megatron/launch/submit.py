@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.site import site_nodes, site_variables, starts_from_a_model
-from megatron.launch.slurm import scontrol, tasks_asked_for
+from megatron.launch.slurm import scontrol, tasks_asked_for, to_end_of_line
 from megatron.neox_arguments import ConfigError
 from megatron.neox_arguments.reading.command_line import parse_deepy
 from megatron.process import run_command
@@ -58,7 +58,7 @@ def resubmit_command(job: str, nodes: int, words: Sequence[str], logs: Mapping[s
     Slurm does not show --signal and --switches; they come from the batch file again.
     """
     fields = dict(re.findall(r"(?:^|\s)([A-Z][A-Za-z/]+)=(\S*)", job))
-    fields |= {name: line for name in ("JobName", "Comment") if (line := _to_the_end(name, job))}
+    fields |= {name: line for name in ("JobName", "Comment") if (line := to_end_of_line(name, job))}
     options = [f"--job-name={fields['JobName']}", f"--nodes={nodes}"]
     for name, option in _CARRIED.items():
         value = fields.get(name, "")
@@ -86,7 +86,8 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
         from_model = "--hf-model" in words
         if not from_model:  # what a run refuses is said now, not when so many nodes are free
             from_model = starts_from_a_model(parse_deepy(["train.py", *words]).args.check_training())
-        nodes, kind = site_nodes(from_model, list(takewhile(_is_file, words)), site_variables(env))
+        files = list(takewhile(lambda word: not word.startswith("-"), words))
+        nodes, kind = site_nodes(from_model, files, site_variables(env))
         if nodes is None or nodes == int(env.get("SLURM_JOB_NUM_NODES", "1")):
             return GO_ON
         _say(f"no --nodes: {kind} has {nodes} nodes at site {env['NEOX_SITE']}")
@@ -106,13 +107,10 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    job_env = {
-        name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
-    }
+    kept_names = (name for name in env if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES)
+    job_env = {**{name: env[name] for name in kept_names}, SUBMITTING_JOB: number}
     try:
-        subprocess.run(
-            command, check=True, env={**job_env, SUBMITTING_JOB: number}, cwd=_to_the_end("WorkDir", job) or None
-        )
+        subprocess.run(command, check=True, env=job_env, cwd=to_end_of_line("WorkDir", job) or None)
     except OSError as problem:
         raise LaunchError(
             f"this job cannot submit itself again: sbatch cannot be started on this node ({problem.strerror}); "
@@ -120,17 +118,6 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
         ) from None
     except subprocess.CalledProcessError:
         raise LaunchError("sbatch refused (see above); submit it yourself with --nodes and these options") from None
-
-
-def _to_the_end(name: str, job: str) -> str:
-    """Returns the value of a field in the output of `scontrol show job`. The value is the rest of the line,
-    because it may contain spaces. Returns "" if the field is missing."""
-    match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def _is_file(word: str) -> bool:
-    return not word.startswith("-")
 
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:

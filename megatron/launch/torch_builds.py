@@ -128,14 +128,11 @@ def _cuda_build(torch: str, driver: tuple[int, int], devices: Sequence[tuple[int
     fitting = [f"torch {torch} for CUDA {_dotted(BUILDS[b])}" for b in published if _has_code(b, missing)]
     if "cu128" not in published and driver >= BUILDS["cu128"] and _has_code("cu128", missing):
         fitting.append("torch 2.11.0 for CUDA 12.8, which this driver runs")
+    verb = "supports" if len(fitting) == 1 else "support"
+    advice = f"{' and '.join(fitting)} {verb} it" if fitting else "the GPU is too old or too new"
     raise NoBuild(
         f"a GPU here has compute capability {_dotted(missing)}; no build of torch {torch} that this driver (CUDA "
-        f"{_dotted(driver)}) runs supports it; "
-        + (
-            f"{' and '.join(fitting)} {'supports' if len(fitting) == 1 else 'support'} it"
-            if fitting
-            else "the GPU is too old or too new"
-        )
+        f"{_dotted(driver)}) runs supports it; {advice}"
     )
 
 

@@ -20,19 +20,14 @@ CLUSTER_VARIABLES = ("MAIN_NODE_IP", "TOTAL_GPUS")
 _TYPE_ADVICE = "start each machine with --num_nodes N --node_rank R"
 
 
-def main_node(env: Mapping[str, str]) -> str | None:
-    """Returns the address where ranks meet, from MAIN_NODE_IP; None if it is unset."""
-    return env.get("MAIN_NODE_IP") or None
-
-
 def resolve_main_node(env: Mapping[str, str], hosts: Sequence[str]) -> str | None:
-    """Returns MAIN_NODE_IP after checking that it is an address of one of the machines `hosts`; None if it is
-    unset.
+    """Returns MAIN_NODE_IP, where ranks meet, after checking that it is an address of one of the machines
+    `hosts`; None if it is unset.
 
     Without hosts nothing is checked. If names cannot be resolved, the address is accepted with a message.
     Raises LaunchError if it belongs to none of the machines.
     """
-    address = main_node(env)
+    address = env.get("MAIN_NODE_IP") or None
     if address is None or not hosts or address in hosts:
         return address
     if is_this_machine(address) and any(map(is_this_machine, hosts)):  # which may have several addresses
@@ -67,11 +62,11 @@ def check_world(env: Mapping[str, str], world_size: int, on_one_machine: bool) -
     TOTAL_GPUS must be the number of ranks. If all ranks run on this machine, MAIN_NODE_IP must be an address
     of this machine.
     """
-    total, address = total_ranks(env), main_node(env)
+    total, address = total_ranks(env), env.get("MAIN_NODE_IP")
     advice = f"{_TYPE_ADVICE}, or unset it" if on_one_machine else "unset it, or start all ranks"
     if total not in (None, world_size):
         raise LaunchError(f"TOTAL_GPUS is {total}, but the machines have {world_size} ranks; {advice}")
-    if on_one_machine and address is not None and not is_this_machine(address):
+    if on_one_machine and address and not is_this_machine(address):
         raise LaunchError(f"MAIN_NODE_IP={address} names another machine, but all ranks run on this one; {advice}")
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -28,15 +29,7 @@ STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
 # A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
-CRASHES = (
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSEGV,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-)
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
 
 @dataclass(frozen=True)
@@ -114,13 +107,7 @@ def watch_ranks(
         line with the rank and its log, and no traceback, because the run continues.
     """
     ranks: list[Rank] = []
-    complaints: set[str] = set()
-
-    def complain(text: str) -> None:  # of the disk that all logs are on, once
-        if text not in complaints:
-            complaints.add(text)
-            say(f"deepy.py: warning: {text}")
-
+    complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # of the disk that all logs are on, once
     with record_signals() as received:
         try:
             for env in environments:
@@ -327,26 +314,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     outcome = Outcome(
         128 - code if code < 0 else code, reason, not refused and not asked_for, str(culprit.log.path.resolve())
     )
-    if screen.quiet and outcome.repeatable and culprit.log.is_complete:
-        if code < 0 or culprit.is_overdue():
-            _write_stacks(ranks)
-        return _end_before_restart(outcome, ranks, screen)
-    if code < 0 or culprit.is_overdue():
-        _show_stacks(culprit, ranks, screen)
-    elif culprit.index == 0:
-        screen.show(culprit)
-    _end(ranks)
-    screen.show(ranks[0])
-    ending = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
-    say(f"deepy.py: error: {reason}; {ending if culprit.index else 'its output is above'}")
-    return outcome
-
-
-def _end_before_restart(outcome: Outcome, ranks: list[Rank], screen: _Screen, politely: bool = True) -> Outcome:
-    """Ends every rank of a run that is started again, and says why in one line that names the log."""
-    _end(ranks, politely)
-    screen.show_until_traceback(ranks[0])
-    say(f"deepy.py: {outcome.reason}; its output is in {outcome.log}")
+    _end_run(culprit, outcome, ranks, screen, with_stacks=code < 0 or culprit.is_overdue())
     return outcome
 
 
@@ -357,14 +325,37 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_requ
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
     outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_requested, str(culprit.log.path.resolve()))
-    if screen.quiet and outcome.repeatable and culprit.log.is_complete:
-        _write_stacks(ranks)
-        return _end_before_restart(outcome, ranks, screen, politely=False)
-    _show_stacks(culprit, ranks, screen)
-    _end(ranks, politely=False)
-    screen.show(ranks[0])
-    say(f"deepy.py: error: {reason}; its stack is above")
+    _end_run(culprit, outcome, ranks, screen, with_stacks=True, is_stopped=True)
     return outcome
+
+
+def _end_run(
+    culprit: Rank, outcome: Outcome, ranks: list[Rank], screen: _Screen, with_stacks: bool, is_stopped: bool = False
+) -> None:
+    """Ends every rank and shows why. If the run is started again, that is one line that names the log.
+
+    with_stacks: whether all ranks write their stacks first.
+    is_stopped: whether `culprit` is stopped (SIGSTOP). It could not end politely.
+    """
+    if screen.quiet and outcome.repeatable and culprit.log.is_complete:
+        if with_stacks:
+            _write_stacks(ranks)
+        _end(ranks, politely=not is_stopped)
+        screen.show_until_traceback(ranks[0])
+        say(f"deepy.py: {outcome.reason}; its output is in {outcome.log}")
+        return
+    if with_stacks:
+        _show_stacks(culprit, ranks, screen)
+    elif culprit.index == 0:
+        screen.show(culprit)
+    _end(ranks, politely=not is_stopped)
+    screen.show(ranks[0])
+    ending = "its output is above"
+    if is_stopped:
+        ending = "its stack is above"
+    elif culprit.index:
+        ending = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
+    say(f"deepy.py: error: {outcome.reason}; {ending}")
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:

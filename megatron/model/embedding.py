@@ -1,11 +1,11 @@
-"""The first layer: token embeddings, and absolute positions that are added to them."""
+"""The first layer: token embeddings, absolute positions that are added to them, and NEFTune's noise."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron.model.neftune import add_noise, document_lengths
+from megatron.model.attention.masks import document_ids
 from megatron.model.positions import sinusoidal_embedding
 from megatron.model.specs import EmbeddingSpec, HeadSpec
 from megatron.mpu import (
@@ -14,6 +14,8 @@ from megatron.mpu import (
     VocabParallelEmbedding,
     allocate,
     dropout,
+    fork_seed,
+    mix_seed,
     scatter_to_sequence,
     seed_tensor,
 )
@@ -34,6 +36,32 @@ def copied(weight: ParamSpec) -> ParamSpec:
     """Returns the spec of a copy of a weight. Beside adapters the copy is trained instead of the weight
     (`lora.modules_to_save`)."""
     return replace(weight, name=weight.name.replace(".weight", ".modules_to_save"))
+
+
+def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The number of tokens of the document that each token belongs to, `[batch, seq]` fp32.
+
+    tokens: `[batch, seq]`. cu_seqlens: as of `Documents`; None: each row is one document.
+    """
+    (rows, seq), device = tokens.shape, tokens.device
+    if cu_seqlens is None:
+        return torch.full((rows, seq), float(seq), device=device)
+    return cu_seqlens.diff()[document_ids(cu_seqlens, rows, seq) - 1].float()
+
+
+def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
+    """Returns `x` plus NEFTune's noise (arXiv 2310.05914): U(-1, 1) * alpha / sqrt(L * hidden), with L the
+    token's entry in `lengths`.
+
+    x: `[seq/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence. lengths:
+    `[batch, seq]`. The noise of the full sequence is a function of `seed` alone.
+    """
+    rows, seq = lengths.shape
+    shape = seq, rows, x.shape[-1]
+    with fork_seed(mix_seed(seed, "neftune"), x.device):
+        noise = torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0).chunk(parts)[part]
+    size = (alpha / (lengths * x.shape[-1]).sqrt()).t().chunk(parts)[part]
+    return x + (noise * size.unsqueeze(-1)).to(x.dtype)
 
 
 class Embedding(nn.Module):

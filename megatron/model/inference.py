@@ -1,17 +1,26 @@
-"""A model for inference: this rank's stage, tokenizer and configuration, from a checkpoint or from a run."""
+"""A model for inference: this rank's stage, tokenizer and configuration, from a checkpoint or from a run.
 
-from collections.abc import Iterator
+`build_filled_stage` makes a stage for inference alone, with weights that a function reads layer by layer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.model.stage import Stage
-from megatron.mpu import ParallelGroups
+from megatron.distributed import run_on_each_rank
+from megatron.model.init import materialize, stage_parameters
+from megatron.model.stage import Stage, build_stage
+from megatron.mpu import DTYPES, ParallelGroups
 from megatron.mpu.lora import AdapterRows
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
+
+LoadLayers = Callable[..., Mapping[int, Mapping[str, Tensor]]]
+"""From `layers`, `tensor_rank` and `tensor_size` to weights by layer and name, as `load_weights`."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +78,53 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
     return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None)
 
 
+def build_filled_stage(
+    args: NeoXArgs, groups: ParallelGroups, load: LoadLayers, log: Callable[[str], None], *, at_once: bool
+) -> Stage:
+    """Returns this rank's stage with the weights that `load` returns for a list of layers.
+
+    at_once: read all layers together, so that an error names the problems of all layers; false: one layer
+    after another, which needs less memory.
+    """
+    stage = build_stage(args, groups, log=log)
+    materialize(stage, DTYPES[args.params_dtype]).eval()
+    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
+
+    @torch.no_grad()
+    def fill() -> None:
+        for part in [layers] if at_once else [[layer] for layer in layers]:
+            weights = load(layers=part, tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"))
+            for layer, name, param in stage_parameters(stage):
+                if layer in weights:
+                    param.copy_(weights[layer][name])
+
+    run_on_each_rank(groups, fill)
+    return stage
+
+
+@contextmanager
+def attributes_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of each module within the context; its end restores their values."""
+    old_values = [(module, getattr(module, name)) for module in modules]
+    for module, _ in old_values:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, old_value in old_values:
+            setattr(module, name, old_value)
+
+
 @contextmanager
 def eager_blocks(stage: Stage) -> Iterator[None]:
     """Runs the blocks of a stage uncompiled within the context; `stage.compiled` is then False.
 
     Without it, shapes other than those of training steps would be compiled to further graphs.
     """
-    was_compiled = stage.compiled
-    blocks = [stage.layers[str(spec.index)] for spec in stage.blocks] if was_compiled else []
-    compiled = [block._compiled_call_impl for block in blocks]
+    blocks = [stage.layers[str(spec.index)] for spec in stage.blocks] if stage.compiled else []
     # torch's stance "force_eager" would reach into kernels that are compiled by themselves (FlexAttention's).
-    for block in blocks:
-        block._compiled_call_impl = None
-    stage.compiled = False
-    try:
+    with attributes_set(blocks, "_compiled_call_impl", None), attributes_set([stage], "compiled", False):
         yield
-    finally:
-        stage.compiled = was_compiled
-        for block, call in zip(blocks, compiled, strict=True):
-            block._compiled_call_impl = call
 
 
 @contextmanager
@@ -100,21 +137,13 @@ def inference_mode(stage: Stage) -> Iterator[None]:
     was_training = stage.training
     split_modules = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]
     limited = [module for module in stage.modules() if getattr(module, "capacity_factor", None) is not None]
-    factors = [module.capacity_factor for module in limited]
     stage.eval()
-    _set_sequence_parallel(split_modules, False)
-    for module in limited:
-        module.capacity_factor = None  # type: ignore[assignment]
     try:
-        with eager_blocks(stage):
+        with (
+            attributes_set(split_modules, "sequence_parallel", False),
+            attributes_set(limited, "capacity_factor", None),
+            eager_blocks(stage),
+        ):
             yield
     finally:
-        _set_sequence_parallel(split_modules, True)
-        for module, factor in zip(limited, factors, strict=True):
-            module.capacity_factor = factor
         stage.train(was_training)
-
-
-def _set_sequence_parallel(modules: list[nn.Module], on: bool) -> None:
-    for module in modules:
-        module.sequence_parallel = on  # type: ignore[assignment]

@@ -12,7 +12,6 @@ from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise, mark, mix_seed, shard_rows
-from megatron.mpu.quantized import QuantizedProduct
 from megatron.neox_arguments import NeoXArgs
 
 # Elements; another number gives other random numbers on a GPU.
@@ -170,9 +169,8 @@ def init_stage(
     def fill(layer: int, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for name, param in params:
             fill_one(param, *_key(layer, name))
-        for _, name, linear in (item for item in packed if item[0] == layer):
-            assert isinstance(linear.product, QuantizedProduct)
-            value = torch.empty(linear.product.shape, dtype=linear.product.dtype, device=groups.device)
+        for _, name, linear, product in (item for item in packed if item[0] == layer):
+            value = torch.empty(product.shape, dtype=product.dtype, device=groups.device)
             fill_one(value, layer, name)
             linear.set_quantized(value)
         if take_over is not None:

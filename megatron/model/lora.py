@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.inference import attributes_set
 from megatron.mpu import Linear
 from megatron.mpu.lora import join_rows, row_norms, rows_of
 
@@ -19,16 +20,8 @@ _MIN_NORM = torch.finfo(torch.float32).tiny ** 0.5  # norm of a row of zeros, as
 def without_adapters(stage: nn.Module) -> Iterator[None]:
     """Switches off adapters, and the copies trained instead of weights, within the context."""
     on = [module for module in stage.modules() if getattr(module, "adapters_on", False)]
-    _set(on, False)
-    try:
+    with attributes_set(on, "adapters_on", False):
         yield
-    finally:
-        _set(on, True)
-
-
-def _set(modules: list[nn.Module], on: bool) -> None:
-    for module in modules:
-        module.adapters_on = on  # type: ignore[assignment]
 
 
 def linears_with_adapters(layer: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -138,13 +131,11 @@ def low_rank(linear: Linear, weight: Tensor, values: Mapping[str, Tensor]) -> tu
     columns, gains = dict[int, Tensor](), dict[int, Tensor]()
     a = torch.cat([values[f"lora.{adapter.name}.lora_A"].float() for adapter in linear_adapters])
     for adapter, (pad_before, pad_after) in zip(linear_adapters, linear.adapters.offsets(), strict=True):
-        b, scale = values[f"lora.{adapter.name}.lora_B"].float(), adapter.size.scale
+        prefix, scale = f"lora.{adapter.name}", adapter.size.scale
+        b = values[f"{prefix}.lora_B"].float()
         columns[adapter.part] = F.pad(scale * b.t(), (0, 0, pad_before, pad_after))
         if lora.dora:
-            full = rows_of(weight, adapter.part, pattern).float() + scale * (
-                b @ values[f"lora.{adapter.name}.lora_A"].float()
-            )
-            gains[adapter.part] = values[f"lora.{adapter.name}.lora_magnitude_vector"].float() / full.norm(dim=1).clamp(
-                min=_MIN_NORM
-            )
+            full = rows_of(weight, adapter.part, pattern).float() + scale * (b @ values[f"{prefix}.lora_A"].float())
+            magnitude = values[f"{prefix}.lora_magnitude_vector"].float()
+            gains[adapter.part] = magnitude / full.norm(dim=1).clamp(min=_MIN_NORM)
     return a, join_rows(columns, pattern, 0.0), join_rows(gains, pattern, 1.0) if gains else None

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.gated_activations import clamped_swiglu
 from megatron.model.specs import DenseSpec, dense_spec
 from megatron.mpu import (
     Linear,
@@ -32,6 +31,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "sigmoid": torch.sigmoid,
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate <= `limit` and |up| <= `limit` (clamped).
+
+    It is gpt-oss's activation (`GptOssExperts._apply_gate` of transformers, `swigluoai` of vLLM). gate and up
+    have the same shape and dtype, and so does the result.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
 def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -13,6 +13,7 @@ from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
+Shape = Callable[[Batch], tuple[int, ...]]
 StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
 
 
@@ -35,7 +36,7 @@ def forward_only(
     read: Read,
     *,
     dtype: torch.dtype,
-    shape: Callable[[Batch], tuple[int, ...]],
+    shape: Shape,
 ) -> list[Tensor]:
     """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes.
 

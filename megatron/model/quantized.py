@@ -43,10 +43,11 @@ def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> N
     log(line)
 
 
-def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear]]:
-    """Returns (NeoX layer index, name in the weight map, linear) of each linear with a quantised weight."""
+def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear, QuantizedProduct]]:
+    """Returns (NeoX layer index, name in the weight map, linear, its product) of each linear with a quantised
+    weight."""
     return [
-        (int(index), f"{name}.weight", module)
+        (int(index), f"{name}.weight", module, module.product)
         for index, layer in stage.layers.items()
         for name, module in layer.named_modules()
         if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct)
@@ -60,18 +61,14 @@ def take_quantized(stage: Stage, weights: Mapping[int, Mapping[str, Tensor]]) ->
     weights: this rank's shards by NeoX layer index and name, on any device.
     """
     unpacked = {layer: dict(values) for layer, values in weights.items()}
-    for layer, name, linear in quantized_linears(stage):
+    for layer, name, linear, product in quantized_linears(stage):
         value = unpacked.get(layer, {}).pop(name, None)
         if value is not None:
-            assert isinstance(linear.product, QuantizedProduct)
-            linear.set_quantized(value.to(stage.device_of_groups, linear.product.dtype))
+            linear.set_quantized(value.to(stage.device_of_groups, product.dtype))
     return unpacked
 
 
 def quantized_memory(stage: Stage) -> list[Tensor]:
     """Returns the tensors of quantised weights: their bytes, and the scales of their blocks."""
-    held = []
-    for _, _, linear in quantized_linears(stage):
-        assert isinstance(linear.product, QuantizedProduct)
-        held += [linear.weight, *linear.product.scales()]
-    return held
+    linears = quantized_linears(stage)
+    return [tensor for _, _, linear, product in linears for tensor in (linear.weight, *product.scales())]

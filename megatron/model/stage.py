@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -206,10 +207,7 @@ class Stage(nn.Module):
         """Returns the shapes of the state that this rank keeps of each text, by layer."""
         kinds = {kind.Spec: kind for kind in MIXERS}
         mixers = {spec.index: spec.mixer for spec in self.state_blocks}
-        return {
-            layer: kinds[type(mixer)].state_shapes(mixer, self.tensor_size, self.dtype)
-            for layer, mixer in mixers.items()
-        }
+        return {i: kinds[type(mixer)].state_shapes(mixer, self.tensor_size, self.dtype) for i, mixer in mixers.items()}
 
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
@@ -226,11 +224,7 @@ class Stage(nn.Module):
 
         All blocks with equal `AttentionSpec.inputs` share them.
         """
-
-        def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
-            return self._bias(layer, seq, columns, distance)
-
-        mixer, cache = self.attention[layer], context.cache
+        mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer)
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
             # Rows of every length: a mask compiles nothing anew.
@@ -244,9 +238,8 @@ class Stage(nn.Module):
         inputs = text_inputs(mixer, batch, positions, lengths, form, bias)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
             for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out):
-                if sized is None:
-                    continue
-                torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
+                if sized is not None:
+                    torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
         return inputs
 
     def _bias(self, layer: int, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
@@ -282,8 +275,7 @@ class Stage(nn.Module):
         def run(x: Tensor, start: int, end: int) -> Ran:
             routed: list[RoutingSums] = []
             for spec in specs[start:end]:
-                layer = spec.index
-                block = self.layers[str(layer)]
+                layer, block = spec.index, self.layers[str(spec.index)]
                 seeds = block.seeds(batch.seed, layer) if dropping else DropoutSeeds()  # type: ignore[operator]
                 x, sums = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None, token_mask)
                 routed += [sums] if sums is not None else []

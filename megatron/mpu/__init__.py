@@ -12,14 +12,12 @@ Everything takes its groups as an argument; nothing here is global.
 
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
-from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.grouped import grouped_mm
-from megatron.mpu.groups import AXES, FOLDED, ParallelGroups, build_groups
+from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.head import (
     HeadInput,
     LossOfTokens,
     OutputLayer,
-    TokenStatistics,
     choose_tokens,
     scores_of,
     token_logprobs,
@@ -42,6 +40,7 @@ from megatron.mpu.mappings import (
     scatter_to_sequence,
 )
 from megatron.mpu.parameters import (
+    DTYPES,
     ParamSpec,
     allocate,
     is_never_trained,
@@ -55,65 +54,3 @@ from megatron.mpu.parameters import (
 )
 from megatron.mpu.products import PlainProduct, Product, linear
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor
-
-__all__ = [
-    "AXES",
-    "DTYPES",
-    "Divergence",
-    "FOLDED",
-    "HeadInput",
-    "Linear",
-    "LinearSpec",
-    "LoraSpec",
-    "LowRank",
-    "LossOfTokens",
-    "OutputLayer",
-    "ParamSpec",
-    "ParallelGroups",
-    "PartialSum",
-    "PlainProduct",
-    "Product",
-    "TokenLoss",
-    "TokenStatistics",
-    "TopTokens",
-    "VocabParallelEmbedding",
-    "adapters_of",
-    "all_gather",
-    "all_to_all",
-    "allocate",
-    "build_groups",
-    "choose_tokens",
-    "compiled_kernels",
-    "copy_to_tensor",
-    "distillation_sums",
-    "dropout",
-    "exchange",
-    "fork_seed",
-    "gather_from_sequence",
-    "gather_from_sharers",
-    "gather_from_tensor",
-    "grouped_mm",
-    "init_model_parallel",
-    "is_never_trained",
-    "is_precise",
-    "linear",
-    "mark",
-    "mix_seed",
-    "plain_kernels",
-    "reduce_from_tensor",
-    "row_parallel_sum",
-    "scatter_to_sequence",
-    "scores_of",
-    "seed_tensor",
-    "shard",
-    "shard_rows",
-    "share_out",
-    "token_divergence_sum",
-    "token_logprobs",
-    "token_logprobs_and_statistics",
-    "token_loss_sum",
-    "token_scores",
-    "top_tokens",
-    "with_prefix",
-    "unshard",
-]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.cross_entropy import VocabPart
-from megatron.mpu.head import HeadInput, OutputLayer, WeightGradient, chosen, chunks
+from megatron.mpu.head import HeadGradients, HeadInput, OutputLayer, chosen, chunks
 from megatron.mpu.mappings import gather_from_tensor
 
 _FP32_COPIES = 11  # of a chunk's logits at most at once, counted: logits, log-probabilities and their derivatives
@@ -225,9 +225,8 @@ class _DistillationSums(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, source: _Source, mix: _Mixture
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_grad = torch.empty_like(hidden) if mix.gradient and ctx.needs_input_grad[0] else None
-        weight_grad = WeightGradient(layer) if mix.gradient and ctx.needs_input_grad[1] else None
-        gradient = hidden_grad is not None or weight_grad is not None
+        gradients = HeadGradients(layer, hidden, [mix.gradient and is_needed for is_needed in ctx.needs_input_grad[:2]])
+        gradient = gradients.is_needed
         total, part, local_columns = hidden.new_zeros(2, dtype=torch.float32), mix.part, mix.part.local_columns
         for chunk in chunks(len(hidden), _FP32_COPIES * 4 * weight.shape[0]):
             x, weights = hidden[chunk], mix.weights[chunk]
@@ -249,13 +248,8 @@ class _DistillationSums(torch.autograd.Function):
                 continue
             logits[:, :local_columns] = slopes * weights[:, None]
             logits[:, local_columns:] = 0
-            if slope is not None:
-                logits.mul_(slope)
-            if hidden_grad is not None:
-                hidden_grad[chunk] = layer.product.input_gradient(logits, weight)
-            if weight_grad is not None:
-                weight_grad.add(logits, x)
-        ctx.gradients = hidden_grad, weight_grad
+            gradients.add(chunk, logits, slope, x, weight)
+        ctx.gradients = gradients
         divergence, nll = total.unbind()
         divergence, nll = divergence.clone(), nll.clone()
         ctx.mark_non_differentiable(divergence, nll)
@@ -265,9 +259,8 @@ class _DistillationSums(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
             raise RuntimeError("the divergence supports only one backward pass, which frees its gradients")
-        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
-        scaled_hidden_grad = None if hidden_grad is None else hidden_grad.mul_(grad)
-        return scaled_hidden_grad, None if weight_grad is None else weight_grad.scaled(grad), *(None,) * 3
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(grad), *(None,) * 3
 
 
 # -- of a chunk: the divergence of each row, and its gradient by this rank's logits `[rows, local_columns]` --

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -36,7 +36,7 @@ class ParallelGroups:
     device: torch.device
     embedding: dist.ProcessGroup | None = None
     world_rank: int = 0
-    world_size: int = field(default=1)
+    world_size: int = 1
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""

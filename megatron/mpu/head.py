@@ -8,7 +8,7 @@ Log-probabilities whose use is unknown compute the logits again in the backward 
 no tensor ranks, no z-loss, no statistics and no weights of tokens, and torch.compile breaks at it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,16 +94,29 @@ def chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step))
 
 
-class WeightGradient:
-    """The gradient of the weight, accumulated over chunks in fp32."""
+class HeadGradients:
+    """The gradients of the hidden states and of the weight, accumulated over chunks; the weight's in fp32.
 
-    def __init__(self, layer: OutputLayer) -> None:
-        self._layer = layer
+    input_needs_grad: whether each of the two is needed; the results have None for one that is not.
+    """
+
+    def __init__(self, layer: OutputLayer, hidden: Tensor, input_needs_grad: Sequence[bool]) -> None:
+        self.is_needed = any(input_needs_grad)
+        self._layer, self._needs_weight = layer, input_needs_grad[1]
+        self._hidden = torch.empty_like(hidden) if input_needs_grad[0] else None
         self._sum: Tensor | None = None
 
-    def add(self, grad: Tensor, x: Tensor) -> None:
-        """Adds the weight gradient of a chunk. grad: `[rows, vocab/T]`, of the logits of `x` `[rows,
-        hidden]`."""
+    def add(self, chunk: slice, grad: Tensor, slope: Tensor | None, x: Tensor, weight: Tensor) -> None:
+        """Adds the gradients of a chunk. grad: `[rows, vocab/T]`, of the logits of `x` `[rows, hidden]`;
+        overwritten. slope: of `OutputLayer.slope`."""
+        if slope is not None:
+            grad.mul_(slope)
+        if self._hidden is not None:
+            self._hidden[chunk] = self._layer.product.input_gradient(grad, weight)
+        if self._needs_weight:
+            self._add_to_weight(grad, x)
+
+    def _add_to_weight(self, grad: Tensor, x: Tensor) -> None:
         product, total = self._layer.product, self._sum
         wide = grad.dtype != torch.float32 and grad.device.type == "cuda"
         if not isinstance(product, PlainProduct) or (grad.dtype != torch.float32 and not wide):
@@ -116,19 +129,21 @@ class WeightGradient:
         else:
             total.addmm_(grad.t(), x)
 
-    def scaled(self, scale: Tensor) -> Tensor:
-        """Returns the accumulated gradient times a scalar, in the weight's dtype, and frees it."""
-        total, self._sum = self._sum, None
+    def scaled(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradients times a scalar, the weight's in its dtype. It may overwrite them."""
+        hidden, total = None if self._hidden is None else self._hidden.mul_(scale), self._sum
         if total is None:
-            return torch.zeros_like(self._layer.weight)
+            return hidden, torch.zeros_like(self._layer.weight) if self._needs_weight else None
         if total.dtype == self._layer.weight.dtype:
-            return total.mul_(scale)
-        return torch.mul(total, scale, out=torch.empty_like(self._layer.weight))
+            return hidden, total.mul_(scale)
+        return hidden, torch.mul(total, scale, out=torch.empty_like(self._layer.weight))
 
-    def total(self) -> Tensor:
-        """Returns the accumulated gradient in the weight's dtype."""
+    def total(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradients, the weight's in its dtype."""
         weight = self._layer.weight
-        return torch.zeros_like(weight) if self._sum is None else self._sum.to(weight.dtype)
+        if self._sum is None:
+            return self._hidden, torch.zeros_like(weight) if self._needs_weight else None
+        return self._hidden, self._sum.to(weight.dtype)
 
 
 # -- sums of losses ------------------------------------------------------------------------------------------
@@ -162,23 +177,18 @@ class _LossSum(torch.autograd.Function):
         kind: LossOfTokens,
         gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        hidden_grad = torch.empty_like(hidden) if gradient and ctx.needs_input_grad[0] else None
-        weight_grad = WeightGradient(layer) if gradient and ctx.needs_input_grad[1] else None
-        gradient = hidden_grad is not None or weight_grad is not None
+        gradients = HeadGradients(layer, hidden, [gradient and is_needed for is_needed in ctx.needs_input_grad[:2]])
         local, rows = part.local(labels), []
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
             logits = layer.logits(x)
-            slope = layer.slope(logits) if gradient else None
-            rows.append(_loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradient))
-            if slope is not None:
-                logits.mul_(slope)
-            if hidden_grad is not None:
-                hidden_grad[chunk] = layer.product.input_gradient(logits, weight)
-            if weight_grad is not None:
-                weight_grad.add(logits, x)
+            slope = layer.slope(logits) if gradients.is_needed else None
+            rows.append(
+                _loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradients.is_needed)
+            )
+            gradients.add(chunk, logits, slope, x, weight)
             del logits, slope  # before the next are computed
-        ctx.gradients = hidden_grad, weight_grad
+        ctx.gradients = gradients
         sums = torch.cat(rows, -1).sum(-1)
         loss, statistics = sums[0], sums[1:]
         ctx.mark_non_differentiable(statistics)
@@ -188,9 +198,8 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
             raise RuntimeError("the loss supports only one backward pass, which frees its gradients")
-        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
-        scaled_hidden_grad = None if hidden_grad is None else hidden_grad.mul_(grad)
-        return scaled_hidden_grad, None if weight_grad is None else weight_grad.scaled(grad), *(None,) * 6
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(grad), *(None,) * 6
 
 
 def _loss_rows(
@@ -320,8 +329,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, local, highest, inverse = ctx.saved_tensors
         layer, part, kept_logits = ctx.layer, ctx.part, ctx.kept_logits[::-1]
         ctx.kept_logits = None
-        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad = WeightGradient(layer) if ctx.needs_input_grad[1] else None
+        gradients = HeadGradients(layer, hidden, ctx.needs_input_grad[:2])
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
             logits = kept_logits.pop() if kept_logits else layer.logits(x)
@@ -330,14 +338,9 @@ class _Logprobs(torch.autograd.Function):
                 rows = (values[chunk] for values in (highest, inverse, local, grad))
                 layer.kernels.put_logprob_gradient(logits[:, : part.local_columns], *rows, ctx.temperature)
             logits[:, part.local_columns :] = 0
-            if slope is not None:
-                logits.mul_(slope)
-            if hidden_grad is not None:
-                hidden_grad[chunk] = layer.product.input_gradient(logits, weight)
-            if weight_grad is not None:
-                weight_grad.add(logits, x)
+            gradients.add(chunk, logits, slope, x, weight)
             del logits, slope
-        return hidden_grad, None if weight_grad is None else weight_grad.total(), *(None,) * 6
+        return *gradients.total(), *(None,) * 6
 
 
 def _logprobs(

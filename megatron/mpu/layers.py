@@ -84,7 +84,7 @@ class Linear(nn.Module):
     sum_in_place: whether the sum over ranks may overwrite the product of a row-parallel layer; False if
         recomputation saves the product.
     async_tensor_parallel: whether, under sequence parallelism, a PlainProduct runs in pieces that overlap
-        with communication (`symmetric_memory.py`).
+        with communication (`parallel_linear.gather_product`).
     lora: adapters by name of their projection; None without adapters.
     adapters_on: whether the adapters are used.
     stack: when serving, the adapters from which each row of a batch selects one.

@@ -21,7 +21,29 @@ from megatron.mpu.mappings import (
     start_reduce_scatter,
 )
 from megatron.mpu.products import PlainProduct, Product, bias_gradient, biased_output
-from megatron.mpu.symmetric_memory import gather_product, product_scatter
+
+# -- products in pieces that overlap with communication between tensor ranks of one machine ------------------
+# They use torch's symmetric memory (`torch.ops.symm_mem`, CUDA alone): each rank reads the others' memory
+# over NVLink. The sequence is the first dimension, full or sharded.
+
+
+def gather_product(shard: Tensor, matrix: Tensor, group: dist.ProcessGroup, keep: bool) -> tuple[Tensor | None, Tensor]:
+    """Gathers `shard` `[seq/T, batch, in]` and multiplies it by `matrix` `[in, out]`, in overlapping pieces.
+
+    Returns the gathered tensor, or None unless `keep`, and the product.
+    """
+    fused = torch.ops.symm_mem.fused_all_gather_matmul
+    gathered, products = fused(shard.contiguous(), [matrix], 0, group.group_name, return_A=keep)
+    return gathered, products[0]
+
+
+def product_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x `[seq, batch, in]` times `matrix` `[in, out]`, summed over ranks, this rank's `[seq/T, batch, out]`.
+    Pieces are sent while others are computed."""
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, group.group_name)
+
+
+# -- layers --------------------------------------------------------------------------------------------------
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -31,7 +53,7 @@ class _ColumnParallel(torch.autograd.Function):
     while it computes the input gradient. The input gradient is summed over ranks during the product of the
     weight gradient.
 
-    pipelined: gather and sum run in pieces, overlapped with their products (`symmetric_memory.py`).
+    pipelined: gather and sum run in pieces, overlapped with their products.
     """
 
     @staticmethod

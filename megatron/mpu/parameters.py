@@ -3,12 +3,16 @@ rank's part."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.groups import ParallelGroups
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+"""torch's dtypes by the names that `args.params_dtype` has."""
 
 
 @dataclass(frozen=True)

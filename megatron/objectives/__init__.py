@@ -9,13 +9,3 @@ optimizer step, reference models and logging are the work of engine and loop.
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling
 from megatron.objectives.objective import HeadUse, Objective
 from megatron.objectives.preference import label_logprobs, response_scores, response_sums
-
-__all__ = [
-    "LANGUAGE_MODELLING",
-    "HeadUse",
-    "Objective",
-    "response_scores",
-    "response_sums",
-    "label_logprobs",
-    "language_modelling",
-]

@@ -22,7 +22,7 @@ def dft(logprobs: Tensor) -> Tensor:
     return -logprobs * logprobs.detach().exp()
 
 
-def _weight(batch: Batch) -> Tensor:
+def token_count(batch: Batch) -> Tensor:
     """The number of tokens whose loss weight is 1, fp32 `[1]`."""
     return batch.loss_weights.sum().float().view(1)
 
@@ -48,7 +48,7 @@ def language_modelling(
             metrics = {name: torch.stack([value, count]) for name, value in zip(METRICS, sums, strict=True)}
         return total.view(1), metrics
 
-    return Objective(_weight, loss_sum, METRICS if statistics else ())
+    return Objective(token_count, loss_sum, METRICS if statistics else ())
 
 
 LANGUAGE_MODELLING = language_modelling()

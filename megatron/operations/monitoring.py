@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.operations.run_folder import RunFolder
 from megatron.process.metrics_file import POSITION
@@ -126,11 +126,9 @@ def phase_of(state: str, activity: str) -> str:
     activity: description of its current activity."""
     if state != "running":
         return state
-    return (
-        "training"
-        if re.match(r"in (the first )?step", activity)
-        else re.sub(r"[\d\s]+", " ", activity).strip() or state
-    )
+    if re.match(r"in (the first )?step", activity):
+        return "training"
+    return re.sub(r"[\d\s]+", " ", activity).strip() or state
 
 
 def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> ThreadingHTTPServer:
@@ -155,7 +153,11 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
     try:
         return _Server((args.metrics_host, args.metrics_port or 0), Pages)
     except OSError as problem:
-        raise _refusal(args, problem) from None
+        problem_text = (
+            f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
+        )
+        advice = "set another port, or set metrics_host to an address of this machine"
+        raise args.error("metrics_port", f"{problem_text}; {advice}") from None
 
 
 class _Server(ThreadingHTTPServer):
@@ -173,8 +175,3 @@ class _Server(ThreadingHTTPServer):
         """Prints the exception of a request, unless the client has disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
-
-
-def _refusal(args: NeoXArgs, problem: OSError) -> ConfigError:
-    place = f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
-    return args.error("metrics_port", f"{place}; set another port, or set metrics_host to an address of this machine")

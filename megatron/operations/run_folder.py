@@ -5,6 +5,7 @@ of every start.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.process.metrics_file import METRICS_FILE, read_last_metrics, read_metrics
 from megatron.process.run_files import STATUS, SUMMARY, SUMMARY_SHAPE, Problems, read_fields, read_object, read_status
 
-_SCORES = "eval_tasks/"
 _ARGS_FILES = "neox_args.train.*.json"  # one per start, named by `megatron.launch.plan`
 
 
@@ -52,46 +52,32 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order of their steps, as they were logged; [] if the file is missing
         or unreadable."""
-        try:
-            return list(read_metrics(self.metrics_file, self.problems))
-        except FileNotFoundError:
-            return []
-        except OSError as problem:
-            self.problems.note(self.metrics_file, "", f"cannot be read ({problem.strerror})")
-            return []
+        return self._read_rows(lambda: list(read_metrics(self.metrics_file, self.problems)))
 
     def last_rows(self, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
         """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] if it is missing
         or unreadable."""
+        return self._read_rows(lambda: read_last_metrics(self.metrics_file, size, self.problems))
+
+    def _read_rows(self, read: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         try:
-            return read_last_metrics(self.metrics_file, size, self.problems)
+            return read()
         except FileNotFoundError:
             return []
         except OSError as problem:
             self.problems.note(self.metrics_file, "", f"cannot be read ({problem.strerror})")
             return []
 
-    def scores(self) -> dict[str, float]:
-        """The newest value of each score, by its logged name without `eval_tasks/`, such as piqa_acc; {}
-        before the first evaluation."""
-        logged = {name: value for row in self.rows() for name, value in row.items() if name.startswith(_SCORES)}
-        return {name.removeprefix(_SCORES): value for name, value in logged.items()}
-
-    def args_files(self) -> list[Path]:
-        """The files of resolved arguments, one for each start of `train.py` by deepy.py, the oldest first."""
-        return sorted(self.logs.glob(_ARGS_FILES), key=lambda path: path.stat().st_mtime_ns)
-
     def args(self) -> NeoXArgs | None:
         """The configuration of the newest start, with the origin of each key; None if this version can read
         none. A start of `train.py` without deepy.py leaves none."""
-        for path in reversed(self.args_files()):
+        for path in reversed(sorted(self.logs.glob(_ARGS_FILES), key=lambda path: path.stat().st_mtime_ns)):
             try:
                 read_object(path)  # refuses other things than files, and deep nesting
                 return NeoXArgs.from_json(path.read_text(encoding="utf-8"))
             except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                self.problems.note(
-                    path, "", f"not a configuration that this version can read ({type(problem).__name__})"
-                )
+                reason = f"not a configuration that this version can read ({type(problem).__name__})"
+                self.problems.note(path, "", reason)
         return None
 
 

@@ -22,17 +22,18 @@ failed or was refused, 2 a wrong command line, 124 stopped by USR1, 130 by Ctrl-
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.launch import install_root
 from megatron.neox_arguments.errors import UserError
 from megatron.operations.jobs.table import console
 from megatron.pipelines.definition import FILE, PIPELINE_KEYS, Pipeline, Stage, find_pipeline, read_pipeline
 from megatron.pipelines.errors import PipelineError, StageFailed
 from megatron.pipelines.gate_verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
 from megatron.pipelines.options import Options
-from megatron.pipelines.recipes import recipes, write_recipe
 from megatron.pipelines.runner import check_configs, choose, draw_page, dry_run, run
 from megatron.pipelines.slurm import jobs_now, refuse_active_jobs, submit
 from megatron.pipelines.stage_work import StageWork
@@ -42,6 +43,9 @@ from megatron.process import outlive_readers, say
 from megatron.process.command_parser import CommandParser
 
 _COMMAND = "deepy.py pipeline"
+_RECIPES = Path("configs/pipelines")
+_FOLDERS = ("checkpoints", "configs", "data/raw", "data/packed", "data/sft", "data/dpo", "logs")
+_GATES = Path("configs/promotion_gates.yml")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,10 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.add_argument("--to", dest="last", metavar="STAGE", help="the last stage (the last)")
         command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
         precision = command.add_mutually_exclusive_group()
-        for flag, value, meaning in (
-            ("--fp8", "auto", "training in FP8 where there is"),
-            ("--no-fp8", "off", "no FP8"),
-        ):
+        for flag, value, meaning in ("--fp8", "auto", "training in FP8 where there is"), ("--no-fp8", "off", "no FP8"):
             precision.add_argument(flag, dest="fp8", action="store_const", const=value, help=meaning)
         command.add_argument("--precision", metavar="NAME", help="of every training stage: bfloat16, fp16, fp32")
         command.add_argument(
@@ -88,19 +89,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     beginning.add_argument(
         "--recipe", default="quickstart", metavar="NAME", help=f"{', '.join(recipes())} (quickstart)"
     )
-    words, sbatch_options = _split(argv)
-    options = parser.parse_args(words)
+    end = argv.index("--") if "--" in argv else len(argv)
+    options, sbatch_options = parser.parse_args(argv[:end]), list(argv[end + 1 :])
     if sbatch_options and not getattr(options, "slurm", False):
         parser.error("options after -- are for sbatch; add --slurm, or remove them")
     options.sbatch_options = sbatch_options
     return options
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments at `--` into (our arguments, those for sbatch)."""
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], words[end + 1 :]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,6 +148,14 @@ def _place(words: Sequence[str], takes_stage: bool) -> tuple[Pipeline, str | Non
     return pipeline, remaining[0] if remaining else None
 
 
+def _place_and_stage(options: argparse.Namespace) -> tuple[Pipeline, Stage]:
+    """Does what `_place` does for a command that needs a stage."""
+    pipeline, name = _place(options.words, takes_stage=True)
+    if name is None:
+        raise PipelineError(f"{options.command}: name a stage")
+    return pipeline, pipeline.stage(name)
+
+
 def _run(options: argparse.Namespace) -> int:
     resumes = options.command == "resume"
     pipeline, from_stage = _place(options.words, takes_stage=resumes)
@@ -192,8 +194,7 @@ def _run(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     pipeline, _ = _place(options.words, takes_stage=False)
     state = State(pipeline.folder)
-    jobs = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
-    in_queue = jobs_now(jobs, _say)
+    in_queue = jobs_now(pipeline, state, _say)
     if options.json:
         rows = rows_of(pipeline, state, is_locked(pipeline.folder))
         records = {stage.name: asdict(state[stage.name]) for stage in pipeline.stages}
@@ -202,15 +203,13 @@ def _status(options: argparse.Namespace) -> int:
     out = console()
     out.print(stage_table(pipeline, state, out.is_terminal, is_locked(pipeline.folder)))
     for name, words in in_queue.items():
-        print(f"{name}: job {jobs[name]} {words}")
+        print(f"{name}: job {state[name].job} {words}")
     return 0
 
 
 def _gate(options: argparse.Namespace) -> int:
-    pipeline, name = _place(options.words, takes_stage=True)
-    if name is None:
-        raise PipelineError("gate: name a stage")
-    stage, gates = pipeline.stage(name), gates_of(pipeline)
+    pipeline, stage = _place_and_stage(options)
+    name, gates = stage.name, gates_of(pipeline)
     if name not in gates:
         raise PipelineError(f"{name}: has no gate; add one to {pipeline.gates or 'a file, and set `gates` to it'}")
     with locked(pipeline.folder, _say):
@@ -227,10 +226,8 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _override(options: argparse.Namespace) -> int:
-    pipeline, name = _place(options.words, takes_stage=True)
-    if name is None:
-        raise PipelineError("override: name a stage")
-    stage, gate = pipeline.stage(name), gates_of(pipeline).get(name)
+    pipeline, stage = _place_and_stage(options)
+    name, gate = stage.name, gates_of(pipeline).get(stage.name)
     if not options.reason.strip():
         raise PipelineError("--reason: is empty; say why the gate is overridden")
     with locked(pipeline.folder, _say):
@@ -256,3 +253,33 @@ def _init(options: argparse.Namespace) -> int:
     file = write_recipe(options.recipe, Path(options.place).expanduser())
     _say(f"{file}: written; next: {_COMMAND} run {options.place} --dry-run")
     return 0
+
+
+def recipes() -> list[str]:
+    """Returns the names of the recipes."""
+    return sorted(path.parent.name for path in (install_root() / _RECIPES).glob(f"*/{FILE}"))
+
+
+def write_recipe(recipe: str, target: Path) -> Path:
+    """Starts a new pipeline in the folder `target` from a recipe, and returns the path of its pipeline.yml.
+
+    It copies the recipe's files and creates the folders of the stages. A recipe without gates gets
+    `configs/promotion_gates.yml` of the repository. Raises PipelineError for an unknown recipe, and if the
+    folder already has a pipeline.
+    """
+    if recipe not in recipes():
+        raise PipelineError(f"--recipe {recipe}: no such recipe; choose one of {', '.join(recipes())}")
+    source = install_root() / _RECIPES / recipe
+    if (target / FILE).exists():
+        raise PipelineError(f"{target / FILE}: already exists; give another folder, or remove it")
+    try:
+        for name in _FOLDERS:
+            (target / name).mkdir(parents=True, exist_ok=True)
+        gates = target / _GATES
+        if not (source / _GATES).is_file() and not gates.exists():
+            shutil.copyfile(install_root() / _GATES, gates)
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=lambda _, names: [n for n in names if n == FILE])
+        shutil.copyfile(source / FILE, target / FILE)  # last: without it the folder is no pipeline
+    except OSError as problem:
+        raise PipelineError(f"{problem.filename or target}: cannot be written ({problem.strerror})") from None
+    return target / FILE

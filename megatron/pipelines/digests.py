@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,8 @@ _SPLIT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # of
 LONGER = ("train_iters", "train_epochs")  # a run whose only change is that these grow goes on
 # Declarations of keys that initial weights depend on, and further ones
 _MODEL = (
-    "ModelKeys",
-    "MambaKeys",
-    "OtherArchitectureKeys",
-    "MoEKeys",
-    "MuPKeys",
-    "TransformerEngineKeys",
-    "TokenizerKeys",
-)
+    "ModelKeys", "MambaKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
+)  # fmt: skip
 _INIT_KEYS = ("seed", "train_impl")
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 
@@ -140,10 +135,8 @@ def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
     if args.load is None:
         return None
     source = {"load": args.load, "iteration": args.iteration, "finetune": args.finetune}
-    latest = folder / args.load / "latest"
-    if args.iteration is not None or not latest.is_file():
-        return source
-    return {**source, "sha256": weights_digest(folder / args.load / latest.read_text(encoding="utf-8").strip())}
+    checkpoint = latest_checkpoint(folder / args.load) if args.iteration is None else None
+    return source if checkpoint is None else {**source, "sha256": weights_digest(checkpoint)}
 
 
 def init_inputs(args: NeoXArgs, folder: Path) -> dict[str, Any]:
@@ -182,6 +175,19 @@ def _short_text(value: Any) -> str:
     if isinstance(value, str) and len(value) == 64:
         return value[:8]
     return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def latest_checkpoint(save: Path) -> Path | None:
+    """Returns the checkpoint folder that the file `latest` in `save` names; None without that file."""
+    if not (save / "latest").is_file():
+        return None
+    return save / (save / "latest").read_text(encoding="utf-8").strip()
+
+
+def numbered(path: Path, word: str = "") -> Path:
+    """Returns the first path PATH.<word>N, N from 1, that does not exist."""
+    paths = (path.with_name(f"{path.name}.{word}{number}") for number in count(1))
+    return next(candidate for candidate in paths if not candidate.exists())
 
 
 def weights_digest(checkpoint: Path) -> str:

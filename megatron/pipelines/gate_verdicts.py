@@ -33,9 +33,8 @@ def gates_of(pipeline: Pipeline) -> dict[str, Gate]:
 
     Raises ConfigError for mistakes in the file.
     """
-    if pipeline.gates is None:
-        return {}
-    return read_gates(pipeline.gates, [stage.name for stage in pipeline.stages if stage.kind == "train"])
+    stages = [stage.name for stage in pipeline.stages if stage.kind == "train"]
+    return {} if pipeline.gates is None else read_gates(pipeline.gates, stages)
 
 
 def requirements_digest(gate: Gate | None) -> str | None:
@@ -131,12 +130,10 @@ def find_override(folder: Path, verdict: Mapping[str, Any]) -> Override | None:
     None if there is none."""
     baseline = (verdict["baseline"] or {}).get("weights_sha256")
     key = (verdict["stage"], verdict["weights_sha256"], verdict["requirements"], baseline)
-    matches = [
-        override
-        for override in read_overrides(folder)
-        if (override.stage, override.sha256, override.requirements, override.baseline) == key
-    ]
-    return matches[-1] if matches else None
+    for override in reversed(read_overrides(folder)):
+        if (override.stage, override.sha256, override.requirements, override.baseline) == key:
+            return override
+    return None
 
 
 def _json_value(value: Any) -> Any:

@@ -16,7 +16,7 @@ Judging is a pure function of the requirements, the stage's measurements and tho
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -113,8 +113,7 @@ class Judgement:
     """The checks of all bounds of a gate. Its exit code is 4 if a metric is missing, else 3 if a check
     failed, else 0."""
 
-    gate: Gate
-    checks: tuple[Check, ...] = field(default=())
+    checks: tuple[Check, ...]
 
     @property
     def result(self) -> Result:
@@ -177,7 +176,7 @@ def _requirement(path: str, item: Any, baseline: str | None, problems: ErrorColl
     if not _bounds(requirement):
         problems.add(path, f"{requirement.metric}: has no bound; give min, max, max_drop or max_rise")
     for bound, value in _bounds(requirement):
-        if isinstance(value, str) and not _SHARE.fullmatch(value):
+        if isinstance(value, str) and _share(value) is None:
             problems.add(f"{path}.{bound}", f'expected a number, or a share as 2%, got "{value}"')
         elif bound in ("max_drop", "max_rise") and not isinstance(value, str) and value < 0:
             problems.add(f"{path}.{bound}", f"expected at least 0, got {value}")
@@ -186,8 +185,7 @@ def _requirement(path: str, item: Any, baseline: str | None, problems: ErrorColl
     if requirement.min is not None and requirement.max is not None and requirement.min > requirement.max:
         problems.add(f"{path}.min", f"{requirement.min} is more than max {requirement.max}: nothing can pass")
     window = requirement.window
-    share = _SHARE.fullmatch(window) if isinstance(window, str) else None
-    if isinstance(window, str) and not (share and 0 < float(share[1]) <= 100):
+    if isinstance(window, str) and not 0 < (_share(window) or 0) <= 1:
         problems.add(f"{path}.window", f'expected a number of steps, or a share of the run as 10%, got "{window}"')
     if isinstance(window, int) and window < 1:
         problems.add(f"{path}.window", f"expected at least 1 step, got {window}")
@@ -207,23 +205,16 @@ def judge(gate: Gate, measured: Measurements, baseline: Measurements | None) -> 
     measured: measurements of the judged stage.
     baseline: measurements of the baseline's promoted weights; None if there are none.
     """
-    return Judgement(
-        gate,
-        tuple(
-            _check(requirement, bound, threshold, measured, baseline)
-            for requirement in gate.requirements
-            for bound, threshold in _bounds(requirement)
-        ),
-    )
+    return Judgement(tuple(
+        _check(requirement, bound, threshold, measured, baseline)
+        for requirement in gate.requirements for bound, threshold in _bounds(requirement)
+    ))  # fmt: skip
 
 
 def _check(
-    requirement: Requirement,
-    bound: Bound,
-    threshold: float | str,
-    measured: Measurements,
+    requirement: Requirement, bound: Bound, threshold: float | str, measured: Measurements,
     baseline: Measurements | None,
-) -> Check:
+) -> Check:  # fmt: skip
     z = requirement.stderr_z
     try:
         measurement = _measure(requirement, measured)
@@ -252,7 +243,9 @@ def _check(
 
 
 def _measure(requirement: Requirement, measured: Measurements) -> Measured:
-    measurement = measured.measure(requirement.metric, _window(requirement.window), requirement.aggregate)
+    share = _share(requirement.window)
+    window: Any = requirement.window if share is None else share
+    measurement = measured.measure(requirement.metric, window, requirement.aggregate)
     if requirement.stderr_z is not None and measurement.stderr is None:
         raise MissingError(
             f"stderr_z needs a standard error, but {requirement.metric} has none; set window, or remove stderr_z"
@@ -260,16 +253,15 @@ def _measure(requirement: Requirement, measured: Measurements) -> Measured:
     return measurement
 
 
-def _window(value: int | str | None) -> int | float | None:
-    """Converts a window: `10%` to 0.1, a share of the run (float). A number of steps (int) and None are
-    returned unchanged."""
-    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
-    return float(share[1]) / 100 if share is not None else value  # type: ignore[return-value]
+def _share(value: float | str | None) -> float | None:
+    """Converts `10%` to 0.1. Returns None for another value."""
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else float(match[1]) / 100
 
 
 def _limit(bound: str, threshold: float | str, reference: Measured | None) -> float:
-    share = _SHARE.fullmatch(threshold) if isinstance(threshold, str) else None
     if reference is None:
         return float(threshold)
-    change = float(share[1]) / 100 * abs(reference.value) if share is not None else float(threshold)
+    share = _share(threshold)
+    change = share * abs(reference.value) if share is not None else float(threshold)
     return reference.value - change if bound == "max_drop" else reference.value + change

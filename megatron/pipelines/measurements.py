@@ -1,5 +1,6 @@
 """Reads the measurements of a stage's result: its metrics.jsonl and the scores of its evaluation."""
 
+import difflib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ class Measurements:
         if window is None:
             iteration = rows[-1]["iteration"]
             self._need(metric, rows[-1:])
-            error = self.rows_error(metric, iteration)
+            error = self._logged_error(metric, iteration)
             return Measured(_number(rows[-1][metric]), error, {"first": iteration, "last": iteration, "rows": 1})
         steps = max(1, math.ceil(round(window * last, 6))) if isinstance(window, float) else window
         if steps > last:
@@ -77,20 +78,20 @@ class Measurements:
         if not window_rows:
             raise MissingError(f"{metric} was not logged in the last {steps} steps")
         self._need(metric, window_rows)
-        values = [(row["iteration"], _number(row[metric])) for row in window_rows]
-        numbers = [value for _, value in values]
-        error = None
-        if aggregate == "mean" and len(numbers) > 1:
-            error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if _finite(numbers) else math.nan
-        reduce = {"mean": _mean, "min": _minimum, "max": _maximum, "last": lambda items: items[-1]}[aggregate]
+        numbers = [_number(row[metric]) for row in window_rows]
+        is_finite, has_nan = all(map(math.isfinite, numbers)), any(map(math.isnan, numbers))
+        value, error = numbers[-1], None
+        if aggregate == "mean":
+            value = statistics.fmean(numbers) if is_finite else math.nan
+            if len(numbers) > 1:
+                error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if is_finite else math.nan
+        elif aggregate != "last":
+            value = {"min": min, "max": max}[aggregate](numbers) if not has_nan else math.nan
         used_window = {
-            "first": values[0][0],
-            "last": values[-1][0],
-            "rows": len(values),
-            "steps": steps,
-            "aggregate": aggregate,
-        }
-        return Measured(reduce(numbers), error, used_window)
+            "first": window_rows[0]["iteration"], "last": window_rows[-1]["iteration"], "rows": len(numbers),
+            "steps": steps, "aggregate": aggregate,
+        }  # fmt: skip
+        return Measured(value, error, used_window)
 
     def _rows_of_kind(self, metric: str) -> tuple[list[Mapping[str, Any]], int]:
         """Returns the rows that have metrics with the prefix of `metric` (train/, validation/), and the
@@ -115,7 +116,7 @@ class Measurements:
         if missing:
             raise MissingError(f"{metric} has no value at iteration {missing[-1]}: not measured then, or NaN")
 
-    def rows_error(self, metric: str, iteration: int) -> float | None:
+    def _logged_error(self, metric: str, iteration: int) -> float | None:
         """Returns the standard error that was logged with a task's score at this iteration; None if there is
         none."""
         if not metric.startswith(_TASK_PREFIX):
@@ -181,24 +182,6 @@ def _number(value: Any) -> float:
     return float(value) if _is_number(value) else math.nan
 
 
-def _finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if _finite(values) else math.nan
-
-
-def _minimum(values: Sequence[float]) -> float:
-    return min(values) if not any(map(math.isnan, values)) else math.nan
-
-
-def _maximum(values: Sequence[float]) -> float:
-    return max(values) if not any(map(math.isnan, values)) else math.nan
-
-
 def _nearest(metric: str, names: set[str]) -> str:
-    import difflib
-
     close = difflib.get_close_matches(metric, sorted(names), 3, 0.5)
     return f"nearest: {', '.join(close)}" if close else f"there are {len(names)} metrics" if names else "no metrics yet"

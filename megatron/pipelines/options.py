@@ -1,7 +1,7 @@
 """Options of a pipeline's command line for the runs of all stages, and the command lines of these runs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,8 @@ def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: st
     """
     save = f"checkpoints/{stage.name}"
     pairs = [f"save={save}", f"log_dir={save}/logs"]
-    if stage.kind == "train":
-        start = f"checkpoints/{stage.starts_from}_final" if stage.starts_from is not None else None
-        pairs += [f"load={start}", "finetune=true"] if start is not None else []
+    if stage.kind == "train" and stage.starts_from is not None:
+        pairs += [f"load=checkpoints/{stage.starts_from}_final", "finetune=true"]
     return _words("train.py", pipeline, stage, options, pairs, further)
 
 
@@ -82,7 +81,8 @@ def eval_words(pipeline: Pipeline, stage: Stage, options: Options, checkpoint: P
         f"eval_results_prefix={prefix}", "use_wandb=false", "tensorboard_dir=null",
     ]  # fmt: skip
     pairs += ["lora=null"] if stage.merge_adapters else []
-    return _words("eval.py", pipeline, stage, options, [*_pairs(stage.evaluation or {}), *pairs])
+    evaluation = [f"{name}={json.dumps(thaw(value))}" for name, value in (stage.evaluation or {}).items()]  # YAML
+    return _words("eval.py", pipeline, stage, options, [*evaluation, *pairs])
 
 
 def _words(
@@ -91,11 +91,6 @@ def _words(
     files = [str(path) for path in pipeline.config_files(stage)]
     script_words = [str(install_root() / script), *files, *options.flags(), *further]
     return [*script_words, "--set", *options.pairs(), *pairs]
-
-
-def _pairs(values: Mapping[str, Any]) -> list[str]:
-    """Returns a mapping as a list of KEY=VALUE, with values in YAML."""
-    return [f"{name}={json.dumps(thaw(value))}" for name, value in values.items()]
 
 
 def parse_words(words: Sequence[str]) -> NeoXArgs:

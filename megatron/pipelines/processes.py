@@ -116,15 +116,11 @@ def _opened(log: Path, line: str) -> IO[bytes]:
     """Opens a log for appending and writes `line` to it. Raises PipelineError."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        output = log.open("ab", buffering=0)
-        try:
-            output.write(line.encode())
-        except OSError:
-            output.close()
-            raise
+        with log.open("ab", buffering=0) as file:
+            file.write(line.encode())
+        return log.open("ab", buffering=0)
     except OSError as problem:
         raise cannot_write(log, problem) from None
-    return output
 
 
 @contextmanager

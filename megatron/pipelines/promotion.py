@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.files import sync, write_json
-from megatron.pipelines.digests import weights_digest
+from megatron.pipelines.digests import latest_checkpoint, numbered, weights_digest
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.measurements import SCORES, Measurements, read_measurements
 from megatron.process.metrics_file import METRICS_FILE
@@ -52,10 +52,8 @@ def promote(
         if scores is not None and scores.is_file():
             shutil.copyfile(scores, unfinished / SCORES)
         sync(unfinished)
-        number = 0
-        while target.exists():  # of an earlier promotion of the same weights, which may be damaged by now
-            number += 1
-            target = folder / f"{name}.{number}"
+        if target.exists():  # of an earlier promotion of the same weights, which may be damaged by now
+            target = numbered(target)
         os.replace(unfinished, target)
         link = final.with_name(f".{final.name}.tmp")
         link.unlink(missing_ok=True)
@@ -84,20 +82,11 @@ def promoted_weights(final: Path) -> str | None:
         return None
 
 
-def latest_checkpoint(save: Path) -> Path | None:
-    """Returns the checkpoint folder that the file `latest` in `save` names; None without that file."""
-    if not (save / "latest").is_file():
-        return None
-    return save / (save / "latest").read_text(encoding="utf-8").strip()
-
-
 def promoted_measurements(final: Path) -> Measurements | None:
     """Returns the metrics and scores that were stored with the promoted weights in `final`; None if nothing
     is promoted."""
     checkpoint = latest_checkpoint(final)
-    if checkpoint is None:
-        return None
-    return read_measurements(final, final / SCORES, iteration_of(checkpoint))
+    return None if checkpoint is None else read_measurements(final, final / SCORES, iteration_of(checkpoint))
 
 
 def iteration_of(checkpoint: Path) -> int:

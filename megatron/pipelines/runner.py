@@ -53,10 +53,8 @@ def check_configs(
         try:
             if stage.kind == "train":
                 args = parse_words(train_words(pipeline, stage, options)).check_training()
-                if stage.name in gates:
-                    problems += [
-                        f"{pipeline.gates}: {line}" for line in _without_metric(gates[stage.name], stage, args)
-                    ]
+                for line in _without_metric(gates[stage.name], stage, args) if stage.name in gates else ():
+                    problems.append(f"{pipeline.gates}: {line}")
             if stage.kind == "init":
                 parse_words(train_words(pipeline, stage, options, "--init-only"))
             if stage.evaluation is not None:
@@ -124,14 +122,9 @@ def draw_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> N
 
 
 def _run(
-    pipeline: Pipeline,
-    stages: Sequence[Stage],
-    options_of: OptionsOf,
-    gates: Mapping[str, Gate],
-    state: State,
-    processes: Processes,
-    display: Display,
-) -> int:
+    pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, gates: Mapping[str, Gate], state: State,
+    processes: Processes, display: Display,
+) -> int:  # fmt: skip
     start_digest = _digest(pipeline.file)
     for stage in stages:
         say, options = display.line_writer(stage.name), options_of(stage)

@@ -3,12 +3,12 @@
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.launch import install_root
 from megatron.launch.site import site_variables
-from megatron.operations.jobs.scheduler import Slurm
+from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.options import Options
@@ -68,21 +68,22 @@ def refuse_active_jobs(pipeline: Pipeline, state: State, say: Callable[[str], No
 
 
 def _refuse_active(pipeline: Pipeline, state: State, slurm: Slurm) -> None:
-    jobs = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
-    active = {name: job for name, job in jobs.items() if (info := slurm.job(job)) and info.is_active}
+    active = {name: number for name, (number, _) in _active_jobs(pipeline, state, slurm).items()}
     if active:
-        jobs_text = ", ".join(f"{job} ({name})" for name, job in active.items())
+        jobs_text = ", ".join(f"{number} ({name})" for name, number in active.items())
         ending = f"scancel {' '.join(active.values())}"
         raise PipelineError(f"jobs of this pipeline wait or run: {jobs_text}; `{ending}` ends them")
 
 
+def _active_jobs(pipeline: Pipeline, state: State, slurm: Slurm) -> dict[str, tuple[str, Job]]:
+    """Returns the number and the state of each job that waits or runs, by its stage."""
+    numbers = {stage.name: number for stage in pipeline.stages if (number := state[stage.name].job) is not None}
+    jobs = {name: (number, slurm.job(number)) for name, number in numbers.items()}
+    return {name: (number, job) for name, (number, job) in jobs.items() if job is not None and job.is_active}
+
+
 def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], previous_job: str | None) -> list[str]:
-    log = (
-        str(pipeline.folder / "logs" / f"{stage.name}-%j.out")
-        .replace("%j", "\0")
-        .replace("%", "%%")
-        .replace("\0", "%j")
-    )
+    log = str(pipeline.folder / "logs" / stage.name).replace("%", "%%") + "-%j.out"
     waits = [f"--dependency=afterok:{previous_job}", "--kill-on-invalid-dep=yes"] if previous_job is not None else []
     name = f"{pipeline.title}-{stage.name}".replace("/", "-").replace(" ", "-")
     gpus = site_variables(os.environ).get("NEOX_GPUS_PER_NODE")
@@ -93,18 +94,11 @@ def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], previous_jo
     ]  # fmt: skip
 
 
-def jobs_now(jobs: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
+def jobs_now(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> dict[str, str]:
     """Returns the state of each job that waits or runs, in words, by its stage; {} on a machine without
-    Slurm.
-
-    jobs: number of the job of each stage.
-    """
+    Slurm."""
     slurm = Slurm(site_variables(os.environ), say)
-    if not jobs or not slurm.is_here:
-        return {}
-    words = {}
-    for stage, number in jobs.items():
-        job = slurm.job(number)
-        if job is not None and job.is_active:
-            words[stage] = f"{job.state.lower()}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
-    return words
+    return {
+        name: job.state.lower() + (f" ({job.reason})" if job.reason not in ("", "None") else "")
+        for name, (_, job) in (_active_jobs(pipeline, state, slurm) if slurm.is_here else {}).items()
+    }

@@ -18,7 +18,7 @@ from megatron.data.files import sha256, sync, temporary, write_json
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.pipelines.definition import Source
-from megatron.pipelines.digests import digest, file_digests, files_of
+from megatron.pipelines.digests import digest, file_digests, files_of, numbered
 from megatron.pipelines.errors import PipelineError, cannot_write
 
 RAW, NOTES = Path("data/raw"), Path("data/raw/sources.json")
@@ -130,37 +130,32 @@ def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | N
     target = folder / RAW / source.name
     if not files_of(folder, str(RAW / source.name)):
         return None
-    identity = _identity(folder, source)
-    actual, size, count = _content(folder, source.name)
-    if note is not None and note.identity == identity and note.sha256 == actual:
-        return Fetched(**{**asdict(note), "license": source.license})
+    present = _present(folder, source, _identity(folder, source))
+    if note is not None and (note.identity, note.sha256) == (present.identity, present.sha256):
+        return replace(note, license=source.license)
+    # Put there by other means, or by a run that was killed before it noted it.
     unknown = note is None and source.sha256 is None and source.path is None
-    if source.sha256 == actual or unknown:  # put there by other means, or by a run that was killed before it noted it
-        return Fetched(source.name, source.origin, source.license, actual, size, count, time.time(), identity)
+    if source.sha256 == present.sha256 or unknown:
+        return present
     _rename_old(target)
     return None
 
 
-def _content(folder: Path, name: str) -> tuple[str, int, int]:
-    """Returns (SHA-256, bytes, number of files) of a source in data/raw."""
-    path = RAW / name
-    files = files_of(folder, str(path))
-    digests = file_digests(folder, [str(path)])
-    is_single = (folder / path).is_file()
-    content = next(iter(digests.values())) if is_single else digest(digests)
-    return content, sum(file.stat().st_size for file in files), len(files)
+def _present(folder: Path, source: Source, identity: Mapping[str, Any], revision: str | None = None) -> Fetched:
+    """Returns the entry for the content that a source has in data/raw now."""
+    path = RAW / source.name
+    files, digests = files_of(folder, str(path)), file_digests(folder, [str(path)])
+    content = next(iter(digests.values())) if (folder / path).is_file() else digest(digests)
+    size, now = sum(file.stat().st_size for file in files), time.time()
+    return Fetched(source.name, source.origin, source.license, content, size, len(files), now, identity, revision)
 
 
 def _rename_old(target: Path) -> None:
     """Makes room for new content: renames `target` to NAME.oldN. A symbolic link is deleted instead."""
     if target.is_symlink():
         target.unlink()
-        return
-    for number in range(1, 1_000_000):
-        old_path = target.with_name(f"{target.name}.old{number}")
-        if not old_path.exists():
-            os.replace(target, old_path)
-            return
+    else:
+        os.replace(target, numbered(target, "old"))
 
 
 def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
@@ -169,22 +164,21 @@ def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise cannot_write(target.parent, problem) from None
-    revision = None
-    identity = _identity(folder, source)
+    revision, identity = None, _identity(folder, source)
     if source.url is not None:
         download(source.url, target, source.sha256 or "", say)
     elif source.hub is not None:
         revision = _fetch_hub(source, target, say)
     else:
         _link(_place(folder, source), target)
-    actual, size, count = _content(folder, source.name)
-    if source.sha256 not in (None, actual):
+    fetched = _present(folder, source, identity, revision)
+    if source.sha256 not in (None, fetched.sha256):
         _rename_old(target)
         raise PipelineError(
-            f"{source.name}: {source.origin} has SHA-256 {actual}, not {source.sha256}; if this is the right data, "
-            "write its digest into the pipeline"
+            f"{source.name}: {source.origin} has SHA-256 {fetched.sha256}, not {source.sha256}; if this is the right "
+            "data, write its digest into the pipeline"
         )
-    return Fetched(source.name, source.origin, source.license, actual, size, count, time.time(), identity, revision)
+    return fetched
 
 
 def _link(place: Path, target: Path) -> None:

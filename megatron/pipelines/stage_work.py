@@ -22,6 +22,7 @@ from megatron.pipelines.digests import (
     file_digests,
     init_inputs,
     loaded_inputs,
+    numbered,
     only_longer,
     run_inputs,
     weights_digest,
@@ -45,6 +46,7 @@ from megatron.pipelines.state import DONE, FAILED, PROMOTED, REFUSED, RUNNING, S
 from megatron.process.run_files import STATUS
 
 _REQUEUE = 124  # exit code of deepy.py in a job of Slurm: stopped, saved, not finished
+_ATTEMPT = ("inputs", "weights", "evaluation")  # fields of a record that come back with an earlier attempt
 _TAIL_LINES = 15  # lines of the end of a log
 
 
@@ -101,9 +103,8 @@ class StageWork:
             if stage.name == self.stage.name:
                 return
             status = self.state[stage.name].status
-            if status in (REFUSED, FAILED, RUNNING, STOPPED) and (
-                stage.kind == "data" or stage.name == self.stage.starts_from
-            ):
+            is_needed = stage.kind == "data" or stage.name == self.stage.starts_from
+            if is_needed and status in (REFUSED, FAILED, RUNNING, STOPPED):
                 raise PipelineError(f"needs the stage {stage.name}, which is {status}; `resume` finishes that first")
 
     def is_unchanged(self, inputs: Mapping[str, Any]) -> bool:
@@ -116,17 +117,14 @@ class StageWork:
             return is_done and not pending_sources(self.pipeline.folder, stage.sources)
         if record.inputs != inputs or not record.promoted:
             return False
-        if record.weights.get("sha256") != record.promoted["sha256"]:
-            return False
-        if record.promoted["requirements"] != requirements_digest(self.gate):
-            return False
-        if has_moved(self.pipeline, promoted_verdict(self.pipeline.final(stage.name))):
-            return False
-        if stage.evaluation is not None and record.evaluation.get("id") != self._evaluation_id(
-            record.promoted["sha256"]
-        ):
-            return False
-        return bool(promoted_weights(self.pipeline.final(stage.name)) == record.promoted["sha256"])
+        final, sha256 = self.pipeline.final(stage.name), record.promoted["sha256"]
+        return bool(
+            record.weights.get("sha256") == sha256
+            and record.promoted["requirements"] == requirements_digest(self.gate)
+            and not has_moved(self.pipeline, promoted_verdict(final))
+            and (stage.evaluation is None or record.evaluation.get("id") == self._evaluation_id(sha256))
+            and promoted_weights(final) == sha256
+        )
 
     def reason_to_run(self, inputs: Mapping[str, Any]) -> str:
         """Returns in words why the stage has to run, such as `not begun` or `changed: seed 1 -> 2`."""
@@ -139,11 +137,9 @@ class StageWork:
         if differences:
             return "changed: " + ", ".join(differences)
         return {
-            REFUSED: "refused by its gate",
-            FAILED: f"failed: {record.reason}",
-            RUNNING: "interrupted",
+            REFUSED: "refused by its gate", FAILED: f"failed: {record.reason}", RUNNING: "interrupted",
             STOPPED: "stopped",
-        }.get(record.status, "its gate, baseline, evaluation or result changed")
+        }.get(record.status, "its gate, baseline, evaluation or result changed")  # fmt: skip
 
     def _has_outputs(self) -> bool:
         """Returns whether all files that the commands of a data stage have written are unchanged. Files added
@@ -253,38 +249,32 @@ class StageWork:
             new |= record.previous
         elif record.inputs and only_longer(record.inputs, inputs) and save.exists():
             self.say(f"goes on: {', '.join(changes(record.inputs, inputs))}")
-            new["previous"] = {key: getattr(record, key) for key in ("inputs", "weights", "evaluation")}
+            new["previous"] = {key: getattr(record, key) for key in _ATTEMPT}
         elif record.inputs:
             differences = ", ".join(changes(record.inputs, inputs))
-            match = next((entry for entry in retired if entry["inputs"] == inputs and self._folder_exists(entry)), None)
+            matches = (entry for entry in retired if entry["inputs"] == inputs)
+            match = next((entry for entry in matches if (self.pipeline.folder / entry["folder"]).is_dir()), None)
             if old_folder := self._retire(save):
-                attempt = {key: getattr(record, key) for key in ("inputs", "weights", "evaluation")}
-                retired.append({"folder": old_folder, **attempt})
+                retired.append({"folder": old_folder, **{key: getattr(record, key) for key in _ATTEMPT}})
             note = f"; what there was is {old_folder}" if old_folder else ""
             if match is None:
                 self.say(f"begins anew: {differences}{note}")
             else:
                 retired.remove(match)
                 os.replace(self.pipeline.folder / match["folder"], save)
-                new |= {key: match[key] for key in ("inputs", "weights", "evaluation")}
+                new |= {key: match[key] for key in _ATTEMPT}
                 self.say(f"takes {match['folder']} back, which has these inputs: {differences}{note}")
         elif (save / STATUS).exists() or (save / "latest").exists():
             raise StageFailed(f"{stage.name}: {save} holds a run that this pipeline did not start; move it away")
         self.state.update(stage.name, status=RUNNING, retired=tuple(retired), started=time.time(), **new)
 
-    def _folder_exists(self, attempt: Mapping[str, Any]) -> bool:
-        return (self.pipeline.folder / attempt["folder"]).is_dir()
-
     def _retire(self, save: Path) -> str:
         """Renames the folder of an attempt to NAME.N. Returns the new path; "" if there is no folder."""
         if not save.exists():
             return ""
-        for number in range(1, 1_000_000):
-            target = save.with_name(f"{save.name}.{number}")
-            if not target.exists():
-                os.replace(save, target)
-                return str(target.relative_to(self.pipeline.folder))
-        return ""
+        target = numbered(save)
+        os.replace(save, target)
+        return str(target.relative_to(self.pipeline.folder))
 
     def has_weights(self) -> bool:
         """Returns whether the recorded weights are complete, in the stage's folder or as promoted copy.
@@ -335,15 +325,14 @@ class StageWork:
         if self.state[stage.name].evaluation.get("id") == identity and scores.is_file():
             return
         self.say("evaluating")
-        checkpoint = folder / weights["checkpoint"]
         prefix = identity[:12]
-        self._deepy(processes, eval_words(self.pipeline, stage, self.options, checkpoint, prefix))
+        words = eval_words(self.pipeline, stage, self.options, folder / weights["checkpoint"], prefix)
+        self._deepy(processes, words)
         files = sorted(results.glob(f"{prefix}_eval_results_*.json"), key=lambda file: file.stat().st_mtime_ns)
         if not files:
             raise StageFailed(f"{stage.name}: eval.py left no results in {results}")
         write_json(scores, scores_of_results(files[-1]))
-        relative = str(scores.relative_to(folder))
-        self.state.update(stage.name, evaluation={"id": identity, "scores": relative})
+        self.state.update(stage.name, evaluation={"id": identity, "scores": str(scores.relative_to(folder))})
 
     def judge_and_promote(self) -> None:
         """Judges the stage's result. Promotes it if the gate passes, or if a person has overridden the gate
@@ -403,11 +392,6 @@ class StageWork:
 
     # -- commands --------------------------------------------------------------------------------------------
 
-    @property
-    def log(self) -> Path:
-        """Returns the path of the log of all commands of the stage."""
-        return self.pipeline.folder / "logs" / f"{self.stage.name}.log"
-
     def _deepy(self, processes: Processes, words: list[str]) -> None:
         self._python(processes, [os.fspath(install_root() / "deepy.py"), *words])
 
@@ -415,7 +399,9 @@ class StageWork:
         self._command(processes, [sys.executable, *words])
 
     def _command(self, processes: Processes, command: list[str], is_shell: bool = False) -> None:
-        code = processes.run(self.stage.name, command, self.log, self.say, with_children=is_shell)
+        log_path = Path("logs") / f"{self.stage.name}.log"  # of all commands of the stage
+        log = self.pipeline.folder / log_path
+        code = processes.run(self.stage.name, command, log, self.say, with_children=is_shell)
         if code == _REQUEUE or (code and processes.stopped is not None):
             if is_shell and processes.stopped == signal.SIGUSR1:
                 # Queued again it would begin from its beginning, for ever.
@@ -424,12 +410,10 @@ class StageWork:
                 )
             raise StageFailed(f"{self.stage.name}: stopped; `resume` continues it", processes.exit_code)
         if code:
-            lines = last_lines(self.log, _TAIL_LINES)
+            lines = last_lines(log, _TAIL_LINES)
             errors = [line.strip() for line in lines if "error: " in line and "its output is above" not in line]
             exit_text = f"ended with code {code}"
-            reason = (
-                f"{errors[-1]}\n{exit_text}; " if errors else f"{exit_text}\n"
-            )  # the first line is the stage's note
+            # The first line is the stage's note.
+            reason = f"{errors[-1]}\n{exit_text}; " if errors else f"{exit_text}\n"
             tail = "\n".join(f"  {line}" for line in lines)
-            log_path = self.log.relative_to(self.pipeline.folder)
             raise StageFailed(f"{self.stage.name}: {reason}the end of {log_path}:\n{tail}")

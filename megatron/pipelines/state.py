@@ -98,11 +98,10 @@ class State:
     def __getitem__(self, stage: str) -> StageRecord:
         return self._stages.get(stage, StageRecord())
 
-    def update(self, stage: str, **changes: Any) -> StageRecord:
-        """Changes fields of a stage's record, writes pipeline_state.json, and returns the record."""
+    def update(self, stage: str, **changes: Any) -> None:
+        """Changes fields of a stage's record, and writes pipeline_state.json."""
         self._stages[stage] = replace(self[stage], **changes)
         self.write()
-        return self._stages[stage]
 
     def write(self) -> None:
         """Writes the records to pipeline_state.json. Raises PipelineError if it cannot be written."""
@@ -150,9 +149,8 @@ def read_overrides(folder: Path) -> list[Override]:
     return overrides
 
 
-def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Override:
-    """Appends a line to overrides.jsonl: the overridden verdict, the reason, the user and the time. Returns
-    it."""
+def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> None:
+    """Appends a line to overrides.jsonl: the overridden verdict, the reason, the user and the time."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as in containers
@@ -173,7 +171,6 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Overr
         sync(path)
     except OSError as problem:
         raise cannot_write(path, problem) from None
-    return override
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.live import Live
@@ -31,13 +30,8 @@ from megatron.pipelines.state import (
 from megatron.process import say
 
 _COLOURS = {
-    FAILED: "bold red",
-    REFUSED: "bold yellow",
-    PROMOTED: "green",
-    DONE: "green",
-    RUNNING: "bold",
-    "waiting": "dim",
-}
+    FAILED: "bold red", REFUSED: "bold yellow", PROMOTED: "green", DONE: "green", RUNNING: "bold", "waiting": "dim",
+}  # fmt: skip
 _SAY_EVERY_S, _DRAW_EVERY_S = 60.0, 1.0
 _TAIL = 256 * 1024  # bytes of metrics.jsonl
 _METRICS = ("train/lm_loss", "validation/lm_loss", "train/rewards/accuracies", "validation/rewards/accuracies")
@@ -99,14 +93,11 @@ def progress_of(pipeline: Pipeline, stage: Stage) -> str:
     folder = RunFolder(save, save / "logs")
     status, rows = folder.status(), folder.last_rows(_TAIL)
     unread = [f"not used: {line}" for line in folder.problems.lines()]
-    if not rows or not status:
-        parts = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
-        return ", ".join([*parts, *unread])
-    values: dict[str, Any] = {}
-    for row in rows:
-        values |= {name: row[name] for name in _METRICS if name in row}
-    parts = [f"iteration {rows[-1]['iteration']}/{status.get('train_iters')}"]
-    parts += [f"{name} {values[name]:.4g}" for name in _METRICS if name in values]
+    parts = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
+    if rows and status:
+        values = {name: row[name] for row in rows for name in _METRICS if name in row}
+        parts = [f"iteration {rows[-1]['iteration']}/{status.get('train_iters')}"]
+        parts += [f"{name} {values[name]:.4g}" for name in _METRICS if name in values]
     return ", ".join([*parts, *unread])
 
 
@@ -120,7 +111,6 @@ def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str
     rows = []
     for stage in pipeline.stages:
         record = state[stage.name]
-        duration_s = record.seconds
         status = record.status if works or record.status != RUNNING else "interrupted"
         rows.append({
             "stage": stage.name, "kind": stage.kind,
@@ -128,7 +118,7 @@ def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str
             "progress": progress_of(pipeline, stage) if stage.kind == "train" else "",
             "gate": gate_words(pipeline, stage, state),
             "final": record.promoted["sha256"][:12] if record.promoted else "",
-            "took": duration(duration_s) if duration_s else "",
+            "took": duration(record.seconds) if record.seconds else "",
             "notes": "; ".join(notes_of(pipeline, stage, state, overrides)),
         })  # fmt: skip
     return rows
@@ -189,10 +179,9 @@ def stage_table(pipeline: Pipeline, state: State, boxed: bool, works: bool) -> T
         title=pipeline.title if boxed else None, box=box.SIMPLE_HEAD if boxed else None, pad_edge=False,
         padding=(0, 1 if boxed else 2, 0, 0),
     )  # fmt: skip
-    rows = rows_of(pipeline, state, works)
     for name in ("stage", "kind", "state", "progress", "gate", "final", "took", "notes"):
         table.add_column(name, overflow="fold", no_wrap=not boxed)
-    for row in rows:
+    for row in rows_of(pipeline, state, works):
         style = _COLOURS.get(row["state"].partition(",")[0], "")
         table.add_row(*(Text(value, style=style if name == "state" else "") for name, value in row.items()))
     return table

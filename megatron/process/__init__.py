@@ -18,21 +18,3 @@ from megatron.process.early_signals import (
 )
 from megatron.process.logfile import LogFile, say
 from megatron.process.stop_signals import StopRequested, capture_stop_signals, look_for_stop, stop_reason, stop_signal
-
-__all__ = [
-    "STACKS_SIGNAL",
-    "LogFile",
-    "StopRequested",
-    "begin_process",
-    "end_process",
-    "exit_code",
-    "look_for_stop",
-    "outlive_readers",
-    "run_command",
-    "say",
-    "show_stacks_on_signal",
-    "stop_reason",
-    "stop_signal",
-    "capture_stop_signals",
-    "take_early_signals",
-]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from megatron.process.early_signals import open_streams
+from megatron.process.early_signals import discard_output, open_streams
 
 
 def run_command(main: Callable[[], object]) -> NoReturn:
@@ -135,11 +135,8 @@ def _raw(stream: Any) -> Any:
 
 
 def _leave(pipes: Sequence[_Pipe]) -> None:
-    """Redirects these pipes to /dev/null, so that later writes succeed."""
     for pipe in pipes:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, pipe.fileno())
-        os.close(nowhere)
+        discard_output(pipe.fileno())
 
 
 def _end_by_sigpipe(pipes: Sequence[_Pipe]) -> NoReturn:

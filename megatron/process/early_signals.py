@@ -67,10 +67,15 @@ def exit_code(code: int) -> int:
         try:
             stream.flush()
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            discard_output(stream.fileno())
     return code
+
+
+def discard_output(descriptor: int) -> None:
+    """Redirects a stream to /dev/null, so that later writes succeed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def end_process(code: int) -> NoReturn:

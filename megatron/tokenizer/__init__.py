@@ -14,17 +14,3 @@ from megatron.tokenizer.build import (
 )
 from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
-
-__all__ = [
-    "KINDS",
-    "CharLevelTokenizer",
-    "HFTokenizer",
-    "Tokenizer",
-    "TokenizerError",
-    "build_tokenizer",
-    "describe",
-    "make_tokenizer",
-    "padded_vocab_size",
-    "with_masked_ids",
-    "with_vocabulary",
-]

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.optional_packages import import_optional
-from megatron.tokenizer.interface import (
-    END_OF_DOCUMENT,
-    Tokenizer,
-    TokenizerError,
-    no_end,
-    no_such_token,
-    read_file,
-)
+from megatron.tokenizer.interface import END_OF_DOCUMENT, Tokenizer, TokenizerError, no_end, no_such_token, read_file
 
 
 class TiktokenTokenizer(Tokenizer):

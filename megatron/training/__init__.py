@@ -6,5 +6,3 @@ from megatron.training.loop import train
 from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
 from megatron.training.setup import start
-
-__all__ = ["NonFiniteError", "Training", "start", "train"]

@@ -43,7 +43,7 @@ def apex_problem(device: torch.device) -> str | None:
     return None
 
 
-def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str], None] | None = None) -> None:
+def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str], None]) -> None:
     """Let the norms of a stage compute with apex's functions if `apex` chooses it, and log which parts of
     apex the run uses."""
     if args.apex is False:
@@ -62,5 +62,4 @@ def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str
     else:
         unproven = not_run_on("apex: true", capability_of(stage.device_of_groups))
         choice = f"torch's own: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
-    if log is not None:
-        log(f"apex: {str(args.apex).lower()} chose {choice}")
+    log(f"apex: {str(args.apex).lower()} chose {choice}")

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Literal
 
@@ -26,34 +26,27 @@ Compile = Literal[False, "block", "block-max"]
 _GRAPHS_OF_A_KIND = 8
 
 
-@dataclass(frozen=True)
-class CompileChoice:
-    """The value of `compile` for a run, and its reason in words for the log."""
-
-    compile: Compile
-    reason: str
-
-
-def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> CompileChoice:
-    """Returns the value of `compile` for a run of this engine (its name) on this device."""
+def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> tuple[Compile, str]:
+    """Returns the value of `compile` for a run of this engine (its name) on this device, and its reason in
+    words for the log."""
     if args.compile != "auto":
-        return CompileChoice(args.compile, args.origin("compile"))
+        return args.compile, args.origin("compile")
     if device.type != "cuda":
-        return CompileChoice(False, "auto: not on CPUs, where it takes longer than it saves")
+        return False, "auto: not on CPUs, where it takes longer than it saves"
     if (reason := declaration_of(args).eager_reason(args)) is not None:
-        return CompileChoice(False, f"auto: {reason}")
+        return False, f"auto: {reason}"
     if hooked_inside(args, engine):
-        return CompileChoice(False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs")
+        return False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
     for key in ("te_backend", "attention_backend"):
         if getattr(args, key) == "transformer_engine":
-            return CompileChoice(False, f"auto: {key} is transformer_engine, whose calls torch cannot compile")
+            return False, f"auto: {key} is transformer_engine, whose calls torch cannot compile"
     capability = torch.cuda.get_device_capability(device)
     if capability < (7, 0):
-        return CompileChoice(False, "auto: Triton needs compute capability 7.0, found {}.{}".format(*capability))
+        return False, "auto: Triton needs compute capability 7.0, found {}.{}".format(*capability)
     if find_spec("triton") is None:
-        return CompileChoice(False, "auto: Triton is not installed")
+        return False, "auto: Triton is not installed"
     if not has_compiler(device):
-        return CompileChoice(False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH")
+        return False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH"
     policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
     if policy.compile == "block-max" and (unproven := not_run_on("compile: block-max", capability)) is not None:
         reason += f"; not block-max: {unproven}"
@@ -62,29 +55,28 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
         if args.user_values.get("precision_fp8") == "off":
             place = args.origin("precision_fp8")
             max_reason = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
-            return CompileChoice("block-max", max_reason)
+            return "block-max", max_reason
         reason += f"; block-max, for long runs in bf16 on {policy.name}, takes minutes more at the start"
-    return CompileChoice("block", reason)
+    return "block", reason
 
 
-def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None] | None) -> NeoXArgs:
+def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None]) -> NeoXArgs:
     """Returns the configuration with `compile: auto` replaced by the choice, which is logged.
 
     Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine's hooks prevent
     compiling.
     """
-    choice = choose_compile(args, device, engine)
-    if args.activation_memory_budget is not None and not choice.compile:
-        problem = f"{args.activation_memory_budget} needs compiled blocks, but compile is off ({choice.reason})"
+    choice, reason = choose_compile(args, device, engine)
+    if args.activation_memory_budget is not None and not choice:
+        problem = f"{args.activation_memory_budget} needs compiled blocks, but compile is off ({reason})"
         raise args.error("activation_memory_budget", f"{problem}; set compile: block, or checkpoint_activations: true")
     if args.compile != "auto":
-        if choice.compile and hooked_inside(args, engine):
+        if choice and hooked_inside(args, engine):
             problem = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
             raise args.error("compile", f"{problem}; write engine: native, another ZeRO stage, or compile: auto")
         return args
-    if log is not None:
-        log(f"compile: {choice.compile or 'false'} ({choice.reason})")
-    return args.settle("compile", choice.compile)
+    log(f"compile: {choice or 'false'} ({reason})")
+    return args.settle("compile", choice)
 
 
 def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
@@ -100,7 +92,10 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     """
     if args.compile in (False, "auto"):
         return
-    _check_compiler(args, stage.device_of_groups)
+    device = stage.device_of_groups
+    if not has_compiler(device):  # torch.compile would only say so in the first step
+        problem = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
+        raise args.error("compile", problem)
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
@@ -144,10 +139,3 @@ def _compilers(device: torch.device) -> list[str]:
 def has_compiler(device: torch.device) -> bool:
     """Returns whether the compiler that torch.compile and Triton need on this device is on the PATH."""
     return any(map(shutil.which, _compilers(device)))
-
-
-def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
-    # torch.compile would only say so in the first step.
-    if not has_compiler(device):
-        problem = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
-        raise args.error("compile", problem)

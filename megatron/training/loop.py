@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
+from megatron.callbacks import Callback, Step, StepResult
 from megatron.data import (
     Batch,
     DataError,
@@ -19,6 +19,7 @@ from megatron.data import (
 from megatron.distributed import run_on_each_rank
 from megatron.process import StopRequested, capture_stop_signals
 from megatron.training.builtin_callbacks.build import build_callbacks, name_callbacks, states_of
+from megatron.training.builtin_callbacks.gradient_probes import joined
 from megatron.training.builtin_callbacks.status import ended_as, say_ending, write_status
 from megatron.training.method import StepData
 from megatron.training.out_of_memory import explained
@@ -39,10 +40,7 @@ def steps_of(training: Training) -> Iterator[StepData]:
     next_step = progress.iteration + 1
 
     def load(
-        dataset: SampleSet,
-        consumed: int,
-        collate: Callable[..., Batch] | None = None,
-        num_workers: int | None = None,
+        dataset: SampleSet, consumed: int, collate: Callable[..., Batch] | None = None, num_workers: int | None = None
     ) -> Iterator[list[Batch]]:
         return train_loader(
             dataset,
@@ -152,20 +150,15 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
         if data is None:
             _stop_before_step(training, callbacks)
             return
-        result = _train_step(training, callbacks, data)
+        hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, data.batches)) is not None]
+        lr = training.schedule(progress.iteration) * data.lr_factor
+        result = training.engine.train_step(data.take(), lr, joined(hooks))
         results.settle()  # of the step before
         results.begin(result)
         training.method.after_step(training, data, result)
         _advance(training, data)
         training.watchdog.step_done(progress.iteration)
         _end_step(training, callbacks, _finished_step(training, data, result))
-
-
-def _train_step(training: Training, callbacks: Sequence[Callback], data: StepData) -> StepResult:
-    """Take a step. Callbacks that ask for gradients get them."""
-    hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, data.batches)) is not None]
-    lr = training.schedule(training.progress.iteration) * data.lr_factor
-    return training.engine.train_step(data.take(), lr, _joined(hooks))
 
 
 def _stop_before_step(training: Training, callbacks: Sequence[Callback]) -> None:
@@ -175,16 +168,6 @@ def _stop_before_step(training: Training, callbacks: Sequence[Callback]) -> None
         raise RuntimeError(f"the samples ended after {training.iteration} of {training.args.train_iters} steps")
     for callback in callbacks:
         callback.on_stop_before_step(training, Step(training.iteration, training.consumed_samples, 0, None))
-
-
-def _joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
-    """Returns one function that calls all hooks; None without hooks."""
-
-    def on_gradients(parts: Parts) -> None:
-        for hook in hooks:
-            hook(parts)
-
-    return on_gradients if hooks else None
 
 
 def _finished_step(training: Training, data: StepData, result: StepResult) -> Step:

@@ -6,7 +6,7 @@ method, and know no kind of training by name.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron.callbacks import Callback, StepResult, TrainingRun
 from megatron.data import Batch, Datasets, SampleSet, collation
@@ -16,8 +16,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import method_module, method_name
 from megatron.objectives import Objective
 from megatron.tokenizer import Tokenizer, with_vocabulary
-from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.run_parts import RunParts
+from megatron.training.checkpoint.run_parts import MethodState, RunParts, TrainingProgress
 from megatron.training.checkpoint.source import mask_padding
 from megatron.training.engine import Engine
 
@@ -94,7 +93,7 @@ class LoggedSteps:
     schedule: Callable[[int], float]
 
 
-class Method:
+class Method(MethodState):
     """One kind of training. One instance serves one run; all ranks call its methods together.
 
     state: what a checkpoint keeps of it, in `TrainingProgress.method_state`; the value is never changed, only
@@ -178,32 +177,6 @@ class Method:
     def untrained_reason(self) -> str:
         """Returns why a step may have no trained token, for the log."""
         return "labels mask all of them"
-
-    # -- checkpoints: `MethodState` --------------------------------------------------------------------------
-
-    def initial_state(self) -> Any:
-        """See `MethodState`."""
-        return None
-
-    def save_state(self, state: Any) -> Mapping[str, Any]:
-        """See `MethodState`."""
-        return {}
-
-    def load_state(self, saved: Mapping[str, Any]) -> Any:
-        """See `MethodState`."""
-        return self.initial_state()
-
-    def data_record(self, state: Any) -> Mapping[str, Any]:
-        """See `MethodState`."""
-        return {}
-
-    def further_samples(self, record: Mapping[str, Any]) -> int:
-        """See `MethodState`."""
-        return 0
-
-    def exports_weights(self, args: NeoXArgs) -> bool:
-        """See `MethodState`."""
-        return False
 
 
 def find_method(args: NeoXArgs) -> Method:

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class GradientWatch:
         An engine that reads all gradients anyway calls `mark` instead.
         """
         for row, param in zip(self._marks.unbind(), params, strict=True):
-            param.register_post_accumulate_grad_hook(self._hook(row))
+            param.register_post_accumulate_grad_hook(partial(_note_gradient, row))
 
     def mark(self, norms: Tensor, summed: bool) -> None:
         """Mark the parameters whose gradient is not finite.
@@ -66,15 +67,6 @@ class GradientWatch:
         """
         torch.mul(norms, 0, out=self._marks)
         self._sum_note = " in the sum over data ranks" if summed else ""
-
-    @staticmethod
-    def _hook(row: Tensor) -> Callable[[Tensor], None]:
-        def note(param: Tensor) -> None:
-            # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
-            assert param.grad is not None
-            row.add_(param.grad.sum(dtype=torch.float32), alpha=0)
-
-        return note
 
     def note_loss(self, loss: Tensor) -> Tensor:
         """Records whether the loss is finite; returns 1 if it is, else NaN.
@@ -129,6 +121,12 @@ class GradientWatch:
             return f"gradient of {self._names[int(marked[0])]} is not finite{self._sum_note}" if len(marked) else None
 
         return finding
+
+
+def _note_gradient(row: Tensor, param: Tensor) -> None:
+    # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
+    assert param.grad is not None
+    row.add_(param.grad.sum(dtype=torch.float32), alpha=0)
 
 
 def on_device(value: Tensor | float, device: torch.device) -> Tensor:

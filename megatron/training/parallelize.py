@@ -1,15 +1,20 @@
 """Prepares a freshly built stage for training, in one place and in a fixed order."""
 
+import os
 from collections.abc import Callable
+from itertools import permutations
+
+import torch
 
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
 from megatron.model.quantized import quantize_base
-from megatron.mpu import ParallelGroups
+from megatron.mpu import Linear, ParallelGroups
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
+from megatron.mpu.torch_versions import enable_symmetric_memory
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.apex import use_apex_norms
-from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine, PipelineSchedule
 from megatron.training.fp8 import use_fp8
@@ -17,6 +22,8 @@ from megatron.training.precision_policy import choose_precision
 from megatron.training.precision_trial import settle_precision
 from megatron.training.recompute import recompute_blocks
 from megatron.training.transformer_engine import use_transformer_engine_norms
+
+MIN_CAPABILITY = (8, 0)  # for `async_tensor_parallel`: which torch's own tests of these kernels ask for
 
 
 def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
@@ -30,7 +37,7 @@ def parallelize(
     args: NeoXArgs,
     groups: ParallelGroups,
     engine: type[Engine],
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Prepare a stage for training and return the engine built around it, which gives it memory.
 
@@ -43,15 +50,64 @@ def parallelize(
     asynchronous tensor parallelism that a key requires.
     """
     freeze(stage_parameters(stage), args)
-    say = log or (lambda line: None)
-    args = settle_precision(stage, args, groups, choose_precision(args, groups.device), say)
+    args = settle_precision(stage, args, groups, choose_precision(args, groups.device), log)
     precision = choose_precision(args, groups.device)
-    quantize_base(stage, args, say)
-    use_fp8(stage, precision, args, groups, say)
-    use_async_tensor_parallel(stage, args, groups, say)
+    quantize_base(stage, args, log)
+    use_fp8(stage, precision, args, groups, log)
+    use_async_tensor_parallel(stage, args, groups, log)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
     use_transformer_engine_norms(stage, args, precision.recipe, log)
     use_apex_norms(stage, args, engine.name, log)
     # Memory and precision, sharding over data ranks, and 1F1B around the stage, are the engine's.
     return engine(args, groups, stage, objective, choose_schedule(groups))
+
+
+def use_async_tensor_parallel(stage: Stage, args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None]) -> None:
+    """Make a stage's linears overlap sequence parallelism's communication with products if
+    `async_tensor_parallel` is on. Both run in pieces, one piece communicating while another is multiplied, by
+    torch's symmetric memory.
+
+    The choice of `auto` is logged, and is the same on all tensor ranks. Raises ConfigError if the key is true
+    and a requirement is missing.
+    """
+    setting, group = args.async_tensor_parallel, groups.group("tensor")
+    if setting is False:
+        return
+    problem = missing_requirement(args.sequence_parallel and group is not None, groups)
+    if args.quantized:
+        problem = f"weights that are not packed (lora.quantization, {args.origin('lora.quantization')})"
+    if problem is not None and setting is True:
+        raise args.error("async_tensor_parallel", f"true needs {problem}; write auto or false")
+    if setting == "auto":
+        reason = "the tensor ranks reach each other's memory" if problem is None else f"it would need {problem}"
+        if problem is None:
+            problem = not_run_on("async_tensor_parallel: true", capability_of(groups.device))
+            reason = reason if problem is None else problem
+        log(f"async_tensor_parallel: auto chose {str(problem is None).lower()}: {reason}")
+    if problem is None and group is not None:
+        enable_symmetric_memory(group)
+        for module in stage.modules():
+            if isinstance(module, Linear):
+                module.async_tensor_parallel = True
+
+
+def missing_requirement(sequence_parallel: bool, groups: ParallelGroups) -> str | None:
+    """Returns the first unmet requirement of `async_tensor_parallel`, worded to follow "needs", or None."""
+    if not sequence_parallel:
+        return "sequence_parallel: true and model_parallel_size above 1, or nothing is gathered and scattered"
+    device, size = groups.device, groups.size("tensor")
+    if device.type != "cuda":
+        return f"GPUs, this runs on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"compute capability 8.0, {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))  # of torchrun and of our launcher
+    if ranks_here % size:
+        return f"the {size} tensor ranks on one machine, which has {ranks_here} ranks"
+    first_device = (device.index or 0) // size * size
+    if first_device + size <= torch.cuda.device_count():  # else a launcher shows each rank its own alone
+        for reader, peer in permutations(range(first_device, first_device + size), 2):
+            if not torch.cuda.can_device_access_peer(reader, peer):
+                return f"GPUs that read each other's memory (NVLink), cuda:{reader} does not reach cuda:{peer}"
+    return None

@@ -5,7 +5,6 @@ The table of GPUs chooses the FP8 recipe; the run uses it if it is faster than b
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,15 +25,6 @@ _MOST_TOKENS = 16_384  # more change no ratio, but would need memory
 
 Clock = Callable[[Callable[[], object], float], float]
 """(work, seconds to spend) to the seconds of one call of it."""
-
-
-@dataclass(frozen=True)
-class TrialTimes:
-    """Seconds that a micro-batch spends in the linears that FP8 can take, forwards and backwards; 0 without
-    such linears."""
-
-    bf16: float
-    fp8: float
 
 
 def gpu_clock(work: Callable[[], object], budget: float) -> float:
@@ -80,7 +70,7 @@ def settle_precision(
     recipe = choice.recipe
     assert recipe is not None
     ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
-    bf16, fp8 = (max(getattr(times, name) for times in ranks) for name in ("bf16", "fp8"))
+    bf16, fp8 = (max(seconds) for seconds in zip(*ranks, strict=True))
     if bf16 == 0.0:
         log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
         return args.settle("precision_fp8", "off")
@@ -94,9 +84,12 @@ def settle_precision(
 
 def try_linears(
     stage: Stage, args: NeoXArgs, groups: ParallelGroups, recipe: Recipe, clock: Clock = gpu_clock
-) -> TrialTimes:
-    """Time each shape of this rank's linears in both precisions, in turns, and count it as often as it
-    occurs.
+) -> list[float]:
+    """Returns the seconds of a micro-batch in the linears that FP8 can take: in bf16 and in FP8.
+
+    They are those of forward and backward; 0 without such linears.
+
+    Each shape is timed in both precisions, in turns, and counts as often as it occurs.
 
     Products are compiled where blocks are, but as `block`. No random numbers of the run are drawn.
     """
@@ -120,7 +113,7 @@ def try_linears(
             del operands, works
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()
-    return TrialTimes(*totals)
+    return totals
 
 
 def _step(product: Product, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], object]:

@@ -1,6 +1,7 @@
 """Builds a run, in order and once: groups, tokenizer, datasets, model, engine, then loads a checkpoint."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,12 +29,7 @@ from megatron.distributed import (
     run_on_all_ranks,
     run_on_each_rank,
 )
-from megatron.model import (
-    Stage,
-    build_stage,
-    lowest_trained,
-    trained_parameters,
-)
+from megatron.model import build_stage, lowest_trained, trained_parameters
 from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
@@ -41,7 +37,7 @@ from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids
 from megatron.training.builtin_callbacks.best_model import check_best
-from megatron.training.builtin_callbacks.from_file import load_callbacks
+from megatron.training.builtin_callbacks.build import load_callbacks
 from megatron.training.builtin_callbacks.profiling import record_memory_history
 from megatron.training.checkpoint.resume import CheckpointLoader
 from megatron.training.checkpoint.run_parts import RunParts
@@ -55,7 +51,6 @@ from megatron.training.checkpoint.source import (
 )
 from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.compile_blocks import resolve_compile
-from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.method import Method, build_objective, find_method
@@ -66,6 +61,13 @@ from megatron.training.precision_policy import recorded_precision
 from megatron.training.reference.model import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
+
+# What the libraries may be told with `deterministic_mode`, ours first. NCCL's other algorithms sum in an
+# order that timing decides.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
 
 
 def _backward_reach(args: NeoXArgs) -> str:
@@ -78,10 +80,7 @@ def _backward_reach(args: NeoXArgs) -> str:
 
 
 def build_engine(
-    args: NeoXArgs,
-    groups: ParallelGroups,
-    logger: logging.Logger | None = None,
-    engine: type[Engine] | None = None,
+    args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None, engine: type[Engine] | None = None
 ) -> Engine:
     """Returns an engine with a freshly initialised model.
 
@@ -90,15 +89,34 @@ def build_engine(
     """
     if engine is None:
         engine = choose_engine(args, groups.device.type == "cuda").load()
-    say = logger.info if logger is not None else None
+    say: Callable[[str], None] = logger.info if logger is not None else lambda line: None
     args = resolve_compile(args, groups.device, engine.name, say)
     args = resolve_update_keys(args, groups, engine.name, say)
-    stage: Stage = build_stage(args, groups, log=say)
+    stage = build_stage(args, groups, log=say)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
     for note in [*engine.notes(args), *notes]:
-        if say is not None:
-            say(note)
+        say(note)
     return parallelize(stage, build_objective(args), args, groups, engine, say)
+
+
+def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
+    """With `deterministic_mode` (as Megatron-LM's), set torch and its libraries to deterministic algorithms.
+    Runs then give the same bits every time. Call it before they use a GPU.
+
+    An operation that cannot be deterministic then raises where it is used. Attention kernels that cannot are
+    never chosen by `attention_backend: auto`, and are refused by name.
+    Raises ConfigError if an environment variable asks for the opposite.
+    """
+    if not args.deterministic_mode:
+        return
+    for name, values in _DETERMINISTIC.items():
+        if os.environ.setdefault(name, values[0]) not in values:
+            wrong = f"the environment sets {name}={os.environ[name]}"
+            raise args.error("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in _DETERMINISTIC)
+    say(f"deterministic_mode: torch.use_deterministic_algorithms(True), cuDNN without benchmarking, {variables}")
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:

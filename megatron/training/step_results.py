@@ -7,7 +7,7 @@ import torch
 from megatron.checkpointing import NonFiniteStateError
 from megatron.distributed import on_rank_zero
 from megatron.training.builtin_callbacks.status import note_failure
-from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.engine import StepResult
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.nonfinite_guard import NonFiniteError, most_skips, on_device, report
@@ -59,11 +59,8 @@ class StepResults:
 
     def _check(self, previous: TrainingProgress, result: StepResult) -> None:
         """Decide on a step that was skipped because it was not finite."""
-        args, step, bearable = (
-            self.training.args,
-            previous.iteration + 1,
-            self.in_a_row <= most_skips(self.training.args),
-        )
+        args, step = self.training.args, previous.iteration + 1
+        bearable = self.in_a_row <= most_skips(args)
         if args.params_dtype == "fp16":
             if bearable:
                 return

@@ -44,7 +44,7 @@ def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.devic
 
 
 def use_transformer_engine_norms(
-    stage: Stage, args: NeoXArgs, recipe: Recipe | None, log: Callable[[str], None] | None = None
+    stage: Stage, args: NeoXArgs, recipe: Recipe | None, log: Callable[[str], None]
 ) -> None:
     """Let a stage's norms compute with Transformer-Engine's kernels if `te_backend` names it.
 
@@ -57,5 +57,4 @@ def use_transformer_engine_norms(
         raise args.error("apex", f"te_backend ({args.origin('te_backend')}) has the norms; remove one of both")
     choose_te_backend(args, recipe, stage.device_of_groups)
     set_norm_functions(stage, transformer_engine_norms())
-    if log is not None:
-        log("te_backend: transformer_engine computes the norms" + ("" if recipe is None else " and FP8"))
+    log("te_backend: transformer_engine computes the norms" + ("" if recipe is None else " and FP8"))

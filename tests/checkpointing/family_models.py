@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load
 from torch import Tensor
 
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from tests.model.stages import Weights
 
 VOCAB, PADDED = 90, 96

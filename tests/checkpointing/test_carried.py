@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megatron.checkpointing import read_manifest, verify
-from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
+from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.weight_files import describe_checkpoint
 from tests.checkpointing.family_models import random_model
 from tests.checkpointing.golden import GOLDEN, fails

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import from_hf, hf_config
+from megatron.checkpointing.families.convert import from_hf, hf_config
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import collected, config_of, on_disk, random_model
 from tests.checkpointing.golden import fails

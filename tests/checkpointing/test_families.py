@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import FAMILIES, canonical_config, family_of
+from megatron.checkpointing.families.canonical_config import canonical_config
 from megatron.checkpointing.families.convert import (
     check_hf_tensors,
     from_hf,
@@ -19,6 +19,7 @@ from megatron.checkpointing.families.convert import (
     to_hf,
     unchanged_family,
 )
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model import build_stage, freeze, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpointing.families import check_hf_tensors, from_hf, hf_config, hf_shapes, to_hf
+from megatron.checkpointing.families.convert import check_hf_tensors, from_hf, hf_config, hf_shapes, to_hf
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, PADDED, SCALED, SCALINGS, VOCAB, collected, on_disk, random_model

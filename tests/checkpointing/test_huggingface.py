@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, read_manifest, save_tensors, verify
-from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
-from megatron.checkpointing.huggingface import HFFolder, export_hf, find_hf, import_hf, is_hf, load_checkpoint_args
+from megatron.checkpointing.families.convert import hf_config, hf_shapes, to_hf
+from megatron.checkpointing.huggingface import HFFolder, export_hf, find_hf, import_hf, is_hf
 from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.huggingface.weight_writer import write_weights
 from megatron.checkpointing.layout import layer_file, layer_files
+from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
 from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, fails, golden_args, write_at, written

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpointing import CheckpointError, read_manifest
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, export_hf, read_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.families import hf_shapes
+from megatron.checkpointing.families.convert import hf_shapes
 from megatron.checkpointing.huggingface import HFFolder, export_hf, export_plan, import_plan
 from megatron.checkpointing.huggingface.weight_writer import _index, _plan, planned_sizes, write_weights
 from megatron.checkpointing.layout import layer_file

@@ -14,9 +14,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import HFFolder, dequantize, export_hf, load_checkpoint_args
+from megatron.checkpointing.families.convert import from_hf
+from megatron.checkpointing.huggingface import HFFolder, dequantize, export_hf
 from megatron.checkpointing.huggingface.importing import import_hf, load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.generation.from_huggingface import hf_model_keys
 from tests.checkpointing.family_models import random_model
 from tests.checkpointing.golden import fails

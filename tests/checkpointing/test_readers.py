@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import (
-    CheckpointError,
-    DamagedError,
-    OpenCheckpoint,
-    open_checkpoint,
-    read_manifest,
-    reshard,
-)
+from megatron.checkpointing import CheckpointError, DamagedError, OpenCheckpoint, read_manifest, reshard
 from megatron.checkpointing.adapters import open_adapter, open_base, open_with_base, write_adapters, write_merged
 from megatron.checkpointing.adapters.exporting import export_peft
 from megatron.checkpointing.adapters.merging import compare_merged
@@ -28,6 +21,7 @@ from megatron.checkpointing.huggingface import export_hf
 from megatron.checkpointing.huggingface.mamba_ssm import export_mamba_ssm
 from megatron.checkpointing.initial_weights import write_initial_weights
 from megatron.checkpointing.manifest import ParallelLayout
+from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.upcycling import upcycle, upcycled_args
 from megatron.generation.model import load_model
@@ -236,7 +230,7 @@ READER_OF_OPENER = {
     "megatron/checkpointing/weight_files.py open_weight_files": "convert_neox_to_hf.py",
     "megatron/checkpointing/weights.py has_score_head": HEADERS,
     "megatron/generation/multi_lora.py with_adapters": "adapters of a server",
-    "megatron/generation/model.py _load_adapted": "generate, with adapters",
+    "megatron/generation/model.py _merging_loader": "generate, with adapters",
     "megatron/generation/model.py load_model": "generate, serve, evaluate",
     "megatron/operations/hub/conversion.py convert": "upload, HuggingFace's",
     "megatron/training/checkpoint/resume.py CheckpointLoader": "run: finetune",
@@ -258,12 +252,12 @@ RAW_READERS = {
     "megatron/checkpointing/manifest.py saved_model": "GPT-NeoX's, which has no manifest",
     "megatron/checkpointing/neox_optimizer.py _FlatZeroState": "GPT-NeoX's",
     "megatron/checkpointing/neox_optimizer.py _groups_of": "GPT-NeoX's",
-    "megatron/checkpointing/nonfinite.py verify_finite": "called once the files are checked; looks for NaN",
+    "megatron/checkpointing/tensor_files.py verify_finite": "called once the files are checked; looks for NaN",
     "megatron/checkpointing/opening.py OpenCheckpoint": "the gate itself",
     "megatron/checkpointing/resharding.py _samples": "GPT-NeoX's",
     "megatron/checkpointing/tensor_files.py load_tensors": "the function itself",
     "megatron/checkpointing/weights.py gather_layers": "files that were just written",
-    "megatron/training/deepspeed/state.py EngineState": "a file that the checkpointer has checked",
+    "megatron/training/deepspeed/engine.py DeepSpeedEngine": "a file that the checkpointer has checked",
     "tools/compare_commits.py _digests": "compares the files of two runs byte by byte",
 }
 

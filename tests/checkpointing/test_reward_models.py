@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, has_score_head, load_weights
-from megatron.checkpointing.families import from_hf, hf_config
+from megatron.checkpointing.families.convert import from_hf, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, check_model, model_keys, saved_model
-from megatron.checkpointing.families import canonical_config, hf_config
+from megatron.checkpointing.families.canonical_config import canonical_config
+from megatron.checkpointing.families.convert import hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.families import hf_config, to_hf
+from megatron.checkpointing.families.convert import hf_config, to_hf
 from megatron.data import Batch
 from megatron.model import build_stage, layer_params
 from megatron.mpu import ParallelGroups, shard

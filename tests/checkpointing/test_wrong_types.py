@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf
 from tests.checkpointing.family_models import CASES, random_model
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer

@@ -13,4 +13,4 @@ from tests.data.samples import write_dataset
 def dataset(tmp_path: Path) -> PackedDataset:
     """Samples of 8 tokens, of short and long documents."""
     indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)
+    return PackedDataset(indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)

@@ -129,7 +129,7 @@ class _Numbers:
 def test_every_sample_of_a_member_is_seen_once_and_in_order():
     maps = build_blend([7, 2, 1], 1000)
     members = [_Numbers(d, n) for d, n in enumerate(samples_per_member([7, 2, 1], 1000))]
-    dataset = BlendedDataset("train", members, maps)  # type: ignore[arg-type]
+    dataset = BlendedDataset(members, maps)  # type: ignore[arg-type]
     assert len(dataset) == 1000
     samples = [dataset[i] for i in range(1000)]
     for d, count in enumerate([700, 200, 100]):
@@ -144,7 +144,7 @@ def test_a_member_that_would_run_out_is_refused():
     """Upstream starts it again."""
     maps = build_blend([7, 3], 1000)
     with pytest.raises(DataError, match=r"set1\.bin: 299 samples, but the blend draws 300"):
-        BlendedDataset("train", [_Numbers(0, 700), _Numbers(1, 299)], maps)  # type: ignore[list-item]
+        BlendedDataset([_Numbers(0, 700), _Numbers(1, 299)], maps)  # type: ignore[list-item]
 
 
 def test_each_sample_once_by_weight():

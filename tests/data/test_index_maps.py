@@ -31,7 +31,7 @@ def test_maps_and_samples_equal_neox(name: str):
     dataset, arguments = _case(name)
     maps = build_packed(dataset.sizes, **arguments)
     assert_equal_maps(maps, golden_maps(name))
-    packed = PackedDataset(name, dataset, maps, arguments["seq_length"])
+    packed = PackedDataset(dataset, maps, arguments["seq_length"])
     # Upstream's len is one short of the windows it built
     assert len(packed) == golden_json("summary.json")[name]["len"] + 1
     samples = np.load(INDEXMAPS / name / "samples.npz")
@@ -79,7 +79,7 @@ def test_maps_equal_a_plain_walk_on_random_documents(seed: int, tmp_path: Path):
 def test_samples_are_windows_of_the_joined_documents(tmp_path: Path):
     dataset = write_dataset(tmp_path / "x", [3, 50, 1, 0, 7, 20, 2])
     maps = build_packed(dataset.sizes, 0, len(dataset), 30, 8, seed=1)
-    packed = PackedDataset("train", dataset, maps, 8)
+    packed = PackedDataset(dataset, maps, 8)
     joined = np.concatenate([dataset[i] for i in maps.doc_idx])
     for index, window in enumerate(maps.shuffle_idx.tolist()):
         np.testing.assert_array_equal(packed[index].tokens, joined[window * 8 : window * 8 + 9])

@@ -92,7 +92,7 @@ def _flat(loader) -> list[tuple[list, list, int]]:
 @pytest.mark.parametrize("blended", [False, True])
 def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, blended: bool):
     if blended:
-        dataset = BlendedDataset("train", (dataset, dataset), build_blend([3, 1], 56))
+        dataset = BlendedDataset((dataset, dataset), build_blend([3, 1], 56))
     all_steps = _flat(one_rank_loader(dataset))
     rows = [row for tokens, _, _ in all_steps for row in tokens]
     assert rows == [dataset[i].tokens[:-1].tolist() for i in range(len(rows))] and len(rows) > 40
@@ -201,7 +201,7 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
     rows = np.random.default_rng(0).integers(0, 100, (10, 20)).astype(np.int32)
     rows[7, 15] = token
     indexed = IndexedDataset(write_rows(prefix, rows))
-    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 10, 24, SEQ, 3), SEQ, vocab_size=100)
+    return PackedDataset(indexed, build_packed(indexed.sizes, 0, 10, 24, SEQ, 3), SEQ, vocab_size=100)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

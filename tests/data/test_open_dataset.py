@@ -10,8 +10,8 @@ import pytest
 
 from megatron.data import IndexedDataset, fingerprint, open_dataset, write_npy
 from megatron.data.index_maps import Packing
-from megatron.data.legacy_dataset import LegacyDataset
 from megatron.data.npy_dataset import NpyDataset
+from megatron.data.open_dataset import LegacyDataset
 from tests.data.samples import DATASET, copy_dataset, poke, refused, write_dataset
 from tests.data.test_packing import packed
 from tools.datasets import pack_npy

@@ -34,7 +34,7 @@ class Memory(IndexedDataset):
 def packed(text, num_samples: int, seq: int, seed: int, packing: Packing, span=None, **columns) -> PackedDataset:
     """Rows of all documents, or of a span of them, with columns of labels and rewards."""
     maps = build_maps(text.sizes, *(span or (0, len(text))), num_samples, seq, seed, packing, columns.get("labels"))
-    return PackedDataset("train", text, maps, seq, packing=packing, **columns)
+    return PackedDataset(text, maps, seq, packing=packing, **columns)
 
 
 @pytest.mark.parametrize("seed", range(12))

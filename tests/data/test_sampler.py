@@ -1,6 +1,6 @@
 """Samples of each rank and step; over layouts: test_loader.py."""
 
-from megatron.data.sampler import rank_slice, train_slices
+from megatron.data.loader import rank_slice, train_slices
 from tests.data.samples import golden_json
 
 

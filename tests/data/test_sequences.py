@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.packed_dataset import TokenSample
-from megatron.methods.unlearning.sequences import SequenceDataset
+from megatron.methods.unlearning.method import SequenceDataset
 
 TOKENS = [5, 6, 0, 7, 8, 9, 0, 5, 0, 0]  # 0 ends documents; two places of padding
 BEGINS = [1, 0, 0, 1, 0, 0, 0, 1, 1, 0]

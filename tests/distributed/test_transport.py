@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from megatron.distributed import StartError, check_transport, transport
-from megatron.distributed.transport import bus_bandwidth
+from megatron.distributed import StartError, check_transport, process_group
+from megatron.distributed.process_group import bus_bandwidth
 from megatron.launch import process_info
 from megatron.mpu import ParallelGroups, build_groups
 from megatron.neox_arguments import ConfigError
@@ -64,7 +64,7 @@ def clocked(rank: int, world_size: int, seconds: float) -> float:
         now[0] += seconds * (1 + rank)
         reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce, transport.time = timed, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
+    dist.all_reduce, process_group.time = timed, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     return bus_bandwidth(groups(world_size), 2**20)
 
 

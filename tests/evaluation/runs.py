@@ -16,11 +16,12 @@ from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.evaluation import evaluate
-from megatron.evaluation.harness import EvaluationResults, load_tasks_on_rank0
+from megatron.evaluation.harness import load_tasks_on_rank0
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.model_operations import model_operations
 from megatron.evaluation.progress import EvaluationProgress
-from megatron.evaluation.task_folders import SHIPPED
+from megatron.evaluation.results import EvaluationResults
+from megatron.evaluation.task_loading import SHIPPED
 from megatron.generation import Model, load_model
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info
@@ -118,7 +119,7 @@ def loaded(folder: str, **changes: Any) -> Model:
 
 
 def language_model(model: Model) -> NeoXLM:
-    operations = ModelOperations(model).operations()
+    operations = model_operations(model)
     return NeoXLM(model, lambda name, *args: operations[name](*args), EvaluationProgress(QUIET))
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.evaluation.task_folders import SHIPPED
+from megatron.evaluation.task_loading import SHIPPED
 from tests.evaluation.runs import lm_eval_command, make_model, make_tasks, on_terminal
 from tests.generation.runs import run_script
 from tests.marks import with_more

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.evaluation.harness import EvaluationResults
+from megatron.evaluation.results import EvaluationResults
 from tests.evaluation.runs import LAYOUTS, answers, make_model, make_tasks, reference, scores
 from tests.marks import with_more
 from tests.pool import run_ranks

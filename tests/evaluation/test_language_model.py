@@ -47,13 +47,13 @@ def models(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
 def test_continuations(models):
     """Two of the pairs are longer than the model."""
     neox_lm, hf_lm = models
-    num_too_long = neox_lm.counts.too_long
+    num_too_long = neox_lm.num_too_long
     scores, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in models)
     assert [value for value, _ in scores] == pytest.approx([value for value, _ in expected], rel=1e-5, abs=1e-4)
     assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
     assert neox_lm.max_length == hf_lm.max_length == POSITIONS
     assert (neox_lm.eot_token_id, neox_lm.prefix_token_id) == (hf_lm.eot_token_id, hf_lm.prefix_token_id)
-    assert neox_lm.counts.too_long - num_too_long == 2
+    assert neox_lm.num_too_long - num_too_long == 2
 
 
 @pytest.mark.parametrize("overlong", ["skip", "refuse"])
@@ -62,7 +62,7 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(models, overlong
     monkeypatch.setattr(
         neox_lm, "model", replace(neox_lm.model, args=neox_lm.model.args.replace(eval_overlong=overlong))
     )
-    old_counts = (neox_lm.counts.too_long, neox_lm.counts.skipped)
+    old_counts = (neox_lm.num_too_long, neox_lm.num_skipped)
     requests = instances("generate_until", [("The sun", {"max_gen_toks": 8}), (LONG, {"max_gen_toks": 5})])
     if overlong == "refuse":
         with pytest.raises(ConfigError, match="eval_overlong: refuse: .* 1 "):
@@ -70,7 +70,7 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(models, overlong
         return
     generated = neox_lm.generate_until(requests)
     assert generated[0] and generated[1] == ""
-    assert (neox_lm.counts.too_long, neox_lm.counts.skipped) == (old_counts[0] + 1, old_counts[1] + 1)
+    assert (neox_lm.num_too_long, neox_lm.num_skipped) == (old_counts[0] + 1, old_counts[1] + 1)
 
 
 def test_whole_texts(models):

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
-from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.evaluation import task_folders, task_loading
-from megatron.evaluation.task_loading import LoadedTasks, load_tasks
+from megatron.evaluation import task_loading
+from megatron.evaluation.results import LoadedTasks
+from megatron.evaluation.task_loading import find_in_hub_or_cache, load_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, require_lm_eval
 from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks
@@ -75,7 +75,7 @@ def test_folders_that_the_fork_finds_by_itself(tmp_path, monkeypatch):
                 f"doc_to_text: of folder {number}\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {{version: 1}}\n"
             )
     (package / "megatron/evaluation").mkdir(parents=True)
-    monkeypatch.setattr(task_folders, "SHIPPED", package / "megatron/evaluation/tasks")
+    monkeypatch.setattr(task_loading, "SHIPPED", package / "megatron/evaluation/tasks")
     monkeypatch.chdir(working_folder)
 
     def text_of(name: str, **values: Any) -> str:
@@ -84,7 +84,7 @@ def test_folders_that_the_fork_finds_by_itself(tmp_path, monkeypatch):
     assert text_of("wmdp") == "of folder 0" and text_of("wmdp", eval_include_path=str(named_folder)) == "of folder 3"
     assert [text_of(f"only_{number}") for number in range(3)] == [f"of folder {number}" for number in range(3)]
     args = NeoXArgs.from_dict({**MODEL, "eval_include_path": str(named_folder)})
-    present, absent = task_folders.searched_folders(args).split("; ")
+    present, absent = task_loading.searched_folders(args).split("; ")
     order = [
         str(named_folder),
         f"{package}/lm_eval_tasks",

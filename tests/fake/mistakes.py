@@ -20,9 +20,9 @@ from megatron.data.batch import Documents
 from megatron.model import Stage
 from megatron.model.attention import AttentionBackends
 from megatron.mpu import ParallelGroups
+from megatron.training.engine import StepLoss
 from megatron.training.native import update_schedule
 from megatron.training.native.update_schedule import UpdateSchedule
-from megatron.training.step_loss import StepLoss
 from tests.fake.streams import FakeStream
 
 

@@ -26,13 +26,11 @@ from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
-from megatron.training.engine import PipelineSchedule
-from megatron.training.engine_base import EngineBase
+from megatron.training.engine import Engine, PipelineSchedule, StepLoss
 from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm
 from megatron.training.setup import build_engine
-from megatron.training.step_loss import StepLoss
 from tests.fake.layouts import MODEL, Case
 from tests.fake.mistakes import MISTAKES
 from tests.fake.observer import Observer
@@ -210,7 +208,7 @@ def process_group(case: Case) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ModelStep(EngineBase):
+class ModelStep(Engine):
     """A step as DeepSpeed's engine takes it: weight over data ranks, passes, verdict, norm, clipping."""
 
     name = "model step"

@@ -51,7 +51,7 @@ class Reference(NamedTuple):
 
 @cache
 def references(families: tuple[str, ...]) -> dict[str, Reference]:
-    from megatron.checkpointing.families import from_hf
+    from megatron.checkpointing.families.convert import from_hf
     from tests.checkpointing.family_models import collected, on_disk, random_model
 
     found_references = {}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.model import build_stage
-from megatron.mpu.fp8 import DelayedScaling, Formats, MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
+from megatron.mpu.fp8 import DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
+from megatron.mpu.fp8.products import ScaledProduct
 from megatron.mpu.groups import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.precision_policy import PrecisionChoice

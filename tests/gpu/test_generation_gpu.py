@@ -64,7 +64,7 @@ def test_logits_of_a_graph_are_those_of_its_first_run(name: str, precision: str,
     which are padded to eight."""
     model = model_of(name, device, precision)
     cache = model.stage.empty_cache(41, 16)
-    steps = CapturedDecode(model, cache, maximum_rows=8, capacity=8, spare_state=8)
+    steps = CapturedDecode(model, cache, maximum_rows=8, capacity=8)
     for layer in cache.layers.values():
         for pool in layer[:2]:
             pool.normal_(generator=torch.Generator(device).manual_seed(0))

@@ -118,7 +118,7 @@ def test_auto_takes_it_and_losses_are_the_same() -> None:
     for fused in ("auto", False):
         values = config(LLAMA, {"precision": "bfloat16", "engine": "native"}, train_micro_batch_size_per_gpu=8)
         with run({**values, "fused_update": fused}) as training:
-            assert isinstance(training.engine._update.optimizers[0], FusedAdamW) == (fused == "auto")
+            assert isinstance(training.engine._update._parts[0].optimizer, FusedAdamW) == (fused == "auto")
             batches = batches_of(training)
             losses[fused] = [float(training.engine.train_step(next(batches), 1e-3).loss) for _ in range(12)]
     assert losses["auto"] == pytest.approx(losses[False], rel=2e-3) and losses["auto"][-1] < losses["auto"][0]

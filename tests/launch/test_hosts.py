@@ -9,9 +9,9 @@ from megatron.launch.devices import choose_ranks
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node, carried, choose_slots, hosts_of, read_hostfile
 from megatron.launch.launcher_rendezvous import RankAssignment
-from megatron.launch.local import environments
 from megatron.launch.plan import plan
 from megatron.launch.run import Run, write_args_file
+from megatron.launch.start import environments
 from megatron.neox_arguments import NeoXArgs
 from tests.training.runs import BASE
 
@@ -140,7 +140,7 @@ def test_refused(gpus, num_gpus, include, exclude, message):
 
 
 def test_rank_environment(monkeypatch):
-    monkeypatch.setattr("megatron.launch.local.cores", lambda: 8)
+    monkeypatch.setattr("megatron.launch.start.cores", lambda: 8)
     monkeypatch.setattr("os.environ", {"HOME": "/h"})
     node = Node("b", 4, devices=("4", "5", "6", "7"))
     run = Run("nodes", ("python",), (Node("a", 3), node), Path(), None, Path(), node_rank=1, master_addr="10.0.0.7")

@@ -12,10 +12,10 @@ import pytest
 from megatron.launch import heartbeat
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
+from megatron.launch.heartbeat import SshSupervisor
 from megatron.launch.hosts import Node
 from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
 from megatron.launch.run import Run
-from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import Outcome
 from tests.launch.runs import wait_for
 

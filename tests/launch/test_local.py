@@ -17,8 +17,8 @@ import pytest
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
-from megatron.launch.local import run_local
 from megatron.launch.run import Run
+from megatron.launch.start import run_local
 from tests.launch.runs import alive, environment, logs_of, taken_port, wait_for, write_script
 
 LAUNCH = """
@@ -26,7 +26,7 @@ import os, sys
 from pathlib import Path
 from megatron.launch import watch
 from megatron.launch.hosts import Node
-from megatron.launch.local import run_local
+from megatron.launch.start import run_local
 from megatron.launch.run import Run
 watch.STOPPED_S, watch.GRACE_S = float(os.environ.pop("STOPPED_S")), float(os.environ.pop("GRACE_S"))
 watch.PYTHON_S = 0.5  # tests wait themselves until ranks are ready

@@ -105,7 +105,7 @@ def laid_out(folder: Path, labelled: bool, pack_impl: str) -> Batch:
         sets.append(IndexedDataset(f"{folder}/{name}"))
     text, labels, packing = sets[0], sets[1] if labelled else None, Packing(pack_impl)
     maps = build_maps(text.sizes, 0, len(text), 1, 16, 3, packing, labels)
-    data = PackedDataset("train", text, maps, 16, 64, packing=packing, labels=labels)
+    data = PackedDataset(text, maps, 16, 64, packing=packing, labels=labels)
     resets = {"eod": 0, "reset_attention_mask": True, "reset_position_ids": True}
     return collate_samples([data[i] for i in range(len(data))], **resets)
 

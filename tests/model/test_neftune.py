@@ -11,7 +11,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from megatron.data import Batch
 from megatron.data.batch import Documents
 from megatron.model import Stage
-from megatron.model.neftune import add_noise, document_lengths
+from megatron.model.embedding import add_noise, document_lengths
 from megatron.mpu import fork_seed, mix_seed
 from tests.model.runs import LLAMA, NEOX, assert_steps, sgd_steps
 from tests.model.stages import make_stage, random_batch, small

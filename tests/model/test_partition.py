@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from megatron.model import layer_params, layer_specs, partition_layers
+from megatron.model import layer_params
+from megatron.model.pipeline_partition import partition_layers
+from megatron.model.weight_map import layer_specs
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.model.stages import small
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from megatron.model.gated_activations import clamped_swiglu
-from megatron.model.mlp import ACTIVATIONS, MLP
+from megatron.model.mlp import ACTIVATIONS, MLP, clamped_swiglu
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.model.specs import activation_name, dense_spec
 from megatron.mpu import ParallelGroups

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, check_model, local_layer_state, model_keys
-from megatron.checkpointing.families import hf_config
+from megatron.checkpointing.families.convert import hf_config
 from megatron.checkpointing.parameter_names import to_our_names
-from megatron.model import Stage, block_specs, build_stage, init_stage, layer_params, layer_specs
+from megatron.model import Stage, block_specs, build_stage, init_stage, layer_params
 from megatron.model.init import stage_parameters
 from megatron.model.mamba import ScanKernels
+from megatron.model.weight_map import layer_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.model.runs import GEMMA, LLAMA, MIXED, MODELS

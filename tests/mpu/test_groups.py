@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.distributed import StartError
-from megatron.mpu import AXES, FOLDED, ParallelGroups, build_groups
+from megatron.mpu import ParallelGroups, build_groups
+from megatron.mpu.groups import AXES, FOLDED
 from megatron.mpu.initialize import _check_experts, allow_tf32, connect
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small

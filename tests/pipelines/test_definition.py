@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.neox_arguments import ConfigError
-from megatron.pipelines.command import main, parse
+from megatron.pipelines.command import main, parse, recipes, write_recipe
 from megatron.pipelines.definition import find_pipeline, read_pipeline
 from megatron.pipelines.errors import PipelineError
-from megatron.pipelines.recipes import recipes, write_recipe
 from tests.pipelines.small import change_yaml, write_small
 
 SOURCE = "{kind: data, outputs: [x], sources: ["

@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from megatron.model.weight_map import layer_params
+from megatron.pipelines.command import write_recipe
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.options import Options, parse_words, train_words
-from megatron.pipelines.recipes import write_recipe
 from megatron.tokenizer.train_tokenizer import train_tokenizer
 from tests.pipelines.small import change_yaml, passed, records, write_yaml
 from tests.training.runs import metric_rows

@@ -14,7 +14,7 @@ from megatron.neox_arguments.reading.command_line import parse_deepy
 from megatron.neox_arguments.validation.other_stacks import TABLES, name_here
 from megatron.neox_arguments.validation.types import check_value
 from megatron.pipelines.command import main as pipeline
-from megatron.pipelines.recipes import write_recipe
+from megatron.pipelines.command import write_recipe
 from megatron.pipelines.state import State
 from tests.recipes.readme import ROOT
 

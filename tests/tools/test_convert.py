@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
-from megatron.checkpointing.huggingface import HFFolder, import_hf, load_checkpoint_args, transformers_model
+from megatron.checkpointing.huggingface import HFFolder, import_hf, transformers_model
 from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs

@@ -15,9 +15,8 @@ from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training import optimizers
-from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
-from megatron.training.step_loss import StepLoss
 
 
 class BareEngine:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.families import from_hf, to_hf
+from megatron.checkpointing.families.convert import from_hf, to_hf
 from megatron.checkpointing.huggingface import HFFolder
 from megatron.data import Batch
 from megatron.generation.from_huggingface import hf_model_keys

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
 from megatron.training.builtin_callbacks.log import LogCallback
-from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.step_results import StepResults
 from tests.pool import run_ranks
@@ -93,7 +91,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
     """For the pool: two free steps, then four without waiting; reads, each a step late, and probes."""
     training = begin(values)
     batches, progress, (probes, gradients) = batches_of(training), training.progress, build_probes(training)
-    log, results = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes), StepResults(training)
+    log, results = LogCallback(training, probes=probes), StepResults(training)
     reads: list[str] = []
     step_count, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
 from megatron.checkpointing.adapters import compare_merged, compare_with_peft, open_with_base
 from megatron.checkpointing.averaging import average
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs

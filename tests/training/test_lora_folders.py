@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron.checkpointing.adapters import open_with_base, write_merged
 from megatron.checkpointing.adapters.exporting import compare_with_peft
 from megatron.checkpointing.adapters.merging import unmerged_logits
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder
 from megatron.checkpointing.layout import step_tag
 from tests.checkpointing.family_models import random_model

@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from megatron.data import Batch
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.initial_adapters import begin_adapters
+from megatron.training.checkpoint.base_weights import begin_adapters
 from megatron.training.reference.model import model_without_adapters
 from megatron.training.setup import build_engine
 from tests.model.stages import Weights, groups_of

@@ -17,8 +17,8 @@ from megatron.mpu import Linear, ParallelGroups, gpu_kernels
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import apex, compile_blocks
 from megatron.training.apex import use_apex_norms, uses_apex
-from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import choose_compile, resolve_compile
+from megatron.training.parallelize import use_async_tensor_parallel
 from megatron.training.transformer_engine import choose_te_backend, use_transformer_engine_norms
 from tests.model.stages import gradients, make_stage, random_batch, random_weights, small
 from tests.pool import run_ranks
@@ -61,8 +61,8 @@ def test_compile_auto(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(compile_blocks, "find_spec", lambda name: object() if triton else None)
     monkeypatch.setattr(compile_blocks.shutil, "which", lambda name: name if name in programs else None)
-    choice = choose_compile(small(**values), device, engine)
-    assert choice.compile == compile_ and re.match(reason, choice.reason)
+    choice, its_reason = choose_compile(small(**values), device, engine)
+    assert choice == compile_ and re.match(reason, its_reason)
 
 
 def test_the_choice_is_printed_once_and_stands_in_the_configuration() -> None:
@@ -76,10 +76,10 @@ def test_the_choice_is_printed_once_and_stands_in_the_configuration() -> None:
 def test_what_cannot_be_compiled_is_refused() -> None:
     """Blocks with hooks within them; and a memory budget without compiled blocks."""
     with pytest.raises(ConfigError, match="compile: DeepSpeed's ZeRO 3.* engine: native"):
-        resolve_compile(small(compile="block", **ZERO_3), CPU, "deepspeed", None)
+        resolve_compile(small(compile="block", **ZERO_3), CPU, "deepspeed", print)
     with pytest.raises(ConfigError, match="activation_memory_budget: 0.5 .*compile.*auto.*CPU"):
-        resolve_compile(small(activation_memory_budget=0.5), CPU, "native", None)
-    resolve_compile(small(activation_memory_budget=0.5, compile="block"), CPU, "native", None)
+        resolve_compile(small(activation_memory_budget=0.5), CPU, "native", print)
+    resolve_compile(small(activation_memory_budget=0.5, compile="block"), CPU, "native", print)
 
 
 @pytest.mark.parametrize(("compile_", "mode"), [("block", {}), ("block-max", {"mode": "max-autotune-no-cudagraphs"})])
@@ -250,7 +250,7 @@ def test_norms_are_the_packages_where_it_is_named() -> None:
 def test_norms_of_a_package_that_is_not_there_are_refused(keys: dict[str, Any], facts: str) -> None:
     args = _args(te_backend="transformer_engine", **keys)
     with pytest.raises(ConfigError, match=facts):
-        use_transformer_engine_norms(build_stage(args, ParallelGroups.single()), args, None)
+        use_transformer_engine_norms(build_stage(args, ParallelGroups.single()), args, None, print)
 
 
 def _curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, from_hf, text_config
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.families.family import Config
+from megatron.checkpointing.families.multimodal import text_config
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader, vocab_size_from_hf
@@ -173,7 +175,7 @@ def open_base(
         args = plain_args(args.replace(lora=None))
         new_head = bool(args.score_head) and not scores
         load = hf_loader(folder, args, new_head=new_head)
-        return BaseWeights(folder, True, args, partial(_read_hf, load, args, new_head))
+        return BaseWeights(folder, True, args, partial(_read, load, args, new_head))
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such folder of base weights for the adapters{hint}")
     source = checkpoint_folder(path)
@@ -182,7 +184,8 @@ def open_base(
         raise CheckpointError(f"{source}: has its own adapters; merge them first (tools/ckpts/adapter.py merge)")
     args = plain_args((args or checkpoint_args(source)).replace(lora=None))
     new_head = bool(args.score_head) and not has_score_head(source, args)
-    return BaseWeights(source, False, args, partial(_read, opened, args, new_head), opened)
+    load = partial(load_weights, opened, args, new_head=new_head)
+    return BaseWeights(source, False, args, partial(_read, load, args, new_head), opened)
 
 
 def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
@@ -191,13 +194,7 @@ def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
     return NeoXArgs.from_dict(from_hf(opened.config, opened.get, padded_vocab_size=rows)[0])
 
 
-def _read(checkpoint: OpenCheckpoint, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
-    if new_head and layer == args.num_layers + 4:
-        return {}
-    return load_weights(checkpoint, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
-
-
-def _read_hf(load: LoadLayers, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+def _read(load: LoadLayers, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
     if new_head and layer == args.num_layers + 4:
         return {}
     return load(layers=[layer], tensor_rank=0, tensor_size=1)[layer]

@@ -1,41 +1,31 @@
 """Exports adapters of a checkpoint to a folder in peft's format, and compares their logits with peft's."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.checkpointing.adapters.base import BaseWeights, checkpoint_folder, config_below, family_below
-from megatron.checkpointing.adapters.merging import some_tokens, unmerged_logits
+from megatron.checkpointing.adapters.merging import unmerged_logits
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import TEXT_TOWERS, is_multimodal
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal
 from megatron.checkpointing.huggingface.companion_files import (
     companion_files_of,
     is_of_tokenizer,
     write_companion_files,
 )
-from megatron.checkpointing.huggingface.exporting import (
-    LayerProgress,
-    begin_folder,
-    export_hf,
-    no_progress,
-    put_in_place,
-)
+from megatron.checkpointing.huggingface.exporting import LayerProgress, export_hf, new_folder, no_progress
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
+from megatron.checkpointing.huggingface.logit_check import LogitComparison, some_tokens
 from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.huggingface.transformers_model import auto_class
 from megatron.checkpointing.manifest import read_manifest
-from megatron.data.files import sync
 from megatron.model.weight_map import adapter_params
 
-# As of logits against transformers: fp32, in proportion to the largest.
-BOUND = 2e-5
 _HF_RUN = "huggingface "  # how run ids of imports begin
 
 
@@ -83,8 +73,8 @@ def export_peft(
     family = family_below(base_path) if family is None or family in TEXT_TOWERS else family
     kinds = {value.dtype for layer in layers for value in source.read(layer).values()}
     files, vocab = _companions(source)
-    temporary = begin_folder(output, sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()))
-    try:
+    size = sum(file.stat().st_size for file in source.path.iterdir() if file.is_file())
+    with new_folder(output, size) as temporary:
 
         def read() -> Iterator[tuple[int, Mapping[str, Tensor]]]:
             for layer in progress(layers, len(layers)):
@@ -95,12 +85,6 @@ def export_peft(
             base=base_model, vocab_size=vocab, in_wrapper=in_wrapper,
         )  # fmt: skip
         write_companion_files({**files, **(notes or {})}, temporary)
-        sync(temporary)
-        put_in_place(temporary, output)
-    except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return output
 
 
@@ -117,32 +101,8 @@ def _companions(source: AdapterSource) -> tuple[dict[str, bytes], int | None]:
     return files, rows
 
 
-@dataclass(frozen=True)
-class PeftComparison:
-    """How far our logits with adapters are from those that transformers with peft computes.
-
-    difference: the largest absolute difference.
-    largest: the largest absolute logit.
-    length: number of tokens in each compared sequence.
-    """
-
-    difference: float
-    largest: float
-    length: int
-
-    @property
-    def bound(self) -> float:
-        return BOUND * max(1.0, self.largest)
-
-    def __str__(self) -> str:
-        return (
-            f"largest logit difference to peft {self.difference:.2e} (bound {self.bound:.1e}, largest logit "
-            f"{self.largest:.2f}, 2 x {self.length} tokens, fp32)"
-        )
-
-
 @torch.no_grad()
-def compare_with_peft(base: BaseWeights, source: AdapterSource) -> PeftComparison:
+def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparison:
     """Compares our logits with adapters against the logits of transformers with peft, on random tokens.
 
     Both full models are in memory, in fp32. A NeoX checkpoint (base or adapters) is first exported to a
@@ -177,8 +137,7 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> PeftCompariso
         peft_logits = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(tokens, use_cache=False).logits
     logits = unmerged_logits(base, source, tokens)
     logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
-    difference, largest = (logits - peft_logits).abs().max().item(), peft_logits.abs().max().item()
-    comparison = PeftComparison(difference, largest, tokens.shape[1])
-    if not difference <= comparison.bound:  # NaN too
+    comparison = LogitComparison.from_logits(logits, peft_logits, tokens, reference="peft")
+    if not comparison.is_close:
         raise CheckpointError(f"{source.path}: logits with these adapters differ from peft's: {comparison}")
     return comparison

@@ -1,10 +1,8 @@
 """Writes checkpoints from adapters: weights with adapters merged into them, and peft's adapters alone."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,16 @@ from megatron.checkpointing.adapters.base import BaseWeights
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import with_vocab_size
+from megatron.checkpointing.families.multimodal import with_vocab_size
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
-from megatron.checkpointing.huggingface.logit_check import neox_logits
+from megatron.checkpointing.huggingface.exporting import LayerProgress, no_progress
+from megatron.checkpointing.huggingface.importing import FREE
+from megatron.checkpointing.huggingface.logit_check import LENGTH, ROWS, neox_logits, some_tokens
 from megatron.checkpointing.huggingface.model_files import CONFIG
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.manifest import ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
+from megatron.checkpointing.resharding import PRECISIONS, write_bare_files
 from megatron.checkpointing.tensor_files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.weights import local_layer_state, save_layer
 from megatron.model.weight_map import adapter_params, layer_params
@@ -33,9 +33,6 @@ from megatron.neox_arguments.frozen import thaw
 
 # The largest difference of fp32 logits, in proportion to the largest logit: rounding in another order.
 BOUND = 1e-5
-_ROWS, _LENGTH = 2, 48
-LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
-_FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,8 @@ class MergeComparison:
         rounded = f"; {self.stored:.2e} as stored" if self.stored is not None else ""
         return (
             f"{self.name}: largest logit difference of merged to unmerged {self.difference:.2e} (bound "
-            f"{self.bound:.1e}, largest logit {self.largest:.2f}, {_ROWS} x {_LENGTH} tokens at most, fp32){rounded}"
+            f"{self.bound:.1e}, largest logit {self.largest:.2f}, {ROWS} x {LENGTH} tokens at most, fp32){rounded}"
         )
-
-
-def some_tokens(args: NeoXArgs, vocab_size: int | None = None) -> Tensor:
-    """Random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
-    length, vocab_rows = min(_LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
-    assert vocab_rows is not None
-    return torch.randint(0, vocab_rows, (_ROWS, length), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
@@ -102,7 +92,7 @@ def write_merged(
     adapters: Sequence[tuple[AdapterSource, float]],
     save: str | Path,
     *,
-    progress: LayerProgress = lambda layers, count: layers,
+    progress: LayerProgress = no_progress,
 ) -> tuple[Path, list[MergeComparison]]:
     """Merges adapters into base weights, checks the logits, and writes `<save>/global_stepN`.
 
@@ -136,11 +126,7 @@ def write_merged(
 
 
 def write_adapters(
-    base: BaseWeights,
-    source: AdapterSource,
-    save: str | Path,
-    *,
-    progress: LayerProgress = lambda layers, count: layers,
+    base: BaseWeights, source: AdapterSource, save: str | Path, *, progress: LayerProgress = no_progress
 ) -> Path:
     """Write a checkpoint `<save>/global_stepN` of adapters alone, which a run with `lora` can load.
 
@@ -185,16 +171,15 @@ def _publish(
     write: Callable[[Path], tuple[list[FileRecord], set[torch.dtype]]],
     base_record: Mapping[str, Any] | None,
 ) -> Path:
-    iteration = source.iteration
+    iteration = 0 if source.manifest is None else source.manifest.iteration
     final = save / layout.step_tag(iteration)
     if final.exists():
         raise CheckpointError(f"{final}: already exists; remove it, or choose another folder")
-    size = sum(
-        file.stat().st_size for file in (base.path if base_record is None else source.path).iterdir() if file.is_file()
-    )
+    weights = base.path if base_record is None else source.path
+    size = sum(file.stat().st_size for file in weights.iterdir() if file.is_file())
     with new_checkpoint(save, iteration, size) as temporary:
         records, kinds = write(temporary)
-        records += write_model_files(temporary, [bare_state(args, iteration)], sequential=False)
+        records += write_bare_files(temporary, args, iteration)
         for name, content in _carried(base, source).items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(write_bytes(content, temporary / name, name))
@@ -206,13 +191,11 @@ def _publish(
             config.pop(key, None)
         config["precision"] = {"bf16": "bfloat16"}.get(precision, precision)
         saved = source.manifest or (None if base.is_hf else read_manifest(base.path))
-        keys = set(model_keys(args)) - set(_FREE) if saved is None or not saved.model else {*saved.model, "lora"}
-        manifest = Manifest(
-            run_id=run_id, iteration=iteration, consumed_samples=0, seed=0, data={}, optimizer=False,
-            model={key: value for key, value in model_keys(args).items() if key in keys}, base=base_record,
-            layout=ParallelLayout(1, 1, 1, 0, precision, 1), versions={"torch": version("torch")},
-            tokenizer=None if saved is None else saved.tokenizer, config=config,
-            created=datetime.now(UTC).isoformat(timespec="seconds"), files={record.name: record for record in records},
+        keys = set(model_keys(args)) - set(FREE) if saved is None or not saved.model else {*saved.model, "lora"}
+        model = {key: value for key, value in model_keys(args).items() if key in keys}
+        manifest = untrained_manifest(
+            run_id, ParallelLayout.from_args(args, precision), model, config, records, iteration=iteration,
+            base=base_record, tokenizer=None if saved is None else saved.tokenizer,
         )  # fmt: skip
         text = f"# {run_id}\n{yaml.safe_dump(config, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"adapter.yml": text})
@@ -223,7 +206,7 @@ def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
 
     The adapters' files replace the base model's, because their tokenizer may have more tokens."""
     base_files = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
-    adapter_files = source.companions()
+    adapter_files = read_companion_files(source.path if source.manifest is None else source.path / HF_SUBFOLDER)
     if source.manifest is None:  # the README.md of a peft folder describes the adapter
         adapter_files = {name: content for name, content in adapter_files.items() if is_of_tokenizer(name)}
         adapter_files |= _resized(base_files, PeftFolder(source.path).vocab_size)

@@ -3,7 +3,6 @@
 One layer is in memory at a time."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -26,18 +25,14 @@ from megatron.checkpointing.adapters.peft_names import (
     vocabulary_modules,
 )
 from megatron.checkpointing.adapters.peft_places import is_left_out, is_selected, peft_sizes, placed
-from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import (
-    check_adapter_fields,
-    memory_name,
-    names_a_wrapper,
-    text_modules,
-    text_name,
-)
+from megatron.checkpointing.errors import CheckpointError, shortened
+from megatron.checkpointing.families.convert import padded
 from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families.field_types import check_adapter_fields
+from megatron.checkpointing.families.multimodal import memory_name, names_a_wrapper, text_modules, text_name
 from megatron.checkpointing.huggingface.folder import PickledFile, SafetensorsFile
 from megatron.checkpointing.huggingface.model_files import read_json
-from megatron.checkpointing.huggingface.weight_writer import write_weights
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import chosen_blocks, copied_modules, lora_targets
 
@@ -140,9 +135,8 @@ class PeftFolder:
             if ".lora_A." not in name and not (".lora_B." in name and not self.file.get(names[name]).any())
         ]  # fmt: skip
         if trained:
-            remainder = f" and {len(trained) - _MAX_NAMED} more" if len(trained) > _MAX_NAMED else ""
             raise CheckpointError(
-                f"{self.path}: {', '.join(sorted(trained)[:_MAX_NAMED])}{remainder}: only adapters of the language "
+                f"{self.path}: {shortened(sorted(trained), _MAX_NAMED)}: only adapters of the language "
                 "model are supported, not those of the vision tower; train with target_modules such as "
                 f"{text_modules(['q_proj', 'v_proj'])}"
             )
@@ -236,7 +230,7 @@ class PeftFolder:
     def _read(self, tensor: PeftTensor) -> Tensor:
         keys = self._stored_keys(tensor)
         value = self.file.get(self._stored[keys[0]]).clone()
-        return _padded(value, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(value)
+        return padded(value, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(value)
 
     def _stored_keys(self, tensor: PeftTensor) -> list[str]:
         return [key for key in (*tensor.keys, *tensor.older) if key in self._stored]
@@ -274,22 +268,15 @@ class PeftFolder:
                 "(peft's ensure_weight_tying)"
             ]
         embedding_value, head_value = (self.file.get(self._stored[key]) for key in (embedding[0], heads[0]))
-        return (
-            []
-            if torch.equal(embedding_value, head_value)
-            else [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
-        )
+        if torch.equal(embedding_value, head_value):
+            return []
+        return [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
 
 
 def _today(name: str) -> str:
     """Converts a tensor name as older versions of peft write it to the name that current peft writes."""
     name = name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
     return re.sub(r"\.modules_to_save(\.default)?\.weight$", ".weight", name)
-
-
-def _padded(weight: Tensor, rows: int) -> Tensor:
-    mean = weight.mean(0, keepdim=True, dtype=torch.float32).to(weight.dtype)
-    return torch.cat([weight, mean.expand(rows - len(weight), -1)])
 
 
 def peft_config(
@@ -365,8 +352,8 @@ def write_peft(
             for name, value in values.items():
                 yield from _parts(tensors_by_name[layer, name], value, vocab_size)
 
-    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    write_weights(folder, shapes, dtype, stored_tensors(), limit=size + 1, single_name=WEIGHTS)
+    limit = weight_bytes(shapes.values(), dtype) + 1  # so that there is one file
+    write_weights(folder, shapes, dtype, stored_tensors(), limit=limit, single_name=WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(peft_config(args, its_family, tensors, base, in_wrapper), indent=2) + "\n")
 
 

@@ -3,12 +3,15 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, hf_config, is_of_family, memory_name
+from megatron.checkpointing.families.convert import hf_config, is_of_family
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
+from megatron.checkpointing.families.multimodal import memory_name
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
 from megatron.mpu import ParamSpec
@@ -119,9 +122,8 @@ def vocabulary_modules() -> dict[str, str]:
     """Maps names of embeddings and heads in all families (last part) to "embed_tokens" or "lm_head"."""
     kinds = {"word_embeddings.weight": "embed_tokens", "final_linear.weight": "lm_head"}
     rows = [row for family in FAMILIES.values() for row in family.rows if row.neox_name in kinds]
-    return {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names} | dict.fromkeys(
-        _HEADS, "lm_head"
-    )
+    family_modules = {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names}
+    return family_modules | dict.fromkeys(_HEADS, "lm_head")
 
 
 def _family_targets(family: Family) -> list[str]:
@@ -158,24 +160,14 @@ def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
 
     Raises CheckpointError for an adapter that the family has no module for.
     """
-    rows = {row.neox_name: row for row in (*family.rows, SCORE)}
-    specs = named_params(args)
-    tensors = []
-    for layer, params in adapter_params(args).items():
-        for spec in params:
-            linear, dot, adapter = spec.name.partition(".lora.")
-            if not dot:
-                tensors.append(_copy_tensor(layer, spec, args, rows, family))
-                continue
-            name, part = adapter.split(".")
-            has_all_rows = (
-                specs[layer, f"{linear}{_WEIGHT}"].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]
-            )
-            row = rows[f"{linear}{_WEIGHT}"]
-            tensors.append(
-                _linear_tensor(layer, spec, name, part, has_all_rows, row, attention_of(args, layer), family)
-            )
-    return tensors
+    rows, specs = {row.neox_name: row for row in (*family.rows, SCORE)}, named_params(args)
+    return [
+        _linear_tensor(layer, spec, specs, attention_of(args, layer), rows, family)
+        if ".lora." in spec.name
+        else _copy_tensor(layer, spec, args, rows, family)
+        for layer, params in adapter_params(args).items()
+        for spec in params
+    ]
 
 
 def peft_modules(args: NeoXArgs, family: Family) -> list[PeftModule]:
@@ -194,15 +186,20 @@ def peft_modules(args: NeoXArgs, family: Family) -> list[PeftModule]:
 def _linear_tensor(
     layer: int,
     spec: ParamSpec,
-    name: str,
-    part: str,
-    has_all_rows: bool,
-    row: TensorMapping,
+    specs: Mapping[tuple[int, str], ParamSpec],
     attention: AttentionSpec | None,
+    rows: Mapping[str, TensorMapping],
     family: Family,
 ) -> PeftTensor:
+    """Returns peft's tensors for a matrix, or the magnitudes, of an adapter of a linear layer.
+
+    specs: of all parameters, from `named_params`. attention: the layer's, if any. rows: by our names."""
+    linear, _, adapter = spec.name.partition(".lora.")
+    name, part = adapter.split(".")
+    row = rows[f"{linear}{_WEIGHT}"]
     modules, older = _modules(row, layer, family)
-    if has_all_rows:  # one A for all rows: each module has it, and its own rows of B
+    # One A for all rows: each module has it, and its own rows of B.
+    if specs[layer, row.neox_name].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]:
         keys = _keys(modules, _PARTS[part])
         older_keys = _keys(older, _PARTS[part])
         if part == "lora_A":
@@ -213,11 +210,10 @@ def _linear_tensor(
         )
     modules, older = ([module for module in names if module.endswith(f".{name}")] for names in (modules, older))
     if not modules:
-        available = row.hf_names[0].removesuffix(_WEIGHT).rpartition(".")[2]
         raise CheckpointError(
-            f"{name}: {family.model_type} has no such module for peft, because its rows are fused in {available}; set "
-            f"lora.target to modules of [{', '.join(_family_targets(family))}], or merge the adapter into the weights "
-            "(tools/ckpts/adapter.py merge)"
+            f"{name}: {family.model_type} has no such module for peft, because its rows are fused in "
+            f"{_last(row.hf_names[0])}; set lora.target to modules of [{', '.join(_family_targets(family))}], or "
+            "merge the adapter into the weights (tools/ckpts/adapter.py merge)"
         )
     return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
 
@@ -232,13 +228,10 @@ def _copy_tensor(
     if spec.name == SCORE.neox_name:
         return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.hf_names[0]}",), _repeated(1))
     weight = _COPIES[spec.name]
-    names = (
-        [weight] if args.no_weight_tying or args.score_head or weight != "word_embeddings" else [weight, "final_linear"]
-    )
+    has_head_copy = weight == "word_embeddings" and not args.no_weight_tying and not args.score_head
+    names = [weight, "final_linear"] if has_head_copy else [weight]
     module_lists = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
-    modules, older = (
-        [module for module_list in lists for module in module_list] for lists in zip(*module_lists, strict=True)
-    )
+    modules, older = (list(chain(*lists)) for lists in zip(*module_lists, strict=True))
     modules += [_HEADS[0]] if modules[-1] == _HEADS[1] else []
     keys, older_keys = _keys(modules, "weight"), _keys(older, "weight")
     return PeftTensor(layer, spec, keys, _repeated(len(modules)), vocabulary=True, older=older_keys)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.checkpointing.adapters.peft_names import PeftModule
-from megatron.checkpointing.families import memory_name
+from megatron.checkpointing.families.multimodal import memory_name
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.lora_settings import block_adapters, module_names
 
@@ -88,14 +88,14 @@ def _shortest(values: Mapping[PeftModule, Any], default: Any) -> dict[str, Any]:
     """Returns {name: value} of modules whose value is not the default.
 
     The name is the target if all blocks have the same value, else the module's full name."""
-    pattern = {}
+    target_values: dict[str, set[Any]] = {}
     for module, value in values.items():
-        is_shared = {
-            other_value for other_module, other_value in values.items() if other_module.target == module.target
-        } == {value}
-        if value != default:
-            pattern[module.target if is_shared else _full_name(module)] = value
-    return pattern
+        target_values.setdefault(module.target, set()).add(value)
+    return {
+        module.target if len(target_values[module.target]) == 1 else _full_name(module): value
+        for module, value in values.items()
+        if value != default
+    }
 
 
 def _full_name(module: PeftModule) -> str:

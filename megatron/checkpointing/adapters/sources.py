@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron.checkpointing.adapters.base import BaseWeights, ReadLayer, adapter_model, checkpoint_folder, open_base
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, is_peft
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, read_companion_files
 from megatron.checkpointing.huggingface.folder import is_hf
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.manifest import Manifest, check_model, read_manifest
@@ -56,14 +55,6 @@ class AdapterSource:
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
 
-    @property
-    def iteration(self) -> int:
-        return 0 if self.manifest is None else self.manifest.iteration
-
-    def companions(self) -> dict[str, bytes]:
-        """Content of the HuggingFace files stored with the adapters (config.json, tokenizer), by name."""
-        return read_companion_files(self.path if self.manifest is None else self.path / HF_SUBFOLDER)
-
     def modules(self) -> Mapping[int, nn.Module]:
         """The modules of the model with adapters, without values (meta device), by NeoX layer index."""
         stage = build_stage(self.args, ParallelGroups.single(torch.device("cpu")))
@@ -76,12 +67,11 @@ def is_adapter_checkpoint(path: str | Path) -> bool:
     return manifest is not None and manifest.model.get("lora") is not None
 
 
-def open_adapter(path: str | Path, base_args: NeoXArgs | None = None, iteration: int | None = None) -> AdapterSource:
+def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> AdapterSource:
     """Opens the adapters in a checkpoint or in a folder in peft's format; files are checked when read.
 
     base_args: the configuration of the base model; required for a peft folder, which does not store it.
-    iteration: of the checkpoint, if `path` holds several. Raises CheckpointError, also if the adapters do
-    not fit `base_args`.
+    Raises CheckpointError, also if the adapters do not fit `base_args`.
     """
     if is_peft(path):
         if base_args is None:
@@ -92,7 +82,7 @@ def open_adapter(path: str | Path, base_args: NeoXArgs | None = None, iteration:
     reason = "holds no adapters: it is neither a checkpoint of a run with `lora` nor a folder in peft's format"
     if is_hf(path):
         raise CheckpointError(f"{path}: {reason}")
-    source = checkpoint_folder(path, iteration)
+    source = checkpoint_folder(path)
     opened = OpenCheckpoint(source)
     manifest = opened.manifest
     if manifest is None or manifest.model.get("lora") is None:
@@ -144,32 +134,22 @@ def open_with_base(
         args = plain_args(first_source.args.replace(lora=None))
         weights = BaseWeights(first_source.path, False, args, first_source.read_base, first_source.checkpoint)
     else:
-        weights = open_base(*_named_base(first_source, peft, paths[0], args, rows))
+        weights = open_base(_named_base(first_source, peft[0], paths[0]), args, rows, paths[0])
     sources = [open_adapter(path, weights.args) for path in paths]
     for source in sources:
         check_base(source, weights)
     return weights, sources
 
 
-def _named_base(
-    source: AdapterSource | None,
-    peft: Sequence[PeftFolder | None],
-    path: str | Path,
-    args: NeoXArgs | None,
-    rows: int,
-) -> tuple[str, NeoXArgs | None, int, Path]:
-    base = peft[0].base if source is None and peft[0] is not None else None
+def _named_base(source: AdapterSource | None, peft: PeftFolder | None, path: str | Path) -> str:
+    """Returns the base weights that adapters name: an existing or absolute path, or `hf://NAME`."""
+    base = peft.base if source is None and peft is not None else None
     if source is not None and source.manifest is not None and source.manifest.base is not None:
         base = source.manifest.base["path"]
     if base is None:
         reason = "they were trained over freshly initialised weights" if source is not None else "it names no base"
         raise CheckpointError(f"{path}: {reason}; give the base weights with --base")
-    return _address(base), args, rows, Path(path)
-
-
-def _address(name: str) -> str:
-    """Returns an existing path or absolute path unchanged, any other name as `hf://NAME`."""
-    return name if Path(name).exists() or name.startswith("/") else f"hf://{name}"
+    return base if Path(base).exists() or base.startswith("/") else f"hf://{base}"
 
 
 def check_base(source: AdapterSource, base: BaseWeights) -> None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, common_config, common_keys, replaced_rows
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, llama_config, llama_keys, replaced_rows
 from megatron.model.mlp import XIELU_BETA, XIELU_EPS
 from megatron.neox_arguments import NeoXArgs
 
@@ -37,17 +37,16 @@ def _keys(config: Config) -> dict[str, Any]:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config["rope_parameters"] = _LLAMA3  # as transformers, whatever rope_theta says
     return {
-        **common_keys({**config, "hidden_act": "silu", "mlp_bias": False}, _DEFAULTS),
-        **rope_keys(config, rope_of(config, theta=12000000.0)),
+        **llama_keys({**config, "hidden_act": "silu", "mlp_bias": False}, _DEFAULTS, theta=12000000.0),
         **PER_HEAD,
         "activation": "xielu",
     }
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    rope = rope_config(args)
-    rope_parameters = {**(rope["rope_scaling"] or {"rope_type": "default"}), "rope_theta": rope["rope_theta"]}
-    return {**common_config(args), **rope, "rope_parameters": rope_parameters, "hidden_act": "xielu"}
+    config = llama_config(args)
+    rope = {**(config["rope_scaling"] or {"rope_type": "default"}), "rope_theta": config["rope_theta"]}
+    return {**config, "rope_parameters": rope, "hidden_act": "xielu"}
 
 
 APERTUS = Family(

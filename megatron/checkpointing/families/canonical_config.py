@@ -81,10 +81,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
 
 def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     """Returns the values of attention keys that decide the logits, except those of positions."""
-    norms = {
-        "use_separate_qk_norms": args.use_separate_qk_norms,
-        "qk_norm_per_head": args.qk_norm_per_head,
-    }
+    norms = {"use_separate_qk_norms": args.use_separate_qk_norms, "qk_norm_per_head": args.qk_norm_per_head}
     return {
         "num_attention_heads": args.num_attention_heads,
         "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),

@@ -7,18 +7,15 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
-    FULL,
     SLIDING,
+    drop_fields,
     get,
-    layer_types,
-    rope_config,
-    rope_keys,
-    rope_of,
+    layer_kinds,
+    window_config,
     window_keys,
-    window_of,
 )
 from megatron.checkpointing.families.family import Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
+from megatron.checkpointing.families.llama import llama_config, llama_keys, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -34,19 +31,14 @@ ROWS = replaced_rows(
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config, "mlp_bias": False}
     period = get(config, "sliding_window_pattern", 4)
-    kinds = get(
-        config, "layer_types", [SLIDING if (i + 1) % period else FULL for i in range(config["num_hidden_layers"])]
-    )
+    kinds = layer_kinds(config, lambda i: (i + 1) % period != 0)
     window = config.get("sliding_window", 4096)
     if window is None and SLIDING in kinds:
         raise CheckpointError("config.json: layer_types has sliding_attention, so sliding_window must not be null")
     if get(config, "use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm: true is not supported")
-    keys = common_keys(config, _DEFAULTS)
-    del keys["rms_norm_epsilon"]
     return {
-        **keys,
-        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **drop_fields(llama_keys(config, _DEFAULTS), "rms_norm_epsilon"),
         **window_keys(window, kinds),
         "rotary_interleaved": True,
         "no_rope_layers": [int(kind == SLIDING) for kind in kinds],
@@ -60,13 +52,10 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args, head_dim=False), **rope_config(args)}
-    del config["rms_norm_eps"]
     return {
-        **config,
+        **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"),
         "layer_norm_eps": args.layernorm_epsilon,
-        "sliding_window": window_of(args) or 4096,  # must stand there even where no layer has one
-        "layer_types": layer_types(args),
+        **window_config(args),
         "logit_scale": args.logit_scale,
     }
 

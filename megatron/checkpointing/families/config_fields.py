@@ -3,7 +3,7 @@
 `..._keys` go from config.json to our keys, `..._config` back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
@@ -37,6 +37,11 @@ def get(config: Config, name: str, default: Any) -> Any:
     """Returns the field `name` of config.json; `default` if the field is absent or null."""
     value = config.get(name)
     return default if value is None else value
+
+
+def drop_fields(fields: Config, *names: str) -> dict[str, Any]:
+    """Returns `fields` except those called `names`."""
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def number(value: float) -> int | float:
@@ -79,22 +84,17 @@ def size_config(args: NeoXArgs) -> dict[str, Any]:
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
             raise CheckpointError(f"layers differ in {name}, but config.json of this family has only one value")
+    length, scaling = args.max_position_embeddings, args.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        length = scaling["original_max_position_embeddings"]  # the length before scaling
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
         "intermediate_size": args.ffn_size,
-        "max_position_embeddings": trained_length(args),
+        "max_position_embeddings": length,
         "tie_word_embeddings": not args.no_weight_tying,
     }
-
-
-def trained_length(args: NeoXArgs) -> int:
-    """Returns config.json's max_position_embeddings; with dynamic NTK scaling, the length before scaling."""
-    scaling = args.rope_scaling
-    if scaling is not None and scaling["rope_type"] == "dynamic":
-        return scaling["original_max_position_embeddings"]
-    return args.max_position_embeddings
 
 
 def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
@@ -211,6 +211,17 @@ def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
     return {"sliding_window_width": window - 1, "layer_types": list(types)}
 
 
+def same_window_keys(window: int | None) -> dict[str, Any]:
+    """As `window_keys`, for a model whose layers all have the window."""
+    return {} if window is None else {"sliding_window_width": window - 1}
+
+
+def layer_kinds(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
+    """Returns `layer_types` of config.json; where it is absent, what `slides` says of each layer's number."""
+    kinds = [SLIDING if slides(i) else FULL for i in range(config["num_hidden_layers"])]
+    return get(config, "layer_types", kinds)
+
+
 def layer_types(args: NeoXArgs) -> list[str]:
     """Returns config.json's `layer_types`: sliding or full attention for every layer."""
     slides = SLIDING if args.sliding_window_width is not None else FULL
@@ -220,6 +231,13 @@ def layer_types(args: NeoXArgs) -> list[str]:
 def window_of(args: NeoXArgs) -> int | None:
     """Returns config.json's `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
+
+
+def window_config(args: NeoXArgs, unused: int = 4096) -> dict[str, Any]:
+    """Returns `sliding_window` and `layer_types` of config.json.
+
+    unused: the window if no layer has one, because the field must stand there."""
+    return {"sliding_window": window_of(args) or unused, "layer_types": layer_types(args)}
 
 
 def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, Any]:
@@ -246,6 +264,6 @@ def activation_keys(config: Config, name: str = "hidden_act", default: str = "si
     return {"activation": GATES[activation]}
 
 
-def first_name(table: Mapping[str, str], wanted_value: str) -> str | None:
-    """The first key of `table` whose value is `wanted_value`; None when there is none."""
-    return next((key for key, value in table.items() if value == wanted_value), None)
+def gated_activation(args: NeoXArgs, default: str = "silu") -> str:
+    """Returns HuggingFace's name of a gated MLP's activation; `default` if it has none."""
+    return next((name for name, neox_activation in GATES.items() if neox_activation == args.activation), default)

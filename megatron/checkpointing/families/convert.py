@@ -12,17 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import (
-    SCORE,
-    SCORES,
-    Config,
-    Family,
-    TensorMapping,
-    gives_score,
-    merged,
-)
+from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score, merged
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.weight_map import attention_of, layer_params, named_params
 from megatron.mpu import ParamSpec
@@ -76,11 +68,7 @@ def from_hf(
 
 
 def _read(
-    family: Family,
-    args: NeoXArgs,
-    vocab: int,
-    get_tensor: Callable[[str], Tensor],
-    layers: Collection[int] | None,
+    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
     shared: dict[str, tuple[Tensor, int]] = {}  # tensors that further parameters need, and how many do
 
@@ -101,10 +89,10 @@ def _read(
                 n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), expected_parts, strict=True)
             }
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), attention, spec.experts)
-            yield layer, spec.name, joined if rows == spec.shape else _padded(joined, spec.shape[0])
+            yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
         if attention is not None and (layers is None or layer in layers):
-            for name, value in _constants(family, layer):
-                stored = get_tensor(name)
+            for general, value in family.constants.items():
+                stored = get_tensor(name := general.format(layer - 2))
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
                     raise CheckpointError(f"{name}: has value {stored.flatten()[0]}, only {value} is supported")
 
@@ -127,8 +115,11 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
     Raises CheckpointError that names the settings that the family (None: any family) does not support.
     """
     chosen_family, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
+    architecture = chosen_family.architecture
+    if args.score_head:
+        architecture = chosen_family.scorer or architecture.replace("ForCausalLM", SCORES)
     return {
-        "architectures": [_architecture(chosen_family, bool(args.score_head))],
+        "architectures": [architecture],
         "model_type": chosen_family.model_type,
         **(_ONE_LABEL if args.score_head else {}),
         **chosen_family.to_config(args),
@@ -156,12 +147,6 @@ def is_of_family(args: NeoXArgs, family: Family) -> bool:
 def is_same_model(args: NeoXArgs, imported: Config) -> bool:
     """Whether the imported model's config.json still describes the model of `args`."""
     return not _differences(args, FAMILIES[str(imported["model_type"])], imported)
-
-
-def _architecture(family: Family, scores: bool) -> str:
-    if not scores:
-        return family.architecture
-    return family.scorer or family.architecture.replace("ForCausalLM", SCORES)
 
 
 def with_fields(config: Config, imported: Config, args: NeoXArgs) -> dict[str, Any]:
@@ -207,7 +192,7 @@ def to_hf(
             shape_problems = [
                 f"{name} is {given_shapes.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
             ]
-            raise CheckpointError(f"layer {layer}: {_shortened(shape_problems)}")
+            raise CheckpointError(f"layer {layer}: {shortened(shape_problems, _MAX_NAMED)}")
         shared: dict[str, dict[int, Tensor]] = {}  # parts of HuggingFace tensors that hold several parameters
         for spec, row in _rows(table, args, layer, specs.get(layer, ())):
             parameter = tensors[spec.name]
@@ -225,8 +210,8 @@ def to_hf(
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
         if attention_of(args, layer) is not None:
             sample = next(iter(tensors.values()))
-            for name, value in _constants(table, layer):
-                yield name, torch.full((), value, dtype=sample.dtype, device=sample.device)
+            for name, value in table.constants.items():
+                yield name.format(layer - 2), torch.full((), value, dtype=sample.dtype, device=sample.device)
 
 
 def hf_shapes(
@@ -272,9 +257,9 @@ def check_hf_tensors(
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     misshapen = [name for name in expected if name in shapes and tuple(shapes[name]) != expected[name]]
     wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {expected[name]} by config.json" for name in misshapen]
-    lines += wrong[:_MAX_NAMED] + (
-        [f"and {len(wrong) - _MAX_NAMED} more of another shape"] if len(wrong) > _MAX_NAMED else []
-    )
+    lines += wrong[:_MAX_NAMED]
+    if len(wrong) > _MAX_NAMED:
+        lines.append(f"and {len(wrong) - _MAX_NAMED} more of another shape")
     if head in missing:
         lines.append(
             f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json, unless "
@@ -309,15 +294,9 @@ def _grouped(names: Iterable[str]) -> list[str]:
     for name, numbers_by_kind in groups.items():
         layers, experts = ([str(n) for n in sorted(numbers)] for numbers in numbers_by_kind.values())
         places = [f"layers {', '.join(layers)}"] if layers else []
-        places += [f"experts {_shortened(experts)}"] if experts else []
+        places += [f"experts {shortened(experts, _MAX_NAMED)}"] if experts else []
         lines.append(f"{name} ({'; '.join(places)})" if places else name)
     return sorted(lines)
-
-
-def _shortened(entries: list[str], separator: str = ", ") -> str:
-    return separator.join(entries[:_MAX_NAMED]) + (
-        f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
-    )
 
 
 def _family_for(args: NeoXArgs, family: str | None) -> Family:
@@ -332,7 +311,7 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         has_same_parts = has_states or candidate.has_experts == (args.moe_num_experts > 1)
         is_same_kind = has_same_parts and candidate.has_states == has_states
         other_blocks = any("(attention_config)" in line for line in differences)
-        line = f"{candidate.model_type}: {_shortened(differences, '; ')}"
+        line = f"{candidate.model_type}: {shortened(differences, _MAX_NAMED, '; ')}"
         candidates.append(((not is_same_kind, other_blocks, len(differences)), line))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
     if args.pos_emb not in ("rotary", "learned", "none"):
@@ -378,15 +357,12 @@ def _rows(
         yield spec, table[spec.name]
 
 
-def _constants(family: Family, layer: int) -> list[tuple[str, float]]:
-    return [(name.format(layer - 2), value) for name, value in family.constants.items()]
-
-
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:
     """Returns the shape of a full parameter; if its rows are tokens, with `vocab` rows, without padding."""
     return (vocab, *spec.shape[1:]) if spec.name in _VOCABULARY else spec.shape
 
 
-def _padded(weight: Tensor, rows: int) -> Tensor:
+def padded(weight: Tensor, rows: int) -> Tensor:
+    """Returns `weight` with rows added at its end, up to `rows`, that are the mean of its rows."""
     mean = weight.mean(0, keepdim=True, dtype=torch.float32).to(weight.dtype)
     return torch.cat([weight, mean.expand(rows - len(weight), -1)])

@@ -13,10 +13,6 @@ _BLOCK = "model.layers.{}."
 _FUSED = _BLOCK + "mlp.experts."  # in memory of transformers 5, one tensor of all experts
 
 
-def _expert(neox_name: str, hf_name: str, *, transposed: bool = False) -> TensorMapping:
-    return TensorMapping(f"mlp.experts.mlp.{neox_name}", (hf_name,), transposed=transposed)
-
-
 def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
     """Returns the tensor mappings of a block's router and experts.
 
@@ -24,9 +20,9 @@ def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...
     matrix = f"{block}experts.{{expert}}."
     return (
         TensorMapping("mlp.router.layer.weight", (f"{block}gate.weight",)),
-        _expert("w1", f"{matrix}{gate}.weight"),
-        _expert("w3", f"{matrix}{up}.weight"),
-        _expert("w2", f"{matrix}{down}.weight", transposed=True),
+        TensorMapping("mlp.experts.mlp.w1", (f"{matrix}{gate}.weight",)),
+        TensorMapping("mlp.experts.mlp.w3", (f"{matrix}{up}.weight",)),
+        TensorMapping("mlp.experts.mlp.w2", (f"{matrix}{down}.weight",), transposed=True),
     )
 
 
@@ -45,10 +41,7 @@ _MIXTRAL = (_BLOCK + "block_sparse_moe.", "w1", "w3", "w2")
 _QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
 _SHARED = _BLOCK + "mlp.shared_expert."
 MIXTRAL_ROWS = replaced_rows(*_rows(*_MIXTRAL))
-MIXTRAL_IN_MEMORY = {
-    _BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",),
-    **_in_memory(*_MIXTRAL),
-}
+MIXTRAL_IN_MEMORY = {_BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",), **_in_memory(*_MIXTRAL)}
 # Those of Qwen and OLMo, beside dense blocks.
 EXPERT_ROWS = replaced_rows(
     *_rows(*_QWEN),

@@ -138,8 +138,7 @@ class TensorMapping:
         If `part` is set, the result is this parameter's part; `merged` makes the full tensor."""
         if self.stacked:
             return (self._turned(value.unflatten(0, (experts or 1, -1))),)
-        is_per_expert = self.is_per_expert
-        parts = value.chunk(experts or 1) if is_per_expert else self.transform.split(value, attention)
+        parts = value.chunk(experts or 1) if self.is_per_expert else self.transform.split(value, attention)
         return tuple(part.t() for part in parts) if self.transposed else tuple(parts)
 
     def _turned(self, experts: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError
 
 Test = Callable[[Any], bool]
+Types = tuple[tuple[str, Test, str], ...]
+"""The type of a field in words, its test, and the fields."""
 
 
 def _is_int32(value: Any) -> bool:
@@ -50,12 +52,16 @@ def _list_of(test: Test) -> Test:
     return lambda value: isinstance(value, list | tuple) and all(map(test, value))
 
 
+def _one_or_more(test: Test) -> Test:
+    return lambda value: test(value) or _list_of(test)(value)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# The type of a field in words, its test, and the fields. Most fields may also be null, which means absent.
-_TYPES: tuple[tuple[str, Test, str], ...] = (
+# Most fields may also be null, which means absent.
+_TYPES: Types = (
     (
         "a whole number above 0 and below 2^31",
         _is_size,
@@ -112,11 +118,7 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
         "time_step_rank",
     ),
     ("a token's number", _is_token, "bos_token_id pad_token_id"),
-    (
-        "a token's number, or a list of them",
-        lambda value: _is_token(value) or _list_of(_is_token)(value),
-        "eos_token_id",
-    ),
+    ("a token's number, or a list of them", _one_or_more(_is_token), "eos_token_id"),
 )
 
 
@@ -128,7 +130,7 @@ def _is_pattern(test: Test) -> Test:
 
 
 # Of peft's adapter_config.json.
-_ADAPTER_TYPES: tuple[tuple[str, Test, str], ...] = (
+_ADAPTER_TYPES: Types = (
     ("a whole number above 0 and below 2^31", _is_size, "r"),
     ("a number", _is_number, "lora_alpha lora_dropout"),
     (
@@ -138,17 +140,9 @@ _ADAPTER_TYPES: tuple[tuple[str, Test, str], ...] = (
     ),
     ("a text", _is_text, "base_model_name_or_path bias peft_type revision task_type"),
     ("true, false or a text", lambda value: isinstance(value, bool | str), "init_lora_weights"),
-    (
-        "a text, or a list of texts",
-        lambda value: _is_text(value) or _list_of(_is_text)(value),
-        "exclude_modules layers_pattern target_modules",
-    ),
+    ("a text, or a list of texts", _one_or_more(_is_text), "exclude_modules layers_pattern target_modules"),
     ("a list of texts", _list_of(_is_text), "modules_to_save"),
-    (
-        "a number of a layer, or a list of them",
-        lambda value: _is_index(value) or _list_of(_is_index)(value),
-        "layers_to_transform",
-    ),
+    ("a number of a layer, or a list of them", _one_or_more(_is_index), "layers_to_transform"),
     ("numbers above 0 by module", _is_pattern(_is_size), "rank_pattern"),
     ("numbers by module", _is_pattern(_is_number), "alpha_pattern"),
 )
@@ -158,9 +152,8 @@ def check_fields(config: Mapping[str, Any], file: str) -> None:
     """Raise CheckpointError that names a field of config.json with a wrong type.
 
     Also checks `text_config` and the rotary parameters in it. file: name of the file, for errors."""
-    never_null = (
-        _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]
-    )  # rope_type is there, so its old name may be null
+    # Where rope_type is there, its old name may be null.
+    never_null = _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]
     _check(config, file, _TYPES, never_null)
     for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):
         if config.get(name) is not None:
@@ -190,9 +183,7 @@ def check_adapter_fields(config: Mapping[str, Any], file: str) -> None:
     _check(config, file, _ADAPTER_TYPES, ())
 
 
-def _check(
-    config: Mapping[str, Any], file: str, types: tuple[tuple[str, Test, str], ...], never_null: tuple[str, ...]
-) -> None:
+def _check(config: Mapping[str, Any], file: str, types: Types, never_null: tuple[str, ...]) -> None:
     tests = {name: (words, test) for words, test, names in types for name in names.split()}
     for name, value in config.items():
         if name not in tests or value is None and name not in never_null:

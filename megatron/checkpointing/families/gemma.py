@@ -7,19 +7,19 @@ from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
     FULL,
-    GATES,
     SLIDING,
-    first_name,
+    drop_fields,
+    gated_activation,
     get,
-    layer_types,
+    layer_kinds,
     number,
     refuse_unless,
     rope_config,
     rope_keys,
     rope_of,
     two_ropes_config,
+    window_config,
     window_keys,
-    window_of,
 )
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys
@@ -49,14 +49,11 @@ def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 def _common_config(args: NeoXArgs) -> dict[str, Any]:
     """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
-    config = common_config(args)
-    del config["hidden_act"]
     return {
-        **config,
-        "hidden_activation": first_name(GATES, args.activation) or "gelu_pytorch_tanh",
+        **drop_fields(common_config(args), "hidden_act"),
+        "hidden_activation": gated_activation(args, "gelu_pytorch_tanh"),
         "query_pre_attn_scalar": number(args.query_pre_attn_scalar or args.head_dim),
-        "sliding_window": window_of(args) or 4096,  # must stand there even where no layer has one
-        "layer_types": layer_types(args),
+        **window_config(args),
         "attn_logit_softcapping": args.attn_logit_softcapping,
         "final_logit_softcapping": args.final_logit_softcapping,
     }
@@ -69,11 +66,10 @@ _GEMMA2 = {
 
 def _gemma2_keys(config: Config) -> dict[str, Any]:
     config = {**_GEMMA2, **config}
-    kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
     return {
         **_common_keys(config, _GEMMA2),
         **rope_keys(config, rope_of(config, theta=10000.0)),
-        **window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds)),
+        **window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: i % 2 == 0)),
     }
 
 
@@ -90,8 +86,7 @@ GEMMA2 = Family(
 def _gemma3_keys(config: Config) -> dict[str, Any]:
     config = {**_GEMMA3, **config}
     period = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
-    kinds = [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
-    windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
+    windows = window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: (i + 1) % period != 0))
     local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")
     return {
         **_common_keys(config, _GEMMA3),

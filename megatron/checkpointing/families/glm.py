@@ -6,9 +6,9 @@ together.
 
 from typing import Any
 
-from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.config_fields import get, rope_keys, rope_of
 from megatron.checkpointing.families.family import GATE_UP, Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
+from megatron.checkpointing.families.llama import common_keys, llama_config, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -27,9 +27,8 @@ ROWS = replaced_rows(
 
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, "partial_rotary_factor": 0.5, **config}
-    without_bias = {**config, "attention_bias": False, "mlp_bias": False}
     return {
-        **common_keys(without_bias, _DEFAULTS),
+        **common_keys({**config, "attention_bias": False, "mlp_bias": False}, _DEFAULTS),
         **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
         "rotary_interleaved": True,
         "add_qkv_bias": get(config, "attention_bias", True),
@@ -39,7 +38,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     biases = args.add_qkv_bias or args.use_bias_in_attn_linear
-    return {**common_config(args), **rope_config(args, partial=True), "attention_bias": biases}
+    return {**llama_config(args, partial=True), "attention_bias": biases}
 
 
 GLM4 = Family("glm4", "Glm4ForCausalLM", ROWS, _keys, _config, title="GLM 4 (0414)")

@@ -10,13 +10,7 @@ from megatron.checkpointing.families.config_fields import (
     size_config,
     size_keys,
 )
-from megatron.checkpointing.families.family import (
-    FUSED_QKV,
-    Config,
-    Family,
-    TensorMapping,
-    weight_and_bias,
-)
+from megatron.checkpointing.families.family import FUSED_QKV, Config, Family, TensorMapping, weight_and_bias
 from megatron.model.specs import attention_scale
 from megatron.neox_arguments import NeoXArgs
 

@@ -5,20 +5,18 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
-    FULL,
-    SLIDING,
+    drop_fields,
     get,
-    layer_types,
+    layer_kinds,
     refuse_unless,
-    rope_config,
     rope_keys,
     rope_of,
+    window_config,
     window_keys,
-    window_of,
 )
 from megatron.checkpointing.families.experts import expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
+from megatron.checkpointing.families.llama import common_keys, llama_config, replaced_rows
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
@@ -64,11 +62,10 @@ def _keys(config: Config) -> dict[str, Any]:
             f"config.json: initial_context_length: {length} is not rope_scaling.original_max_position_embeddings: "
             f"{rope['original_max_position_embeddings']}"
         )
-    kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
     return {
         **common_keys(config, _DEFAULTS),
         **rope_keys(config, rope),
-        **window_keys(config["sliding_window"], get(config, "layer_types", kinds)),
+        **window_keys(config["sliding_window"], layer_kinds(config, lambda i: i % 2 == 0)),
         **experts,
         "activation": "swigluoai",
         "attention_sinks": True,
@@ -78,8 +75,8 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args), **expert_config(args, "num_local_experts")}
-    del config["norm_topk_prob"]  # it always does
+    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    config = {**llama_config(args), **experts}
     scaling = config["rope_scaling"] or {"rope_type": "default"}  # without it transformers has yarn
     original = scaling.get("original_max_position_embeddings")
     return {
@@ -89,17 +86,11 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
         "intermediate_size": args.expert_ffn_size,
         "experts_per_token": args.moe_top_k,
         "swiglu_limit": _LIMIT,
-        "sliding_window": window_of(args) or _DEFAULTS["sliding_window"],  # transformers makes its mask without, too
-        "layer_types": layer_types(args),
+        **window_config(args, unused=128),  # transformers makes its mask without, too
     }
 
 
 GPT_OSS = Family(
-    "gpt_oss",
-    "GptOssForCausalLM",
-    _ROWS,
-    _keys,
-    _config,
-    title="gpt-oss",
+    "gpt_oss", "GptOssForCausalLM", _ROWS, _keys, _config, title="gpt-oss",
     notes="clamped gates, expert and router biases; MXFP4 is read, not written",
-)
+)  # fmt: skip

@@ -4,10 +4,9 @@ from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
     FULL,
-    GATES,
     SLIDING,
     activation_keys,
-    first_name,
+    gated_activation,
     get,
     layer_types,
     refuse_unless,
@@ -19,23 +18,13 @@ from megatron.checkpointing.families.config_fields import (
     window_keys,
     window_of,
 )
-from megatron.checkpointing.families.family import (
-    QKV,
-    UP_GATE,
-    Config,
-    Family,
-    TensorMapping,
-    weight_and_bias,
-)
+from megatron.checkpointing.families.family import QKV, UP_GATE, Config, Family, TensorMapping, weight_and_bias
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
 _NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 _ATTENTION = tuple(f"{_BLOCK}self_attn.{name}_proj" for name in "qkv")
 # For all models built like LLaMA; which of the norms and biases exist follows from the configuration.
 ROWS = (
@@ -63,13 +52,13 @@ PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_pe
 def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
     """Returns our keys for a model built like LLaMA, without positions and windows.
 
-    config: config.json with the family's defaults for absent fields. num_key_value_heads: null means one per
+    defaults: of the family, for fields that config.json leaves out. num_key_value_heads: null means one per
     query head; head_dim: null means hidden_size / heads. act: the field of the activation.
     """
+    config = {**defaults, **config}
     refuse_unless(config, "rope_interleaved", False)
-    heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
-    head_dim = config.get("head_dim")
-    keys = size_keys(config, defaults)
+    keys, head_dim = size_keys(config, defaults), config.get("head_dim")
+    heads = keys["num_attention_heads"]
     return {
         **keys,
         **activation_keys(config, act, defaults.get(act, "silu")),
@@ -82,6 +71,13 @@ def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> di
     }
 
 
+def llama_keys(config: Config, defaults: Config, theta: float = 10000.0) -> dict[str, Any]:
+    """Returns our keys for a model built like LLaMA, without windows. theta: the rotary base by default.
+
+    defaults: as of `common_keys`."""
+    return {**common_keys(config, defaults), **rope_keys({**defaults, **config}, rope_of(config, theta=theta))}
+
+
 def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
     """Returns config.json's fields for a model built like LLaMA, the inverse of `common_keys`.
 
@@ -91,10 +87,17 @@ def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
         **size_config(args),
         "num_key_value_heads": args.kv_heads,
         **({"head_dim": args.head_dim} if head_dim or not usual else {}),
-        "hidden_act": first_name(GATES, args.activation) or "silu",
+        "hidden_act": gated_activation(args),
         "rms_norm_eps": args.rms_norm_epsilon,
         "attention_bias": args.use_bias_in_attn_linear,
     }
+
+
+def llama_config(args: NeoXArgs, *, head_dim: bool = True, partial: bool = False) -> dict[str, Any]:
+    """Returns config.json's fields for a model built like LLaMA, with those of rotary positions.
+
+    head_dim: as of `common_config`. partial: as of `rope_config`."""
+    return {**common_config(args, head_dim=head_dim), **rope_config(args, partial=partial)}
 
 
 LLAMA_DEFAULTS = {
@@ -104,23 +107,17 @@ LLAMA_DEFAULTS = {
 
 
 def _llama_keys(config: Config) -> dict[str, Any]:
-    config = {**LLAMA_DEFAULTS, **config}
-    return {**common_keys(config, LLAMA_DEFAULTS), **rope_keys(config, rope_of(config, theta=10000.0))}
+    return llama_keys(config, LLAMA_DEFAULTS)
 
 
 def _llama_config(args: NeoXArgs) -> dict[str, Any]:
-    return {**common_config(args), **rope_config(args), "mlp_bias": args.use_bias_in_mlp}
+    return {**llama_config(args), "mlp_bias": args.use_bias_in_mlp}
 
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    ROWS,
-    _llama_keys,
-    _llama_config,
-    title="Llama 1 to 3",
+    "llama", "LlamaForCausalLM", ROWS, _llama_keys, _llama_config, title="Llama 1 to 3",
     notes="config.json sets: grouped queries, biases, linear, dynamic, yarn and llama3 scaling",
-)
+)  # fmt: skip
 
 _SMOLLM3 = {
     "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -135,8 +132,7 @@ def _smollm3_keys(config: Config) -> dict[str, Any]:
     slides = get(config, "use_sliding_window", False)
     kinds = [FULL if on else SLIDING for on in rotated]
     return {
-        **common_keys(config, _SMOLLM3),
-        **rope_keys(config, rope_of(config, theta=2000000.0)),
+        **llama_keys(config, _SMOLLM3, theta=2000000.0),
         **window_keys(config.get("sliding_window") if slides else None, get(config, "layer_types", kinds)),
         "no_rope_layers": rotated,
     }
@@ -154,11 +150,6 @@ def _smollm3_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 SMOLLM3 = Family(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    ROWS,
-    _smollm3_keys,
-    _smollm3_config,
-    title="SmolLM 3",
+    "smollm3", "SmolLM3ForCausalLM", ROWS, _smollm3_keys, _smollm3_config, title="SmolLM 3",
     notes="config.json sets: sliding windows",
-)
+)  # fmt: skip

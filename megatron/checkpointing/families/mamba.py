@@ -17,11 +17,9 @@ STATE_ROWS = (
     TensorMapping("norm.scale", (_BLOCK + "norm.weight",)),
     TensorMapping("mixer.A_log", (_BLOCK + "mixer.A_log",)),
     TensorMapping("mixer.D", (_BLOCK + "mixer.D",)),
-    *(
-        row
-        for name in ("in_proj", "conv1d", "out_proj")
-        for row in weight_and_bias(f"mixer.{name}", f"{_BLOCK}mixer.{name}")
-    ),
+    *weight_and_bias("mixer.in_proj", _BLOCK + "mixer.in_proj"),
+    *weight_and_bias("mixer.conv1d", _BLOCK + "mixer.conv1d"),
+    *weight_and_bias("mixer.out_proj", _BLOCK + "mixer.out_proj"),
     TensorMapping("norm.scale", ("backbone.norm_f.weight",)),
     TensorMapping("final_linear.weight", ("lm_head.weight",)),
 )
@@ -85,12 +83,13 @@ def _common_config(args: NeoXArgs) -> dict[str, Any]:
     }
 
 
-def _with_defaults(config: Config, defaults: Config) -> dict[str, Any]:
+def with_defaults(config: Config, defaults: Config) -> dict[str, Any]:
+    """Returns `config` with `defaults` for fields that are absent or null."""
     return {**config, **{name: get(config, name, value) for name, value in defaults.items()}}
 
 
-def _mamba_keys(config: Config, **defaults: Any) -> dict[str, Any]:
-    config = _with_defaults(config, {**_MAMBA, **defaults})
+def _mamba_keys(config: Config) -> dict[str, Any]:
+    config = with_defaults(config, _MAMBA)
     hidden, rank = config["hidden_size"], get(config, "time_step_rank", "auto")
     inner = get(config, "intermediate_size", config["expand"] * hidden)
     if inner % hidden:
@@ -117,17 +116,11 @@ def _mamba_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 MAMBA = Family(
-    "mamba",
-    "MambaForCausalLM",
-    _ROWS,
-    _mamba_keys,
-    _mamba_config,
-    has_scorer=False,
-    base_prefix="backbone.",
-    title="Mamba",
+    "mamba", "MambaForCausalLM", _ROWS, _mamba_keys, _mamba_config, title="Mamba",
+    has_scorer=False, base_prefix="backbone.",
     notes="config.json has no length: 2048 here, may be any. With residual_in_fp32 transformers keeps the residual "
     "stream in fp32 beside 16-bit weights; here it has their type",
-)
+)  # fmt: skip
 
 
 def _falcon_mamba_keys(config: Config) -> dict[str, Any]:
@@ -139,16 +132,9 @@ def _falcon_mamba_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 FALCON_MAMBA = Family(
-    "falcon_mamba",
-    "FalconMambaForCausalLM",
-    _ROWS,
-    _falcon_mamba_keys,
-    _falcon_mamba_config,
-    has_scorer=False,
-    base_prefix="backbone.",
-    title="Falcon-Mamba",
-    notes="length and residual_in_fp32 as for Mamba",
-)
+    "falcon_mamba", "FalconMambaForCausalLM", _ROWS, _falcon_mamba_keys, _falcon_mamba_config, title="Falcon-Mamba",
+    has_scorer=False, base_prefix="backbone.", notes="length and residual_in_fp32 as for Mamba",
+)  # fmt: skip
 
 
 def time_step_keys(limit: Sequence[Any]) -> dict[str, Any]:
@@ -161,7 +147,7 @@ def time_step_keys(limit: Sequence[Any]) -> dict[str, Any]:
 
 
 def _mamba2_keys(config: Config) -> dict[str, Any]:
-    config = _with_defaults(config, _MAMBA2)
+    config = with_defaults(config, _MAMBA2)
     inner, hidden, expand = config["num_heads"] * config["head_dim"], config["hidden_size"], config["expand"]
     if inner != hidden * expand:
         raise CheckpointError(
@@ -191,13 +177,7 @@ def _mamba2_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 MAMBA2 = Family(
-    "mamba2",
-    "Mamba2ForCausalLM",
-    ROWS_2,
-    _mamba2_keys,
-    _mamba2_config,
-    has_scorer=False,
-    base_prefix="backbone.",
-    title="Mamba 2",
+    "mamba2", "Mamba2ForCausalLM", ROWS_2, _mamba2_keys, _mamba2_config, title="Mamba 2",
+    has_scorer=False, base_prefix="backbone.",
     notes="config.json sets: biases; length and residual_in_fp32 as for Mamba",
-)
+)  # fmt: skip

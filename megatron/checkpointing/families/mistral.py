@@ -7,22 +7,16 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
-    SLIDING,
+    drop_fields,
     refuse_unless,
-    rope_config,
     rope_keys,
     rope_of,
-    window_keys,
+    same_window_keys,
     window_of,
 )
-from megatron.checkpointing.families.experts import (
-    MIXTRAL_IN_MEMORY,
-    MIXTRAL_ROWS,
-    expert_config,
-    expert_keys,
-)
+from megatron.checkpointing.families.experts import MIXTRAL_IN_MEMORY, MIXTRAL_ROWS, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_config, common_keys
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_keys, llama_config
 from megatron.neox_arguments import NeoXArgs
 
 _MISTRAL = {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -36,15 +30,12 @@ def _mistral_keys(config: Config) -> dict[str, Any]:
 
 def same_windows(config: Config, defaults: Config, window: int | None) -> dict[str, Any]:
     """Returns our keys for a model like LLaMA whose layers all have the same sliding window, or none."""
-    windows = window_keys(window, [SLIDING])
-    windows.pop("layer_types", None)
-    return {**common_keys({**config, "attention_bias": False, "mlp_bias": False}, defaults), **windows}
+    keys = common_keys({**config, "attention_bias": False, "mlp_bias": False}, defaults)
+    return {**keys, **same_window_keys(window)}
 
 
 def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args), "sliding_window": window_of(args)}
-    del config["attention_bias"]
-    return config
+    return {**drop_fields(llama_config(args), "attention_bias"), "sliding_window": window_of(args)}
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config, title="Mistral")
@@ -63,9 +54,8 @@ def _mixtral_keys(config: Config) -> dict[str, Any]:
 
 
 def _mixtral_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**_mistral_config(args), **expert_config(args, "num_local_experts")}
-    del config["norm_topk_prob"]  # it always does
-    return {**config, "intermediate_size": args.expert_ffn_size}
+    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    return {**_mistral_config(args), **experts, "intermediate_size": args.expert_ffn_size}
 
 
 MIXTRAL = Family(

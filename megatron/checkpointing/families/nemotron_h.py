@@ -14,7 +14,7 @@ from megatron.checkpointing.families.config_fields import (
     size_config,
 )
 from megatron.checkpointing.families.family import QKV, Config, Family, TensorMapping, weight_and_bias
-from megatron.checkpointing.families.mamba import ROWS_2, time_step_keys
+from megatron.checkpointing.families.mamba import ROWS_2, time_step_keys, with_defaults
 from megatron.neox_arguments import NeoXArgs
 
 _MIXER = "backbone.layers.{}.mixer."
@@ -37,20 +37,13 @@ _ROWS = (
 )
 
 
-def _in_memory() -> dict[str, tuple[str, ...]]:
-    """Returns `Family.in_memory`: names in transformers 5's memory, mapped to names in files.
-
-    In memory, `model.` replaces `backbone.`, and one tensor holds all experts."""
-    names: dict[str, tuple[str, ...]] = {}
-    for row in _ROWS:
-        for name in row.hf_names:
-            memory_name = name.replace("backbone.", "model.", 1)
-            names[
-                memory_name.replace(".{expert}", "").removesuffix(".weight") if row.is_per_expert else memory_name
-            ] = (name,)
-    return {memory_name: stored for memory_name, stored in names.items() if (memory_name,) != stored}
+def _memory_name(row: TensorMapping, name: str) -> str:
+    """Converts a name in files to that in transformers 5's memory, where one tensor holds all experts."""
+    name = name.replace("backbone.", "model.", 1)
+    return name.replace(".{expert}", "").removesuffix(".weight") if row.is_per_expert else name
 
 
+_NAMES = {_memory_name(row, name): name for row in _ROWS for name in row.hf_names}
 # Our kind of a block: its letter in hybrid_override_pattern, its names in layers_block_type.
 _KINDS = {
     "mamba2": ("M", "linear_attention", "mamba"), "attention": ("*", "full_attention", "attention"),
@@ -62,6 +55,12 @@ _NO_LIMIT = 2.0**-126
 _OLDER = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
+}  # fmt: skip
+# Our keys of Mamba 2's blocks, and the fields of config.json.
+_STATE_FIELDS = {
+    "mamba_state_dim": "ssm_state_size", "mamba_num_heads": "mamba_num_heads", "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_groups": "n_groups", "mamba_conv_kernel": "conv_kernel", "mamba_chunk_size": "chunk_size",
+    "mamba_use_bias_in_conv": "use_conv_bias", "mamba_use_bias_in_linears": "use_bias",
 }  # fmt: skip
 _DEFAULTS = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -97,7 +96,7 @@ def _keys(config: Config) -> dict[str, Any]:
     heads = get(fields, "num_attention_heads", _DEFAULTS["num_attention_heads"])
     kv_heads = heads if "num_key_value_heads" in fields else _DEFAULTS["num_key_value_heads"]
     kv_heads = get(fields, "num_key_value_heads", kv_heads)
-    config = {**fields, **{name: get(fields, name, value) for name, value in _DEFAULTS.items()}}
+    config = with_defaults(fields, _DEFAULTS)
     for name in ("attention_bias", "mamba_proj_bias", "tie_word_embeddings"):  # transformers' class reads none of them
         refuse_unless(config, name, False)
     refuse_unless(config, "mamba_hidden_act", "silu", "swish")
@@ -130,14 +129,7 @@ def _mamba_keys(config: Config) -> dict[str, Any]:
     low = config["time_step_min"]  # not time_step_limit, which transformers' class leaves unread
     return {
         **time_step_keys((0.0 if low <= _NO_LIMIT else low, math.inf)),
-        "mamba_state_dim": config["ssm_state_size"],
-        "mamba_num_heads": config["mamba_num_heads"],
-        "mamba_head_dim": config["mamba_head_dim"],
-        "mamba_num_groups": config["n_groups"],
-        "mamba_conv_kernel": config["conv_kernel"],
-        "mamba_chunk_size": config["chunk_size"],
-        "mamba_use_bias_in_conv": config["use_conv_bias"],
-        "mamba_use_bias_in_linears": config["use_bias"],
+        **{key: config[field] for key, field in _STATE_FIELDS.items()},
     }
 
 
@@ -181,14 +173,9 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
     }
     if "mamba2" in blocks:
         config |= {
+            **{field: getattr(args, key) for key, field in _STATE_FIELDS.items()},
             "ssm_state_size": args.mamba_state_dim or 128,
             "mamba_num_heads": args.mamba2_heads,
-            "mamba_head_dim": args.mamba_head_dim,
-            "n_groups": args.mamba_num_groups,
-            "conv_kernel": args.mamba_conv_kernel,
-            "chunk_size": args.mamba_chunk_size,
-            "use_conv_bias": args.mamba_use_bias_in_conv,
-            "use_bias": args.mamba_use_bias_in_linears,
             "time_step_min": limit[0] or _NO_LIMIT,
         }
     if "moe" in blocks:
@@ -208,16 +195,9 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
 
 
 NEMOTRON_H = Family(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    _ROWS,
-    _keys,
-    _config,
-    carried=r"mtp\..*",
-    has_scorer=False,
-    base_prefix="backbone.",
-    in_memory=_in_memory(),
-    title="Nemotron-H, Nemotron 3",
+    "nemotron_h", "NemotronHForCausalLM", _ROWS, _keys, _config, title="Nemotron-H, Nemotron 3",
+    carried=r"mtp\..*", has_scorer=False, base_prefix="backbone.",
+    in_memory={memory_name: (name,) for memory_name, name in _NAMES.items() if memory_name != name},
     notes="config.json sets: block kinds, expert groups, scaling factor and latent size; time steps are at least "
     "time_step_min, as in transformers; multi-token prediction layers (mtp) are kept, not trained",
-)
+)  # fmt: skip

@@ -9,25 +9,19 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     FULL,
     SLIDING,
-    get,
-    layer_types,
+    drop_fields,
+    layer_kinds,
     number,
     refuse_unless,
-    rope_config,
     rope_keys,
     rope_of,
     two_ropes_config,
+    window_config,
     window_keys,
-    window_of,
 )
-from megatron.checkpointing.families.experts import (
-    EXPERT_ROWS,
-    EXPERTS_IN_MEMORY,
-    expert_config,
-    expert_keys,
-)
+from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import ROWS, common_config, common_keys
+from megatron.checkpointing.families.llama import ROWS, common_config, common_keys, llama_config, llama_keys
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -38,12 +32,7 @@ _NORMS = {"norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_
 
 
 def _olmo2_keys(config: Config) -> dict[str, Any]:
-    config = {**_DEFAULTS, **config, "mlp_bias": False}
-    return {**common_keys(config, _DEFAULTS), **rope_keys(config, rope_of(config, theta=10000.0)), **_NORMS}
-
-
-def _olmo2_config(args: NeoXArgs) -> dict[str, Any]:
-    return {**common_config(args), **rope_config(args)}
+    return {**llama_keys({**config, "mlp_bias": False}, _DEFAULTS), **_NORMS}
 
 
 def local_rope_keys(rope: Config) -> dict[str, Any]:
@@ -58,8 +47,7 @@ def local_rope_keys(rope: Config) -> dict[str, Any]:
 
 def _olmo3_keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config, "mlp_bias": False}
-    kinds = [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(config["num_hidden_layers"])]
-    windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
+    windows = window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: (i + 1) % 4 != 0))
     rope, local = (rope_of(config, kind, theta=500000.0) for kind in (FULL, SLIDING))
     if config.get("rope_parameters") is None:
         local["rope_type"] = "default"  # `rope_scaling` is of the full layers alone
@@ -73,20 +61,13 @@ def _olmo3_keys(config: Config) -> dict[str, Any]:
 
 
 def _olmo3_config(args: NeoXArgs) -> dict[str, Any]:
-    config = two_ropes_config(args)
-    del config["rope_local_base_freq"]  # OLMo 3 has no such key
-    # A window must stand there even where no layer has one.
-    windows = {"sliding_window": window_of(args) or 4096, "layer_types": layer_types(args)}
-    return {**common_config(args), **config, **windows}
+    rope = drop_fields(two_ropes_config(args), "rope_local_base_freq")  # OLMo 3 has no such key
+    return {**common_config(args), **rope, **window_config(args)}
 
 
 def _olmo1_keys(config: Config) -> dict[str, Any]:
-    config = {**_DEFAULTS, **config, "mlp_bias": False}
-    keys = common_keys(config, _DEFAULTS)
-    del keys["rms_norm_epsilon"]
     return {
-        **keys,
-        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **drop_fields(llama_keys({**config, "mlp_bias": False}, _DEFAULTS), "rms_norm_epsilon"),
         "norm": "non_parametric_layernorm",
         "layernorm_epsilon": 1e-5,
         "clip_qkv": config.get("clip_qkv"),
@@ -94,13 +75,11 @@ def _olmo1_keys(config: Config) -> dict[str, Any]:
 
 
 def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args, head_dim=False), **rope_config(args), "clip_qkv": args.clip_qkv}
-    del config["rms_norm_eps"]
-    return config
+    return {**drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"), "clip_qkv": args.clip_qkv}
 
 
 OLMO1 = Family("olmo", "OlmoForCausalLM", ROWS, _olmo1_keys, _olmo1_config, title="OLMo 1", notes="clip_qkv")
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, _olmo2_config, title="OLMo 2")
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, llama_config, title="OLMo 2")
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", ROWS, _olmo3_keys, _olmo3_config, title="OLMo 3")
 
 _OLMOE = {
@@ -116,8 +95,7 @@ def _olmoe_keys(config: Config) -> dict[str, Any]:
     # The norm of keys has a number of weights that does not depend on it.
     refuse_unless(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
     return {
-        **common_keys(config, _OLMOE),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **llama_keys(config, _OLMOE),
         **experts,
         "use_qk_layernorm": True,
         "use_separate_qk_norms": True,
@@ -127,8 +105,7 @@ def _olmoe_keys(config: Config) -> dict[str, Any]:
 
 def _olmoe_config(args: NeoXArgs) -> dict[str, Any]:
     return {
-        **common_config(args, head_dim=False),
-        **rope_config(args),
+        **llama_config(args, head_dim=False),
         **expert_config(args),
         "intermediate_size": args.expert_ffn_size,
         "clip_qkv": args.clip_qkv,
@@ -136,13 +113,6 @@ def _olmoe_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 OLMOE = Family(
-    "olmoe",
-    "OlmoeForCausalLM",
-    EXPERT_ROWS,
-    _olmoe_keys,
-    _olmoe_config,
-    has_scorer=False,
-    in_memory=EXPERTS_IN_MEMORY,
-    title="OLMoE",
-    notes="clip_qkv",
-)
+    "olmoe", "OlmoeForCausalLM", EXPERT_ROWS, _olmoe_keys, _olmoe_config, title="OLMoE", notes="clip_qkv",
+    has_scorer=False, in_memory=EXPERTS_IN_MEMORY,
+)  # fmt: skip

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron.checkpointing.families.config_fields import rope_config, rope_keys, rope_of, window_of
+from megatron.checkpointing.families.config_fields import drop_fields, rope_keys, rope_of, window_of
 from megatron.checkpointing.families.family import FUSED_QKV, GATE_UP, Config, Family, TensorMapping
-from megatron.checkpointing.families.llama import common_config, replaced_rows
+from megatron.checkpointing.families.llama import llama_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
 from megatron.model.positions import longrope_factor
 from megatron.neox_arguments import NeoXArgs
@@ -26,19 +26,13 @@ def _keys(config: Config) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":  # so transformers reads Phi 3's files of that name
         rope["rope_type"] = "longrope"
     config.setdefault(_ORIGINAL, 4096)
-    return {
-        **same_windows(config, _DEFAULTS, config.get("sliding_window")),
-        **rope_keys(config, rope, partial=True),
-    }
+    windows = same_windows(config, _DEFAULTS, config.get("sliding_window"))
+    return {**windows, **rope_keys(config, rope, partial=True)}
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {
-        **common_config(args, head_dim=False),
-        **rope_config(args, partial=True),
-        "sliding_window": window_of(args),
-    }
-    del config["attention_bias"]
+    config = drop_fields(llama_config(args, head_dim=False, partial=True), "attention_bias")
+    config["sliding_window"] = window_of(args)
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") != "longrope":
         return {**config, _ORIGINAL: args.max_position_embeddings}

@@ -3,24 +3,18 @@
 from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
-    FULL,
     SLIDING,
+    drop_fields,
     get,
+    layer_kinds,
     layer_types,
-    rope_config,
-    rope_keys,
-    rope_of,
+    same_window_keys,
     window_keys,
     window_of,
 )
-from megatron.checkpointing.families.experts import (
-    EXPERT_ROWS,
-    EXPERTS_IN_MEMORY,
-    expert_config,
-    expert_keys,
-)
+from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, ROWS, common_config, common_keys
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, ROWS, llama_config, llama_keys
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -28,23 +22,22 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
+def _window(config: Config) -> int | None:
+    return get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
+
+
 def _keys(config: Config, defaults: Config) -> dict[str, Any]:
-    config = {**defaults, **config}
     full = get(config, "max_window_layers", 28)
-    kinds = [SLIDING if i >= full else FULL for i in range(config["num_hidden_layers"])]
-    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
     return {
-        **common_keys({**config, "mlp_bias": False}, defaults),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
-        **window_keys(window, get(config, "layer_types", kinds)),
+        **llama_keys({**config, "mlp_bias": False}, defaults),
+        **window_keys(_window(config), layer_kinds({**defaults, **config}, lambda i: i >= full)),
     }
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     types = layer_types(args)
     return {
-        **common_config(args),
-        **rope_config(args),
+        **llama_config(args),
         "use_sliding_window": SLIDING in types,
         "sliding_window": window_of(args),
         "max_window_layers": types.index(SLIDING) if SLIDING in types else args.num_layers,
@@ -57,20 +50,13 @@ def _qwen2_keys(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_config(args: NeoXArgs) -> dict[str, Any]:
-    config = _config(args)
-    del config["attention_bias"]  # queries, keys and values always have them
-    return config
+    return drop_fields(_config(args), "attention_bias")  # queries, keys and values always have them
 
 
 QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    ROWS,
-    _qwen2_keys,
-    _qwen2_config,
-    title="Qwen 2, 2.5",
+    "qwen2", "Qwen2ForCausalLM", ROWS, _qwen2_keys, _qwen2_config, title="Qwen 2, 2.5",
     notes="config.json sets: sliding windows in upper layers, YaRN, tied head",
-)
+)  # fmt: skip
 
 
 def _qwen3_keys(config: Config) -> dict[str, Any]:
@@ -97,41 +83,36 @@ def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
     Every `decoder_sparse_step`th block has experts, except blocks listed in `mlp_only_layers`.
     """
-    experts = expert_keys(config, defaults)
-    config = {**defaults, **config}
     step, dense = get(config, "decoder_sparse_step", 1), get(config, "mlp_only_layers", ())
-    with_experts = [int((i + 1) % step == 0 and i not in dense) for i in range(config["num_hidden_layers"])]
+    layers = range({**defaults, **config}["num_hidden_layers"])
+    with_experts = [int((i + 1) % step == 0 and i not in dense) for i in layers]
     return {
-        **common_keys({**config, "mlp_bias": False}, defaults),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
-        **experts,
+        **llama_keys({**config, "mlp_bias": False}, defaults),
+        **expert_keys(config, defaults),
         "moe_intermediate_size": get(config, "moe_intermediate_size", defaults["moe_intermediate_size"]),
         **({} if all(with_experts) else {"moe_layer_freq": with_experts}),
     }
 
 
 def _moe_config(args: NeoXArgs) -> dict[str, Any]:
-    types = layer_types(args)
     return {
-        **common_config(args, head_dim=False),
-        **rope_config(args),
+        **llama_config(args, head_dim=False),
         **expert_config(args),
         "moe_intermediate_size": args.expert_ffn_size,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [block for block in range(args.num_layers) if not args.has_experts(block)],
-        "use_sliding_window": SLIDING in types,
+        "use_sliding_window": SLIDING in layer_types(args),
         "sliding_window": window_of(args),
     }
 
 
 def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
-    layers, num_window_layers = get(config, "num_hidden_layers", 24), get(config, "max_window_layers", 28)
-    kinds = [SLIDING if i % 2 == 0 and i < num_window_layers else FULL for i in range(layers)]
-    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
+    num_window_layers = get(config, "max_window_layers", 28)
+    kinds = layer_kinds({**_QWEN2_MOE, **config}, lambda i: i % 2 == 0 and i < num_window_layers)
     shared = "shared_expert_intermediate_size"
     return {
         **_moe_keys({**config, "attention_bias": False}, _QWEN2_MOE),
-        **window_keys(window, get(config, "layer_types", kinds)),
+        **window_keys(_window(config), kinds),
         "add_qkv_bias": get(config, "qkv_bias", True),
         f"moe_{shared}": get(config, shared, _QWEN2_MOE[shared]),
         "moe_shared_expert_gate": True,
@@ -139,43 +120,26 @@ def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_moe_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {
-        **_moe_config(args),
+    return {
+        **drop_fields(_moe_config(args), "attention_bias"),  # that of the output is never there
         "max_window_layers": args.num_layers,
         "layer_types": layer_types(args),
         "qkv_bias": args.add_qkv_bias,
         "shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
     }
-    del config["attention_bias"]  # that of the output is never there
-    return config
 
 
 QWEN2_MOE = Family(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    EXPERT_ROWS,
-    _qwen2_moe_keys,
-    _qwen2_moe_config,
-    in_memory=EXPERTS_IN_MEMORY,
-    title="Qwen 1.5 and 2 MoE",
-    notes="config.json sets: dense blocks, sliding windows in some layers",
-)
+    "qwen2_moe", "Qwen2MoeForCausalLM", EXPERT_ROWS, _qwen2_moe_keys, _qwen2_moe_config, title="Qwen 1.5 and 2 MoE",
+    in_memory=EXPERTS_IN_MEMORY, notes="config.json sets: dense blocks, sliding windows in some layers",
+)  # fmt: skip
 
 
 def _qwen3_moe_keys(config: Config) -> dict[str, Any]:
-    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
-    windows = window_keys(window, [SLIDING])
-    windows.pop("layer_types", None)
-    return {**_moe_keys(config, _QWEN3_MOE), **windows, **PER_HEAD}
+    return {**_moe_keys(config, _QWEN3_MOE), **same_window_keys(_window(config)), **PER_HEAD}
 
 
 QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    EXPERT_ROWS,
-    _qwen3_moe_keys,
-    _moe_config,
-    in_memory=EXPERTS_IN_MEMORY,
-    title="Qwen 3 MoE",
-    notes="config.json sets: dense blocks, sliding windows",
-)
+    "qwen3_moe", "Qwen3MoeForCausalLM", EXPERT_ROWS, _qwen3_moe_keys, _moe_config, title="Qwen 3 MoE",
+    in_memory=EXPERTS_IN_MEMORY, notes="config.json sets: dense blocks, sliding windows",
+)  # fmt: skip

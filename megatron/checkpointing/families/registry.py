@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.apertus import APERTUS
 from megatron.checkpointing.families.cohere import COHERE2
 from megatron.checkpointing.families.family import Config, Family
@@ -106,9 +106,7 @@ def family_of(config: Config) -> str:
         supported = ", ".join(FAMILIES)
         raise CheckpointError(f"config.json: model_type: {model_type} is not supported; one of {supported}")
     nearest, differences = nearest_family(fields)
-    listed_fields = ", ".join(differences[:_MAX_NAMED])
-    remainder = f" and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
-    difference = f"it differs in {listed_fields}{remainder}"
+    difference = f"it differs in {shortened(differences, _MAX_NAMED)}"
     if not differences and isinstance(inner, Mapping):
         difference = (
             f"its language model may be supported, but not the names of its other parts: {_other_parts(config)}"

@@ -3,9 +3,9 @@
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import ROWS, common_config, common_keys
+from megatron.checkpointing.families.llama import ROWS, llama_config, llama_keys
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -15,21 +15,15 @@ _DEFAULTS = {
 
 
 def _keys(config: Config) -> dict[str, Any]:
-    config = {**_DEFAULTS, **config}
     inner, outer = get(config, "attention_bias", True), get(config, "attention_out_bias", False)
     if outer and not inner:
         raise CheckpointError("config.json: attention_out_bias without attention_bias is not supported")
-    return {
-        **common_keys({**config, "attention_bias": outer}, _DEFAULTS),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
-        "add_qkv_bias": inner and not outer,
-    }
+    return {**llama_keys({**config, "attention_bias": outer}, _DEFAULTS), "add_qkv_bias": inner and not outer}
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
     return {
-        **common_config(args),
-        **rope_config(args),
+        **llama_config(args),
         "attention_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,
         "attention_out_bias": args.use_bias_in_attn_linear,
         "mlp_bias": args.use_bias_in_mlp,

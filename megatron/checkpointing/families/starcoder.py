@@ -4,16 +4,16 @@ queries."""
 from typing import Any
 
 from megatron.checkpointing.families.config_fields import (
+    drop_fields,
     get,
     plain_activation,
     plain_activation_keys,
-    rope_config,
     rope_keys,
     rope_of,
     window_of,
 )
 from megatron.checkpointing.families.family import Config, Family, weight_and_bias
-from megatron.checkpointing.families.llama import common_config, replaced_rows
+from megatron.checkpointing.families.llama import llama_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
 from megatron.neox_arguments import NeoXArgs
 
@@ -34,10 +34,9 @@ ROWS = replaced_rows(
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config}
     keys = same_windows({**config, "hidden_act": "silu"}, _DEFAULTS, config.get("sliding_window"))
-    del keys["rms_norm_epsilon"]
     biases = get(config, "use_bias", True)
     return {
-        **keys,
+        **drop_fields(keys, "rms_norm_epsilon"),
         **rope_keys(config, rope_of(config, theta=10000.0)),
         **plain_activation_keys(config, "hidden_act", "gelu_pytorch_tanh"),
         "norm": "layernorm",
@@ -48,10 +47,8 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args, head_dim=False), **rope_config(args)}
-    del config["rms_norm_eps"], config["attention_bias"]
     return {
-        **config,
+        **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps", "attention_bias"),
         "hidden_act": plain_activation(args, "gelu_pytorch_tanh"),
         "norm_epsilon": args.layernorm_epsilon,
         "sliding_window": window_of(args),

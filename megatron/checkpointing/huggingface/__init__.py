@@ -11,10 +11,10 @@ from megatron.checkpointing.huggingface.companion_files import (
     declared_eos_ids,
     exported_vocab_size,
     read_companion_files,
+    reads_same_tokens,
 )
 from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
-from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
 from megatron.checkpointing.huggingface.importing import (
     hf_loader,
     import_hf,
@@ -23,29 +23,3 @@ from megatron.checkpointing.huggingface.importing import (
     vocab_size_from_hf,
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
-from megatron.checkpointing.huggingface.same_tokens import reads_same_tokens
-from megatron.checkpointing.saved_config import load_checkpoint_args
-
-__all__ = [
-    "HF_SUBFOLDER",
-    "HFFolder",
-    "LogitComparison",
-    "add_tokenizer",
-    "vocab_size_from_hf",
-    "read_companion_files",
-    "declared_eos_ids",
-    "load_checkpoint_args",
-    "export_hf",
-    "export_plan",
-    "exported_vocab_size",
-    "find_hf",
-    "find_in_hub_or_cache",
-    "has_hf_score",
-    "hf_loader",
-    "import_hf",
-    "import_plan",
-    "is_hf",
-    "load_hf_weights",
-    "reads_same_tokens",
-    "recover",
-]

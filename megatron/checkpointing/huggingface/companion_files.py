@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import check_fields, text_config
+from megatron.checkpointing.families.field_types import check_fields
+from megatron.checkpointing.families.multimodal import text_config
 from megatron.checkpointing.huggingface.folder import LEGAL, TEMPLATES
 from megatron.checkpointing.huggingface.model_files import CONFIG, read_config, read_json
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes
@@ -133,7 +134,33 @@ def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]
     vocab = content["model"].get("vocab") or {}
     if not isinstance(vocab, dict):  # of a unigram model: [token, score] in the order of their ids
         vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
-    return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    return {**vocab, **_added_ids(content)}
+
+
+def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a HuggingFace folder's tokenizer has the same ids for the same tokens as `tokenizer`.
+
+    Compares the files byte by byte, else vocabularies and added tokens. Raises CheckpointError if the folder
+    has no tokenizer."""
+    files = tokenizer.files()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file() and name in files:
+            content = (folder / name).read_bytes()
+            return content == files[name] or name == "tokenizer.json" and _tokens(content) == _tokens(files[name])
+    raise CheckpointError(
+        f"{folder}: has no tokenizer.json or tokenizer.model, so its tokenizer cannot be compared with this run's "
+        f"{type(tokenizer).__name__}; add the file"
+    )
+
+
+def _tokens(content: bytes) -> tuple[Any, dict[str, int]]:
+    """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: of the file."""
+    parsed = json.loads(content)
+    return parsed["model"].get("vocab"), _added_ids(parsed)
+
+
+def _added_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
+    return {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", ())}
 
 
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
@@ -309,11 +336,8 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
-    names = {}
-    for role in _ROLES:
-        token_id = getattr(tokenizer, role)
-        if token_id is not None and token_id in tokenizer.special_tokens:
-            names[f"{role}_token"] = tokenizer.special_tokens[token_id]
+    special, ids = tokenizer.special_tokens, {role: getattr(tokenizer, role) for role in _ROLES}
+    names = {f"{role}_token": special[token_id] for role, token_id in ids.items() if token_id in special}
     return _json({"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 

@@ -8,27 +8,26 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from megatron.checkpointing import layout
-from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.families import (
-    TEXT_TOWERS,
+from megatron.checkpointing.errors import CheckpointError, DamagedError, shortened
+from megatron.checkpointing.families.convert import (
     hf_config,
     hf_names,
     hf_shapes,
-    is_multimodal,
     is_same_model,
-    multimodal_config,
-    stored_name,
     to_hf,
     unchanged_family,
     with_fields,
 )
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal, multimodal_config, stored_name
 from megatron.checkpointing.huggingface.carried_tensors import carried_tensors
 from megatron.checkpointing.huggingface.companion_files import (
     CARD,
@@ -39,12 +38,7 @@ from megatron.checkpointing.huggingface.companion_files import (
 from megatron.checkpointing.huggingface.folder import CONFIG, TEMPLATES, HFFolder, SafetensorsFile, cast_to
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.model_card import model_card
-from megatron.checkpointing.huggingface.weight_writer import (
-    SHARD_BYTES,
-    planned_sizes,
-    weight_bytes,
-    write_weights,
-)
+from megatron.checkpointing.huggingface.weight_writer import SHARD_BYTES, planned_sizes, weight_bytes, write_weights
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.tensor_files import BackgroundSync, need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
@@ -117,34 +111,43 @@ class _Export:
             yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
 
 
-def export_hf(
-    source: str | Path,
-    args: NeoXArgs,
-    output: str | Path,
-    *,
-    family: str | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: bool = True,
-    vocab_is_hf: bool = False,
-    pad_token_id: int | None = None,
-    check: bool = True,
-    shard_bytes: int = SHARD_BYTES,
-    progress: LayerProgress = no_progress,
-    notes: Mapping[str, bytes] | None = None,
-) -> LogitComparison | None:
-    """Writes checkpoint `source` as the HuggingFace folder `output`; returns the comparison of logits.
+class ExportOptions(TypedDict, total=False):
+    """Options of the files of an export.
 
-    args: from `load_checkpoint_args`.
     family: a `model_type`; None: the imported model's (multimodal if it was), else the first that can express
         the model.
     dtype: of the written weights; None: the checkpoint's.
     tokenizer: false leaves the tokenizer's files out.
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
     pad_token_id: replaces the tokenizer's.
+    """
+
+    family: str | None
+    dtype: torch.dtype | None
+    tokenizer: bool
+    vocab_is_hf: bool
+    pad_token_id: int | None
+
+
+def export_hf(
+    source: str | Path,
+    args: NeoXArgs,
+    output: str | Path,
+    *,
+    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    progress: LayerProgress = no_progress,
+    notes: Mapping[str, bytes] | None = None,
+    **options: Unpack[ExportOptions],
+) -> LogitComparison | None:
+    """Writes checkpoint `source` as the HuggingFace folder `output`; returns the comparison of logits.
+
+    args: from `load_checkpoint_args`.
     check: compare logits with transformers before the folder appears; false: returns None.
     shard_bytes: largest size of a weight file.
     progress: wraps the layers, for a progress bar.
     notes: content of further .json files, by name.
+    options: as in `ExportOptions`.
 
     A tensor is written while the next is read; no others are in memory. Files are checked against the
     manifest before they are used. A folder of an earlier conversion is replaced; you can repeat an
@@ -154,9 +157,8 @@ def export_hf(
     opened = OpenCheckpoint(source)
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
-    export = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    temporary = begin_folder(output, weight_bytes(export.all_shapes, export.dtype))
-    try:
+    export = _prepare(source, args, **options)
+    with new_folder(output, weight_bytes(export.all_shapes.values(), export.dtype)) as temporary:
         with opened.verifying_ahead(layer_names), BackgroundSync() as to_disk:
             layers = sorted(layer_params(export.args))
             read = read_layers(opened, export.args, progress(layers, len(layers)), export.dtype, export.wide)
@@ -169,20 +171,22 @@ def export_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(read_layers(opened, export.args, [layer], export.dtype, export.wide))[layer]
 
-        comparison = None
-        if check:
-            comparison = compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
-        sync(temporary)
-        put_in_place(temporary, output)
-    except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return comparison
+        if not check:
+            return None
+        return compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
 
 
-def export_plan(
-    source: str | Path,
+def export_plan(source: str | Path, args: NeoXArgs, **options: Unpack[ExportOptions]) -> dict[str, int]:
+    """Returns {file name: size in bytes} of the folder that `export_hf` would write; no weight is read.
+
+    Arguments and errors are those of `export_hf`."""
+    export = _prepare(Path(source), args, **options)
+    files = {name: len(content) for name, content in export.files.items()}
+    return planned_sizes(export.all_shapes, export.dtypes) | files
+
+
+def _prepare(
+    source: Path,
     args: NeoXArgs,
     *,
     family: str | None = None,
@@ -190,24 +194,6 @@ def export_plan(
     tokenizer: bool = True,
     vocab_is_hf: bool = False,
     pad_token_id: int | None = None,
-) -> dict[str, int]:
-    """Returns {file name: size in bytes} of the folder that `export_hf` would write; no weight is read.
-
-    Arguments and errors are those of `export_hf`."""
-    export = _prepare(Path(source), args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    return planned_sizes(export.all_shapes, export.dtypes) | {
-        name: len(content) for name, content in export.files.items()
-    }
-
-
-def _prepare(
-    source: Path,
-    args: NeoXArgs,
-    family: str | None,
-    dtype: torch.dtype | None,
-    tokenizer: bool,
-    vocab_is_hf: bool,
-    pad_token_id: int | None,
 ) -> _Export:
     """Returns shapes, dtypes and other files of an export, without reading weights.
 
@@ -243,7 +229,7 @@ def _prepare(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     card = model_card(source, run_args, config, parameters, dtype, extras.card)
     if carried is not None and is_part:
         config = multimodal_config(config, extras.full_config, is_same_model(args, extras.config))
@@ -297,10 +283,12 @@ def read_layers(
             problems += [line.strip() for line in lines]
             continue
         if not problems:
-            dtypes = {name: wide.get((layer, name), dtype) for name in tensors}
             yield (
                 layer,
-                {name: cast_to(value, dtypes[name], f"layer {layer}: {name}") for name, value in tensors.items()},
+                {
+                    name: cast_to(value, wide.get((layer, name), dtype), f"layer {layer}: {name}")
+                    for name, value in tensors.items()
+                },
             )
     if problems:
         raise CheckpointError(f"{source.path}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
@@ -329,7 +317,24 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(start) if start == last else f"{start}-{last}" for start, last in runs)
 
 
-def begin_folder(output: Path, size: int) -> Path:
+@contextmanager
+def new_folder(output: Path, size: int) -> Iterator[Path]:
+    """Yields an empty temporary folder next to `output`, which it replaces at the end of the context.
+
+    After an exception `output` is as before. size: bytes to be written. Raises CheckpointError, also if the
+    folder cannot be written."""
+    temporary = _begin_folder(output, size)
+    try:
+        yield temporary
+        sync(temporary)
+        _put_in_place(temporary, output)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _begin_folder(output: Path, size: int) -> Path:
     """Creates an empty temporary folder next to `output`, and returns its path.
 
     Raises CheckpointError without `size` free bytes, and if `output` holds files that no export writes."""
@@ -340,10 +345,7 @@ def begin_folder(output: Path, size: int) -> Path:
         names = {path.relative_to(output).as_posix(): path.is_dir() for path in entries}
         foreign = sorted(name for name, is_folder in names.items() if not _is_model_file(name, is_folder))
         if foreign:
-            remainder = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise CheckpointError(
-                f"{output}: holds other files ({', '.join(foreign[:3])}{remainder}); give another folder"
-            )
+            raise CheckpointError(f"{output}: holds other files ({shortened(foreign, 3)}); give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +379,7 @@ def recover(output: Path) -> None:
         os.rename(backup, output)
 
 
-def put_in_place(temporary: Path, output: Path) -> None:
+def _put_in_place(temporary: Path, output: Path) -> None:
     """Rename a complete folder to `output`, replacing an earlier one."""
     recover(output)
     backup = output.with_name(f".old_{output.name}")

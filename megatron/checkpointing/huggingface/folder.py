@@ -17,17 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import (
-    FAMILIES,
-    ExpertRows,
-    gives_score,
-    is_multimodal,
-    lacks_prefix,
-    rows_of_experts,
-    text_config,
-    text_names,
-)
-from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families.convert import lacks_prefix
+from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
+from megatron.checkpointing.families.family import Family, gives_score
+from megatron.checkpointing.families.multimodal import is_multimodal, text_config, text_names
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
 from megatron.checkpointing.tensor_files import load_tensors
@@ -187,7 +181,7 @@ class HFFolder:
         embedding = next(row.hf_names[0] for row in family.rows if row.neox_name == "word_embeddings.weight")
         if not {embedding, family.head} <= self.shapes.keys():
             return
-        embedding_value, head_value = (self._uncast(name) for name in (embedding, family.head))
+        embedding_value, head_value = (self.get_carried(self._names.get(n, n)) for n in (embedding, family.head))
         if (
             embedding_value.shape == head_value.shape
             and torch.equal(embedding_value[:1], head_value[:1])
@@ -301,12 +295,8 @@ class HFFolder:
         return dtypes
 
     def get_carried(self, name: str) -> Tensor:
-        """Returns one tensor of `carried`, by its name in the files: as stored, or dequantised."""
+        """Returns one tensor, such as of `carried`, by its name in the files: as stored, or dequantised."""
         return self._dequantised(name) if name in self._packed else self._stored(name)
-
-    def _uncast(self, name: str) -> Tensor:
-        stored = self._names.get(name, name)
-        return self._dequantised(stored) if stored in self._packed else self._stored(stored)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]

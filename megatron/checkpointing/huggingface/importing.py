@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import canonical_config, check_hf_tensors, from_hf
+from megatron.checkpointing.families.canonical_config import canonical_config
+from megatron.checkpointing.families.convert import check_hf_tensors, from_hf
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, write_carried
 from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,
@@ -29,10 +28,10 @@ from megatron.checkpointing.huggingface.exporting import LayerProgress, check_sp
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.weight_writer import weight_bytes
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.manifest import ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
+from megatron.checkpointing.resharding import PRECISIONS, only_dtype, write_bare_files
 from megatron.checkpointing.tensor_files import BackgroundCalls, BackgroundSync, FileRecord
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
 from megatron.model.weight_map import layer_params, may_be_wide
@@ -44,9 +43,9 @@ _RECORD = 500  # bytes that torch.save adds to a tensor's, approximately
 _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
 _BIASES = "moe_router_bias_update_rate"
 # Model keys of a manifest that HuggingFace does not fix: a run may set them.
-_FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
+FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 # te_layernorm_mlp replaces erf by tanh, and a norm's epsilon by 1e-5 or 1e-8.
-_FREE_UNDER_TE = (*_FREE, "te_layernorm_mlp", "bias_gelu_fusion")
+_FREE_UNDER_TE = (*FREE, "te_layernorm_mlp", "bias_gelu_fusion")
 
 TOKENIZER_JSON = "tokenizer/tokenizer.json"  # of `save`
 
@@ -87,7 +86,8 @@ def import_hf(
     companions = _companion_files(folder, chat_template)
     if save_tokenizer and "tokenizer.json" not in companions:
         raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
-    size = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1) + weight_bytes(folder.carried, dtype)
+    size = weight_bytes(folder.shapes.values(), dtype) * (2 if pipe == 0 else 1)
+    size += weight_bytes(folder.carried.values(), dtype)
     with new_checkpoint(save, iteration, size, check_space) as temporary:
         records: list[FileRecord] = []
         layers, cpu_args = _group_by_layer(tensors, sorted(specs)), plain_args(args)
@@ -106,25 +106,19 @@ def import_hf(
             return load_weights(written, cpu_args, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
-        if pipe == 0:
-            records = []
-        states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
-        records += write_model_files(temporary, states, sequential=pipe == 0)
+        records = records if pipe else []
+        records += write_bare_files(temporary, args, iteration, sequential=pipe == 0)
         records += write_companion_files(companions, temporary / HF_SUBFOLDER, f"{HF_SUBFOLDER}/")
         if folder.carried:
             records.append(write_carried(folder, temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         config = {**keys, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             config |= {"tokenizer_type": "HFTokenizer", "vocab_file": str((save / TOKENIZER_JSON).resolve())}
-        free, source = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
+        free, source = _FREE_UNDER_TE if naming == "te" else FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
-        manifest = Manifest(
-            run_id=f"huggingface {source.resolve() if source.exists() else source}", iteration=iteration,
-            consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
-            layout=ParallelLayout(max(pipe, 1), 1, tensor, 0, PRECISIONS[dtype], max(pipe, 1) * tensor),
-            versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=config, files={record.name: record for record in records}, optimizer=False,
-        )  # fmt: skip
+        run_id = f"huggingface {source.resolve() if source.exists() else source}"
+        parallel = ParallelLayout.from_args(args, PRECISIONS[dtype])
+        manifest = untrained_manifest(run_id, parallel, model, config, records, iteration=iteration)
         text = f"# {source.name}, of HuggingFace: {parity}\n{yaml.safe_dump(config, sort_keys=False)}"
         path = publish(temporary, save, iteration, manifest, {"hf_model.yml": text})
         if save_tokenizer:
@@ -181,7 +175,7 @@ def import_plan(
     companions = _companion_files(folder, chat_template)
     files |= {f"{HF_SUBFOLDER}/{name}": len(content) for name, content in companions.items()}
     if folder.carried:
-        files[f"{HF_SUBFOLDER}/{CARRIED}"] = weight_bytes(folder.carried, dtype)
+        files[f"{HF_SUBFOLDER}/{CARRIED}"] = weight_bytes(folder.carried.values(), dtype)
     return {f"{layout.step_tag(iteration)}/{name}": size for name, size in files.items()}
 
 
@@ -192,7 +186,9 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
     keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
     check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
-    dtype = _only_dtype(folder, keys)
+    required = _required_tensors(folder, keys)
+    dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
+    dtype = only_dtype(folder.origin, dtypes, "; choose one with --precision")
     keys |= {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
     try:
         return keys, NeoXArgs.from_dict(keys), dtype
@@ -222,17 +218,6 @@ def _check_target(final: Path) -> None:
         manifest = read_manifest(final)
         if manifest is None or manifest.data or manifest.optimizer:
             raise CheckpointError(f"{final}: already exists and is no import; give another folder or --iteration")
-
-
-def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
-    required = _required_tensors(folder, keys)
-    dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(
-            f"{folder.origin}: its weights have several or unknown dtypes ({dtype_names}); choose one with --precision"
-        )
-    return next(dtype for dtype in dtypes if dtype is not None)
 
 
 def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
@@ -351,7 +336,5 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
     added = max(0, tokens - vocab)
     resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
     packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
-    return (
-        rows,
-        f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}",
-    )
+    text = f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}"
+    return rows, text

@@ -7,12 +7,14 @@ Each module gets its weights in fp32 only during its forward pass.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import family_of, to_hf
+from megatron.checkpointing.families.convert import to_hf
+from megatron.checkpointing.families.registry import family_of
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.huggingface.transformers_model import lend, same_values, transformers_logits
 from megatron.data import Batch
@@ -24,34 +26,54 @@ from megatron.neox_arguments import NeoXArgs
 
 # The largest difference of fp32 logits of order 1, relative above; measured for the families: 2e-7 to 2e-6.
 BOUND = 2e-5
-_ROWS, _LENGTH = 2, 48
+ROWS, LENGTH = 2, 48  # of the tokens that are compared
 
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """How far our logits are from those of transformers for the same model.
+    """How far our logits are from those of another program for the same model.
 
     difference: the largest absolute difference of a logit.
     largest: the largest absolute logit.
     length: number of tokens in each compared sequence.
     not_loaded: why `from_pretrained` was not used; None if it loaded the folder.
+    reference: the other program.
     """
 
     difference: float
     largest: float
     length: int
     not_loaded: str | None = None
+    reference: str = "transformers"
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
+        """Compares two logits of `tokens`. facts: further fields."""
+        difference = (logits - reference_logits).abs().max().item()
+        return cls(difference, reference_logits.abs().max().item(), tokens.shape[1], **facts)
 
     @property
     def bound(self) -> float:
         return BOUND * max(1.0, self.largest)
 
+    @property
+    def is_close(self) -> bool:
+        """Whether the difference is within the bound; NaN is not."""
+        return self.difference <= self.bound
+
     def __str__(self) -> str:
         note = "" if self.not_loaded is None else f"; its modules were given the weights one by one: {self.not_loaded}"
         return (
-            f"largest logit difference to transformers {self.difference:.2e} (bound {self.bound:.1e}, largest logit "
-            f"{self.largest:.2f}, {_ROWS} x {self.length} tokens, fp32){note}"
+            f"largest logit difference to {self.reference} {self.difference:.2e} (bound {self.bound:.1e}, largest "
+            f"logit {self.largest:.2f}, {ROWS} x {self.length} tokens, fp32){note}"
         )
+
+
+def some_tokens(args: NeoXArgs, vocab_size: int | None = None) -> Tensor:
+    """Random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
+    length, rows = min(LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
+    assert rows is not None
+    return torch.randint(0, rows, (ROWS, length), generator=torch.Generator().manual_seed(0))
 
 
 def compare_logits(
@@ -65,8 +87,7 @@ def compare_logits(
     args: our configuration. weights: takes a NeoX layer index and returns our full tensors of this layer.
     vocab_size: number of vocabulary rows to compare.
     """
-    length = min(_LENGTH, args.max_position_embeddings)
-    tokens = torch.randint(0, vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+    tokens = some_tokens(args, vocab_size)
     with torch.no_grad():
         reference_logits, not_loaded = transformers_logits(folder, tokens)
         reference_logits = reference_logits[..., :vocab_size]
@@ -80,27 +101,17 @@ def compare_logits(
             f"{folder.origin}: NaN or Inf in {broken_names or 'the logits, though weights are finite'}: the model "
             "is broken; take an earlier checkpoint"
         )
-    difference = (logits - reference_logits).abs().max().item()
-    comparison = LogitComparison(difference, reference_logits.abs().max().item(), length, not_loaded)
-    if not difference <= comparison.bound:  # NaN too
+    comparison = LogitComparison.from_logits(logits, reference_logits, tokens, not_loaded=not_loaded)
+    if not comparison.is_close:
         raise CheckpointError(f"{folder.origin}: is not the same model as ours: {comparison}")
-    _compare_weights(folder, args, weights, vocab_size)
-    return comparison
-
-
-def _compare_weights(
-    folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
-) -> None:
-    """Raise CheckpointError if a tensor of the folder differs from ours.
-
-    Equal logits do not show this for vocabulary rows whose tokens are not in the batch. Arguments: those of
-    `compare_logits`."""
-    args, family = plain_args(args), family_of(folder.config)
+    # Equal logits do not show that vocabulary rows are equal whose tokens are not in the batch.
+    args = plain_args(args)
     layers = ((layer, weights(layer)) for layer, specs in layer_params(args).items() if specs)
-    for name, value in to_hf(args, layers, family=family, vocab_size=vocab_size, copy=False):
+    for name, value in to_hf(args, layers, family=family_of(folder.config), vocab_size=vocab_size, copy=False):
         stored = folder.get(name)
         if not same_values(value.to(stored.dtype), stored):
             raise CheckpointError(f"{folder.origin}: is not the same model: {name} differs from the checkpoint's")
+    return comparison
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:

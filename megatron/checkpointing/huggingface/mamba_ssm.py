@@ -7,7 +7,6 @@ Fields are those of its `MambaConfig`, those of `ssm_cfg` the arguments of its m
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.companion_files import companion_files_of, write_companion_files
 from megatron.checkpointing.huggingface.exporting import (
     LayerProgress,
-    begin_folder,
     dtypes_to_write,
+    new_folder,
     no_progress,
-    put_in_place,
     read_layers,
 )
 from megatron.checkpointing.huggingface.logit_check import plain_args
@@ -30,7 +28,6 @@ from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.tensor_files import save_tensors
-from megatron.data.files import sync
 from megatron.model import block_specs
 from megatron.model.specs import Mamba2Spec, MambaSpec, norm_kind, norm_spec
 from megatron.model.weight_map import named_params
@@ -147,8 +144,7 @@ def export_mamba_ssm(
     if vocab > rows:
         raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding {rows} rows")
     config, specs = mamba_ssm_config(args, vocab), named_params(args)
-    temporary = begin_folder(output, weight_bytes({str(place): spec.shape for place, spec in specs.items()}, dtype))
-    try:
+    with new_folder(output, weight_bytes((spec.shape for spec in specs.values()), dtype)) as temporary:
         state: dict[str, Tensor] = {}
         order = sorted({layer for layer, _ in specs})
         for layer, tensors in read_layers(opened, args, progress(order, len(order)), dtype, wide):
@@ -162,10 +158,4 @@ def export_mamba_ssm(
         save_tensors(state, temporary / WEIGHTS)
         files = {**extras.files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
         write_companion_files(files, temporary)
-        sync(temporary)
-        put_in_place(temporary, output)
-    except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return output

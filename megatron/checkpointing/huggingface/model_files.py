@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, TEXT_TOWERS, check_fields, plain_values
+from megatron.checkpointing.families.field_types import check_fields, plain_values
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.neox_arguments.errors import lfs_pointer_error
 
 CONFIG = "config.json"

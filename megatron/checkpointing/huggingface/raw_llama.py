@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.families.config_fields import rope_of
+from megatron.checkpointing.families.family import gives_score
 from megatron.checkpointing.huggingface.exporting import check_space
 from megatron.checkpointing.huggingface.folder import HFFolder, load_named
 from megatron.checkpointing.huggingface.model_files import CONFIG, read_json
@@ -45,11 +45,7 @@ _BLOCK: dict[str, tuple[str, int | None]] = {
     "ffn_norm": ("post_attention_layernorm", None),
 }
 _UNUSED = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")  # computed from rope_theta
-_SCALED = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # LLaMA 3.1, 3.2
+_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # LLaMA 3.1, 3.2
 _LLAMA3_ROWS, _LLAMA3_IDS = 128256, {"bos_token_id": 128000, "eos_token_id": 128001}
 
 
@@ -269,7 +265,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        check_space(output.parent, weight_bytes(folder.shapes, dtype))
+        check_space(output.parent, weight_bytes(folder.shapes.values(), dtype))
         shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
         temporary.mkdir()
         for rank in range(shards):

@@ -6,7 +6,6 @@ they do not fit, or for Meta's files, which it cannot read, modules get their te
 and the result says so.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, family_of, gives_score, is_multimodal, text_name
-from megatron.checkpointing.families.family import Config, Family
+from megatron.checkpointing.errors import CheckpointError, shortened
+from megatron.checkpointing.families.family import Config, Family, gives_score
+from megatron.checkpointing.families.multimodal import is_multimodal, text_name
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.checkpointing.huggingface.dequantize import weight_dtype
 from megatron.checkpointing.huggingface.folder import HFFolder
+from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.tensor_files import readable_size
 from megatron.mpu.memory import free_host_memory
 
@@ -123,7 +124,7 @@ def _load_obstacle(folder: HFFolder, stored: Stored) -> str | None:
         return "from_pretrained reads quantised blocks at the edge of a weight otherwise"
     dtypes = set(folder.stored_dtypes.values())
     as_stored = folder.quantised is None and len(dtypes) == 1 and all(len(names) == 1 for names in stored.values())
-    size = sum(map(math.prod, folder.shapes.values())) * _dtype(folder).itemsize
+    size = weight_bytes(folder.shapes.values(), _dtype(folder))
     free = free_host_memory(size)
     if as_stored or size <= free:
         return None
@@ -151,7 +152,9 @@ def _loaded(auto: Any, config: Any, folder: HFFolder) -> Mapping[str, Tensor]:
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
             names = sorted(str(name) for name in info[kind])
-            raise CheckpointError(f"{folder.origin}: transformers finds {kind.replace('_', ' ')}: {_shortened(names)}")
+            raise CheckpointError(
+                f"{folder.origin}: transformers finds {kind.replace('_', ' ')}: {shortened(names, _MAX_NAMED)}"
+            )
     return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
@@ -200,7 +203,9 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread = {name for name in folder.shapes.keys() - read if not re.fullmatch(family.ignored, name)}
     unread -= {family.head} if gives_score(folder.config) else set()
     if unread:
-        raise CheckpointError(f"{folder.origin}: transformers' model does not use {_shortened(sorted(unread))}")
+        raise CheckpointError(
+            f"{folder.origin}: transformers' model does not use {shortened(sorted(unread), _MAX_NAMED)}"
+        )
 
 
 def _compare_loaded(folder: HFFolder, loaded: Mapping[str, Tensor], stored: Stored) -> None:
@@ -309,8 +314,3 @@ def _quiet(transformers: Any) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _shortened(names: list[str]) -> str:
-    remainder = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{remainder}"

@@ -21,8 +21,8 @@ from megatron.data.files import sync
 SHARD_BYTES = 5 * 10**9
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+def weight_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> int:
+    return sum(map(math.prod, shapes)) * dtype.itemsize
 
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
@@ -127,11 +127,10 @@ def write_weights(
         with BackgroundCalls() as writer:
             for name, tensor in tensors:
                 assert tuple(tensor.shape) == tuple(shapes[name]), name
-                data = (
-                    cast_to(tensor, _dtype_of(dtypes, name), name).contiguous().view(-1).view(torch.uint8).numpy().data
-                )
+                value = cast_to(tensor, _dtype_of(dtypes, name), name).contiguous().view(-1)
+                data = value.view(torch.uint8).numpy().data
                 writer(partial(write, file_of[name], name, data))
-                del tensor, data
+                del tensor, value, data
         assert not any(missing.values()), f"not given: {missing}"
     if len(plan) > 1:
         write_bytes(_index(plan), path / INDEX)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 SAMPLES = 8  # of each reason
@@ -82,14 +82,8 @@ class Account:
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values that `from_dict` reads."""
-        return {
-            "read": self.read, "chars": self.chars, "dropped": dict(self.dropped),
-            "dropped_chars": dict(self.dropped_chars), "details": {name: dict(c) for name, c in self.details.items()},
-            "samples": {
-                reason: [[sample.key, sample.text, sample.document, sample.duplicate_of] for sample in samples]
-                for reason, samples in self.samples.items()
-            },
-        }  # fmt: skip
+        samples = {reason: list(map(astuple, samples)) for reason, samples in self.samples.items()}
+        return {**vars(self), "samples": samples}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Account":

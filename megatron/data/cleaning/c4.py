@@ -47,13 +47,12 @@ class C4:
         for line in document.text.splitlines():
             reason = None
             words, line = line.split(), line.strip()
-            if self.max_word_length != -1 and any(len(word) > self.max_word_length for word in words):
-                out["too_long_word"] += 1
-                continue
             if self.remove_citations and "[" in line:
                 line = _CITATION.sub("", line)
             lower = line.lower()
-            if self.filter_no_terminal_punct and (not line.endswith(_ENDS) or line.endswith(_ELLIPSIS)):
+            if self.max_word_length != -1 and any(len(word) > self.max_word_length for word in words):
+                reason = "too_long_word"
+            elif self.filter_no_terminal_punct and (not line.endswith(_ENDS) or line.endswith(_ELLIPSIS)):
                 reason = "no_terminal_punct"
             elif len(words) < self.min_words_per_line:
                 reason = "too_few_words"

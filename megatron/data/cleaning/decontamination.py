@@ -3,6 +3,7 @@ words)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import map_npy
 from megatron.data.preprocessing.inputs import InputFile
 
-_ROWS_AT_ONCE = 1000
+_TEXTS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,8 @@ class Contamination:
 
 
 def _texts(file: InputFile) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for shard in file.shards(None):
-        for row in shard.rows():
-            batch += _strings(row.value())
-            if len(batch) >= _ROWS_AT_ONCE:
-                yield batch
-                batch = []
-    if batch:
+    texts = (text for shard in file.shards(None) for row in shard.rows() for text in _strings(row.value()))
+    while batch := list(islice(texts, _TEXTS_AT_ONCE)):
         yield batch
 
 
@@ -98,9 +93,6 @@ def _strings(value: Any) -> Iterator[str]:
     """Yield every string in a row, however deeply nested."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _strings(item)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,10 @@ def find_repeats(work: Work, parts: int, stage: str, hashed: str, scope: str) ->
         count += len(repeats)
         repeats = repeats[np.argsort(repeats["document"], kind="stable")]
         part_numbers = (repeats["document"] >> np.uint64(32)).astype(np.int64)
-        numbers = np.unique(part_numbers)
-        bounds = zip(
-            np.searchsorted(part_numbers, numbers), np.searchsorted(part_numbers, numbers, "right"), strict=True
-        )
-        for part, (begin, end) in zip(numbers.tolist(), bounds, strict=True):
+        numbers, first_index = np.unique(part_numbers, return_index=True)
+        for part, records in zip(numbers.tolist(), np.split(repeats, first_index[1:]), strict=False):
             with open(work.file(stage, part, scope), "ab") as file:
-                file.write(repeats[begin:end].tobytes())
+                file.write(records.tobytes())
     return {"pieces": count}
 
 
@@ -154,11 +152,11 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
 
     Returns the number of documents without shingles.
     """
-    method = work.options.minhash
-    assert method is not None
-    rows, keys = list[int](), list[np.ndarray]()
-    values_by_batch, counts_by_batch = list[np.ndarray](), list[np.ndarray]()
-    for batch in _batches(work, part):
+    method = work.minhash
+    rows, keys = list[int](), [np.empty((0, method.bands), np.uint64)]
+    values_by_batch, counts_by_batch = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    candidates = (candidate for candidate in after_exact(work, part) if candidate.reason is None)
+    while batch := list(islice(candidates, _TEXTS_AT_ONCE)):
         rows += [candidate.row for candidate in batch]
         values, counts = hashed_shingles([candidate.text for candidate in batch], _hashes(), method.ngrams)
         if sign:
@@ -166,11 +164,11 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
         else:
             values_by_batch.append(values)
         counts_by_batch.append(counts)
-    numbers, counts = np.array(rows, np.int64), np.concatenate([np.empty(0, np.int64), *counts_by_batch])
+    numbers, counts = np.array(rows, np.int64), np.concatenate(counts_by_batch)
     if sign:
-        _write_bands(work, part, numbers, counts, np.concatenate(keys) if keys else None)
+        _write_bands(work, part, numbers, counts, np.concatenate(keys))
     else:
-        values = np.concatenate([np.empty(0, np.int32), *values_by_batch])
+        values = np.concatenate(values_by_batch)
         np.savez(work.file(MINHASH, part, "shingles.npz"), values=values, counts=counts, rows=numbers)
     return {"without": int((counts == 0).sum())}
 
@@ -178,8 +176,7 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
 def sign_on_device(work: Work, part: int, device: str) -> None:
     """Compute a part's band keys with torch from the shingles that `write_bands` wrote, write them, and
     delete the shingles."""
-    method = work.options.minhash
-    assert method is not None
+    method = work.minhash
     path = work.file(MINHASH, part, "shingles.npz")
     with np.load(path) as read:
         values, counts, rows = read["values"], read["counts"], read["rows"]
@@ -188,7 +185,7 @@ def sign_on_device(work: Work, part: int, device: str) -> None:
     path.unlink()
 
 
-def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> None:
+def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> None:
     """Write a part's band keys as a sorted run for each band, with the first document of each key.
 
     Edges from it to the other documents of the key go to edges.npy, so many copies need few records.
@@ -196,12 +193,11 @@ def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, ke
     depend on the parts.
     rows: the rows of the documents. counts: their numbers of shingles. keys: their band keys.
     """
-    method = work.options.minhash
-    assert method is not None
+    method = work.minhash
     has_shingles, edges = counts > 0, [np.empty((0, 2), np.uint64)]
     documents = document_numbers(part, rows[has_shingles])
     for band in range(method.bands):
-        keys_of_band = keys[has_shingles, band] if keys is not None else np.empty(0, np.uint64)
+        keys_of_band = keys[has_shingles, band]
         order = np.argsort(keys_of_band, kind="stable")
         keys_of_band, numbers = keys_of_band[order], documents[order]
         if method.jaccard is None:
@@ -221,8 +217,7 @@ def find_pairs(work: Work, parts: int, report: Callable[[int], None]) -> np.ndar
 
     report: called with the number of bands done.
     """
-    method = work.options.minhash
-    assert method is not None
+    method = work.minhash
     held, waiting = np.empty((0, 2), np.uint64), list[np.ndarray]()
 
     def add(edges: np.ndarray) -> None:
@@ -250,8 +245,7 @@ def _reduce_edges(edges: np.ndarray, method: MinHash) -> np.ndarray:
 
 def write_shingle_sets(work: Work, part: int) -> None:
     """Write the set of shingles of each document of a part that is in a pair (paired.npy)."""
-    method = work.options.minhash
-    assert method is not None
+    method = work.minhash
     paired_rows = set(rows_of_part(map_npy(work.folder / MINHASH / "paired.npy"), part).tolist())
     sets = []
     for candidate in after_exact(work, part) if paired_rows else ():
@@ -265,8 +259,8 @@ def write_shingle_sets(work: Work, part: int) -> None:
 
 def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
     """Return the pairs whose shingle sets reach the Jaccard similarity `jaccard`."""
-    method = work.options.minhash
-    assert method is not None and method.jaccard is not None
+    method = work.minhash
+    assert method.jaccard is not None
     nodes = map_npy(work.folder / MINHASH / "paired.npy")
     files, all_sizes, all_begins = [], [], []
     for part in range(parts):  # documents of pairs are in the order of their numbers, in each part and over all
@@ -297,8 +291,7 @@ def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
     parts: number of parts of the input. Returns the number of clusters, and how many clusters have each size.
     """
     nodes, roots = clusters(pairs)
-    method, worth = work.options.minhash, np.zeros(len(nodes))
-    assert method is not None
+    method, worth = work.minhash, np.zeros(len(nodes))
     for part in range(parts) if method.keep != "first" else ():
         rows = rows_of_part(nodes, part)
         begin = int(np.searchsorted(nodes, document_numbers(part, np.zeros(1, np.int64)))[0])
@@ -313,18 +306,6 @@ def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
     sizes = np.diff(np.append(np.flatnonzero(begins), len(order)))
     cluster_sizes, times = np.unique(sizes, return_counts=True)
     return {"clusters": len(sizes), "sizes": dict(zip(map(str, cluster_sizes.tolist()), times.tolist(), strict=True))}
-
-
-def _batches(work: Work, part: int) -> Iterator[Sequence[Candidate]]:
-    batch: list[Candidate] = []
-    for candidate in after_exact(work, part):
-        if candidate.reason is None:
-            batch.append(candidate)
-        if len(batch) == _TEXTS_AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 @lru_cache(1)

@@ -6,11 +6,10 @@ passes need.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from megatron.data.cleaning.accounts import Account
 from megatron.data.cleaning.exact import hash_records
 from megatron.data.cleaning.plan import EVALUATION, CleaningOptions, Work
-from megatron.data.cleaning.recipe import Cleaner, Edits, Recipe
+from megatron.data.cleaning.recipe import Cleaner, Edits
 from megatron.data.cleaning.row_files import Write, as_json, row_writer, schema_of
 from megatron.data.cleaning.sorted_runs import write_run
 from megatron.data.errors import DataError
@@ -29,42 +28,19 @@ FILTERED = "filtered"
 UNREADABLE = "unreadable/row"
 
 
-@dataclass(frozen=True)
-class FilteredPart:
-    """The result of filtering a part.
-
-    num_documents: documents that stay.
-    disk_bytes: of the part's input.
-    account: counts of dropped documents.
-    schema: Arrow schema of the rows that stay, in hexadecimal, for Parquet.
-    """
-
-    num_documents: int
-    disk_bytes: int
-    account: Account
-    schema: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "kept": self.num_documents, "disk_bytes": self.disk_bytes, "account": self.account.as_dict(),
-            "schema": self.schema,
-        }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "FilteredPart":
-        account = Account.from_dict(values["account"])
-        return cls(values["kept"], values["disk_bytes"], account, values["schema"])
-
-
 def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Filter a part; return a `FilteredPart` as a dict. Raises DataError at an unreadable row, unless such
-    rows are to be skipped."""
+    """Filter a part. Raises DataError at an unreadable row, unless such rows are to be skipped.
+
+    Returns JSON values: `kept`, the number of documents that stay; `disk_bytes` of the part's input;
+    `account`, an `Account` of dropped documents; `schema`, for Parquet, the Arrow schema of the rows that
+    stay in hexadecimal.
+    """
     options = work.options
     cleaner = cleaner_of(work)
     account, edits, texts, rows = Account(), Edits(), list[str](), list[dict[str, Any]]()
     worth: list[float] = []
     with row_writer(work.file(FILTERED, part, "jsonl.zst"), "jsonl.zst") as keep, _rejects(work, part) as out:
-        for row in _rows(shards):
+        for row in chain.from_iterable(shard.rows() for shard in shards):
             try:
                 (text,) = row_texts(row, (options.text_key,), "--text-key")
                 score = _score(row, options)
@@ -93,10 +69,12 @@ def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any
         write_hashes(work, FILTERED, part, "document", enumerate(texts))
     np.save(work.file(FILTERED, part, "chars.npy"), np.array([len(text) for text in texts], np.int64))
     np.save(work.file(FILTERED, part, "worth.npy"), np.array(worth, np.float64))
-    for name, counts in edits.as_dict().items():
-        account.detail(name, counts if isinstance(counts, dict) else {name: counts})
-    schema = schema_of(rows).hex() if rows else None
-    return FilteredPart(len(texts), sum(shard.disk_bytes for shard in shards), account, schema).as_dict()
+    for name, counts in edits.named_counts().items():
+        account.detail(name, counts)
+    return {
+        "kept": len(texts), "disk_bytes": sum(shard.disk_bytes for shard in shards), "account": account.as_dict(),
+        "schema": schema_of(rows).hex() if rows else None,
+    }  # fmt: skip
 
 
 def write_hashes(work: Work, stage: str, part: int, scope: str, texts: Iterable[tuple[int, str]]) -> None:
@@ -113,20 +91,11 @@ def text_key(text: str) -> int:
     return int(xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")))
 
 
-def cleaner_of(work: Work) -> Cleaner:
-    """Return the `Cleaner` of a job, created once a process. Raises DataError for a missing package."""
-    return _cleaner(work.options.recipe, work.folder / EVALUATION, work.sets)
-
-
 @lru_cache(1)
-def _cleaner(recipe: Recipe, evaluation: Path, sets: tuple[str, ...]) -> Cleaner:
-    """Create the cleaner once per process, so that its cache of words serves all parts."""
-    return Cleaner(recipe, evaluation, sets)
-
-
-def _rows(shards: Sequence[Shard]) -> Iterator[InputRow]:
-    for shard in shards:
-        yield from shard.rows()
+def cleaner_of(work: Work) -> Cleaner:
+    """Return the `Cleaner` of a job, created once per process, so that its cache of words serves all parts.
+    Raises DataError for a missing package."""
+    return Cleaner(work.options.recipe, work.folder / EVALUATION, work.sets)
 
 
 def _values(row: InputRow, key: str) -> dict[str, Any]:

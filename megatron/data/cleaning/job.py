@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,26 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.cleaning import deduplication, publishing
 from megatron.data.cleaning.accounts import Account
 from megatron.data.cleaning.decontamination import write_runs
-from megatron.data.cleaning.deduplication import (
-    EXACT,
-    MINHASH,
-    PIECES,
-    choose,
-    find_pairs,
-    find_repeats,
-    sign_on_device,
-    similar_pairs,
-    write_bands,
-    write_pieces,
-    write_shingle_sets,
-)
-from megatron.data.cleaning.filtering import FILTERED, FilteredPart, cleaner_of, filter_part
-from megatron.data.cleaning.output_folder import PAGE, WORK, check_target, publish
+from megatron.data.cleaning.deduplication import EXACT, MINHASH, PIECES
+from megatron.data.cleaning.filtering import FILTERED, cleaner_of, filter_part
 from megatron.data.cleaning.page import write_page
 from megatron.data.cleaning.plan import EVALUATION, FORMAT, CleaningOptions, Work, parts_of
-from megatron.data.cleaning.publishing import PUBLISHED, SETS, file_name, slices_of_files, text_of_document, write_files
+from megatron.data.cleaning.publishing import PAGE, PUBLISHED, SETS, WORK, file_name
 from megatron.data.cleaning.row_files import unified_schema
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, write_json
@@ -92,6 +80,14 @@ class Resources:
     device: str | None = None
 
 
+@dataclass(frozen=True)
+class _FilteredPart:
+    """A filtered part: the number of documents that stay, and for Parquet their schema in hexadecimal."""
+
+    num_documents: int
+    schema: str | None
+
+
 @dataclass
 class CleaningResult:
     """The result of a job.
@@ -129,7 +125,7 @@ def clean(
     """
     versions = [[file.version() for file in group] for group in (files, evaluation)]
     identity = digest([FORMAT, shards.CHUNK_BYTES, options.describe(), versions, _libraries()])
-    metadata = check_target(target, identity, [*files, *evaluation], overwrite)
+    metadata = publishing.check_target(target, identity, [*files, *evaluation], overwrite)
     if metadata is not None:
         account = Account.from_dict(metadata["account"])
         return CleaningResult(
@@ -184,7 +180,8 @@ class _Job:
         if options.minhash is not None:
             self._near_duplicates(filtered)
         if options.piece_scopes:
-            self._hash_pieces(filtered)
+            for _ in self._over_documents("paragraphs and lines", PIECES, filtered, deduplication.write_pieces):
+                pass
             self.facts["pieces"] = self._find_repeats(PIECES, PIECES, options.piece_scopes, parts)
         documents, chars, count = self._write(filtered, account)
         if not sum(documents.values()):
@@ -211,21 +208,19 @@ class _Job:
             self.notes.append(f"--decontaminate: {runs.short} of {runs.texts} texts have fewer than {ngrams} words, "
                               "so nothing was compared with them")  # fmt: skip
 
-    def _filter(self, account: Account) -> list[FilteredPart]:
+    def _filter(self, account: Account) -> list[_FilteredPart]:
         """Filter each part, add the parts' accounts to `account`, and return the results without accounts."""
-        (self.work.folder / FILTERED).mkdir(exist_ok=True)
         progress = self._begin(PassProgress("filter", sum(file.bytes_read for file in self.files)))
-
         tasks = (
             partial(filter_part, self.work, part, shards_of_part)
             for part, shards_of_part in enumerate(parts_of(self.files))
         )
         filtered = []
         for values, was_done in self._run_tasks(FILTERED, tasks):
-            part = FilteredPart.from_dict(values)
-            account.add(part.account)
-            self._step(progress, part.disk_bytes, part.account.read, was_done)
-            filtered.append(replace(part, account=Account()))  # samples of thousands of parts are not kept
+            part_account = Account.from_dict(values["account"])  # samples of thousands of parts are not kept
+            account.add(part_account)
+            self._step(progress, values["disk_bytes"], part_account.read, was_done)
+            filtered.append(_FilteredPart(values["kept"], values["schema"]))
         return filtered
 
     def _find_repeats(self, stage: str, hashed: str, scopes: Sequence[str], parts: int) -> dict[str, Any]:
@@ -233,72 +228,70 @@ class _Job:
         progress = self._begin(PassProgress(f"exact {', '.join(scopes)}", len(scopes)))
         counts = {}
         for scope in scopes:
-            call = partial(find_repeats, self.work, parts, stage, hashed, scope)
+            call = partial(deduplication.find_repeats, self.work, parts, stage, hashed, scope)
             counts[scope] = self._run_once(stage, f"found-{scope}", call)["pieces"]
             self._step(progress, 1, 0, False)
         return counts
 
-    def _hash_pieces(self, filtered: Sequence[FilteredPart]) -> None:
-        (self.work.folder / PIECES).mkdir(exist_ok=True)
-        progress = self._begin(PassProgress("paragraphs and lines", sum(part.num_documents for part in filtered)))
-        tasks = (partial(write_pieces, self.work, part) for part in range(len(filtered)))
-        for part, (_, was_done) in enumerate(self._run_tasks(PIECES, tasks)):
-            self._step(progress, filtered[part].num_documents, filtered[part].num_documents, was_done)
+    def _over_documents(
+        self, name: str, stage: str, filtered: Sequence[_FilteredPart], function: Callable[..., dict[str, Any]],
+        *arguments: Any,
+    ) -> Iterator[dict[str, Any]]:  # fmt: skip
+        """Run a pass whose progress is in documents: call `function` for each part, and yield the results."""
+        progress = self._begin(PassProgress(name, sum(part.num_documents for part in filtered)))
+        tasks = (partial(function, self.work, part, *arguments) for part in range(len(filtered)))
+        for part, (values, was_done) in zip(filtered, self._run_tasks(stage, tasks), strict=True):
+            yield values
+            self._step(progress, part.num_documents, part.num_documents, was_done)
 
-    def _near_duplicates(self, filtered: Sequence[FilteredPart]) -> None:
-        work, parts = self.work, len(filtered)
-        (work.folder / MINHASH).mkdir(exist_ok=True)
-        progress = self._begin(PassProgress("minhash", sum(part.num_documents for part in filtered)))
-        tasks = (partial(write_bands, work, part, self.resources.device is None) for part in range(parts))
-        num_too_short = 0
-        for part, (values, was_done) in enumerate(self._run_tasks(MINHASH, tasks)):
+    def _near_duplicates(self, filtered: Sequence[_FilteredPart]) -> None:
+        work, parts, method = self.work, len(filtered), self.work.minhash
+        num_too_short, device = 0, self.resources.device
+        results = self._over_documents("minhash", MINHASH, filtered, deduplication.write_bands, device is None)
+        for part, values in enumerate(results):
             if work.file(MINHASH, part, "shingles.npz").exists():  # maybe of an earlier run with a device
-                sign_on_device(work, part, self.resources.device or "cpu")
+                deduplication.sign_on_device(work, part, device or "cpu")
             num_too_short += values["without"]
-            self._step(progress, filtered[part].num_documents, filtered[part].num_documents, was_done)
-        method = work.options.minhash
-        assert method is not None
         bands = self._begin(PassProgress("clusters", method.bands))
 
         def cluster() -> dict[str, Any]:
-            pairs = find_pairs(work, parts, lambda done: self._step(bands, done - bands.done, 0, False))
+            pairs = deduplication.find_pairs(work, parts, lambda done: self._step(bands, done - bands.done, 0, False))
             if method.jaccard is not None:
                 np.save(work.folder / MINHASH / "paired.npy", np.unique(pairs))
-                for _ in in_order(write_shingle_sets, ((work, part) for part in range(parts)), self.resources.workers):
+                tasks = ((work, part) for part in range(parts))
+                for _ in in_order(deduplication.write_shingle_sets, tasks, self.resources.workers):
                     pass
-                pairs = similar_pairs(work, pairs, parts)
-            return choose(work, pairs, parts)
+                pairs = deduplication.similar_pairs(work, pairs, parts)
+            return deduplication.choose(work, pairs, parts)
 
-        self.facts["minhash"] = self._run_once(MINHASH, "clusters", cluster) | {
-            "too_short_for_a_shingle": num_too_short
-        }
+        too_short = {"too_short_for_a_shingle": num_too_short}
+        self.facts["minhash"] = self._run_once(MINHASH, "clusters", cluster) | too_short
 
-    def _write(self, filtered: Sequence[FilteredPart], account: Account) -> tuple[dict[str, int], dict[str, int], int]:
+    def _write(self, filtered: Sequence[_FilteredPart], account: Account) -> tuple[dict[str, int], dict[str, int], int]:
         """Write the output files. Return documents and characters by set, and the number of files of each
         set."""
         work = self.work
-        (work.folder / PUBLISHED).mkdir(exist_ok=True)
-        files = slices_of_files(work, len(filtered))
+        files = publishing.slices_of_files(work, len(filtered))
         schema = None
         if work.options.format == "parquet":
-            schemas = [
-                bytes.fromhex(filtered_part.schema) for filtered_part in filtered if filtered_part.schema is not None
-            ]
+            schemas = [bytes.fromhex(part.schema) for part in filtered if part.schema is not None]
             schema = unified_schema(schemas).hex() if schemas else None
-        progress = self._begin(PassProgress("write", len(files)))
-        tasks = (partial(write_files, work, number, len(files), slices, schema) for number, slices in enumerate(files))
+        write, count = publishing.write_files, len(files)
+        progress = self._begin(PassProgress("write", count))
+        tasks = (partial(write, work, number, count, slices, schema) for number, slices in enumerate(files))
         documents, chars = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
         for values, was_done in self._run_tasks(PUBLISHED, tasks):
             account.add(Account.from_dict(values["account"]))
-            for name, count in values["documents"].items():
-                documents[name] += count
+            for name, number in values["documents"].items():
+                documents[name] += number
                 chars[name] += values["chars"].get(name, 0)
             self._step(progress, 1, sum(values["documents"].values()), was_done)
-        return documents, chars, len(files)
+        return documents, chars, count
 
     def _run_tasks(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Run the tasks of a pass in the workers. Yield, for each task in order, its result and whether an
         earlier run had finished it."""
+        (self.work.folder / stage).mkdir(exist_ok=True)
         noted = ((task, self.work.file(stage, number, "json")) for number, task in enumerate(tasks))
         # A task that is done is not sent to a worker: it may hold a part of the input.
         todo = ((None if path.exists() else task, path) for task, path in noted)
@@ -339,7 +332,7 @@ class _Job:
             for name in (file_name("duplicates", number, count, "jsonl.zst") for number in range(count)):
                 moves[f"rejected/{name}"] = folder / name
         retained_texts = {
-            sample.duplicate_of: text_of_document(self.work, sample.duplicate_of)
+            sample.duplicate_of: publishing.text_of_document(self.work, sample.duplicate_of)
             for samples in account.samples.values() for sample in samples if sample.duplicate_of is not None
         }  # fmt: skip
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -359,7 +352,7 @@ class _Job:
             "rejected_files": [name for name in moves if name.startswith("rejected/")],
         }  # fmt: skip
         write_page(folder / PAGE, metadata, account, retained_texts)
-        publish(self.work.folder, target, moves, metadata)
+        publishing.publish(self.work.folder, target, moves, metadata)
         return CleaningResult(files, documents, chars, account, notes=self.notes)
 
 

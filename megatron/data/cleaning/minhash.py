@@ -109,12 +109,7 @@ def clusters(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         is_unjoined = left_root != right_root
         if not is_unjoined.any():
             return nodes, nodes[parent]
-        left, right, left_root, right_root = (
-            left[is_unjoined],
-            right[is_unjoined],
-            left_root[is_unjoined],
-            right_root[is_unjoined],
-        )
+        left, right, left_root, right_root = (end[is_unjoined] for end in (left, right, left_root, right_root))
         np.minimum.at(parent, np.maximum(left_root, right_root), np.minimum(left_root, right_root))
         while not np.array_equal(parent, parent[parent]):
             parent = parent[parent]

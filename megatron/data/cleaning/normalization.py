@@ -4,8 +4,7 @@ import ipaddress
 import re
 import unicodedata
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
@@ -19,21 +18,18 @@ _BREAKS = re.compile(r"\r\n?|[\x0b\x0c\x1c-\x1e\x85]")
 def fix_encoding(text: str) -> str:
     """Repair wrongly decoded text with ftfy. Curly quotes, full-width characters and ligatures stay as they
     are, because a model should know them."""
-    return import_optional("ftfy", _missing("ftfy")).fix_text(text, config=_config()) if not text.isascii() else text
+    return text if text.isascii() else _ftfy()(text)
 
 
 @cache
-def _config() -> Any:
-    ftfy = import_optional("ftfy", _missing("ftfy"))
-    return ftfy.TextFixerConfig(
+def _ftfy() -> Callable[[str], str]:
+    ftfy = import_optional("ftfy", DataError("--normalize ftfy needs the ftfy package: pip install 'neox[clean]'"))
+    config = ftfy.TextFixerConfig(
         unescape_html=False, uncurl_quotes=False, fix_character_width=False, fix_latin_ligatures=False,
         fix_line_breaks=False, remove_control_chars=False, remove_terminal_escapes=False, normalization=None,
         explain=False,
     )  # fmt: skip
-
-
-def _missing(package: str) -> DataError:
-    return DataError(f"--normalize {package} needs the {package} package: pip install 'neox[clean]'")
+    return partial(ftfy.fix_text, config=config)
 
 
 def compose(text: str) -> str:

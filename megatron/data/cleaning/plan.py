@@ -15,11 +15,8 @@ from megatron.data.preprocessing.shards import RecordShard, Shard
 
 FORMAT = 1  # of the files of a job
 EVALUATION = "evaluation"  # the folder of the runs of evaluation sets
-_NUM_PARTS, _MIN_PART_BYTES, _MAX_PART_BYTES = (
-    64,
-    1 << 20,
-    16 << 20,
-)  # how many parts, and how many bytes of input a part may have
+_NUM_PARTS = 64
+_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 16 << 20  # of the input of a part
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,12 @@ class Work:
     folder: Path
     options: CleaningOptions
     sets: tuple[str, ...] = ()
+
+    @property
+    def minhash(self) -> MinHash:
+        """The settings of near-duplicates, in passes that a job has only with them."""
+        assert self.options.minhash is not None
+        return self.options.minhash
 
     def file(self, stage: str, part: int, kind: str) -> Path:
         """Return the path of a file of a part, as filtered/000012.jsonl.zst."""

@@ -3,7 +3,7 @@ contamination."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,11 +63,11 @@ class Edits:
     languages: Counter[str] = field(default_factory=Counter)
     personal: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
+    def named_counts(self) -> dict[str, Mapping[str, int]]:
         """Return the counts by their names in the metadata."""
         return {
-            "documents_changed": dict(self.documents), "lines_removed": dict(self.lines),
-            "languages": dict(self.languages), "addresses_replaced": self.personal,
+            "documents_changed": self.documents, "lines_removed": self.lines, "languages": self.languages,
+            "addresses_replaced": {"addresses_replaced": self.personal},
         }  # fmt: skip
 
 

@@ -5,24 +5,20 @@ import contextlib
 import gzip
 import io
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.data.errors import DataError
 from megatron.data.files import temporary
 from megatron.data.preprocessing.compression import decompressed
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.process.run_files import to_json
 
 FORMATS = ("jsonl", "jsonl.zst", "jsonl.gz", "parquet")
 _ROWS_OF_A_GROUP = 10_000
 Write = Callable[[Mapping[str, Any]], None]
-
-
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> Any: ...
 
 
 @contextlib.contextmanager
@@ -53,23 +49,13 @@ def as_json(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line of JSON. Types that JSON lacks become text (dates, decimals; bytes in base64);
     NaN and infinity become null."""
     try:
-        return json.dumps(row, ensure_ascii=False, default=_text, allow_nan=False).encode()
+        return to_json(row, ensure_ascii=False, default=_text).encode()
     except UnicodeEncodeError:  # half of a surrogate pair beside the text
-        return json.dumps(_finite(row), default=_text).encode()
-    except ValueError:  # NaN or infinite
-        return as_json(_finite(row))
+        return to_json(row, default=_text).encode()
 
 
 def _text(value: Any) -> str:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def schema_of(rows: list[dict[str, Any]]) -> bytes:
@@ -111,7 +97,7 @@ def _refused() -> Iterator[None]:
 def _json_lines(path: Path, kind: str) -> Iterator[Write]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "wb"))
-        sink: _Sink = file
+        sink: Any = file
         if kind == "jsonl.gz":  # no time and no name in it
             sink = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
         elif kind == "jsonl.zst":

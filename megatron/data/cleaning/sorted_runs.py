@@ -1,6 +1,7 @@
 """Sorted runs of records on disk, merged in key order. Memory holds one range of keys at a time."""
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -63,18 +64,10 @@ def merged(paths: Sequence[Path], at_once: int = _RECORDS_AT_ONCE) -> Iterator[n
         slices = []
         for i, path in enumerate(paths):
             run = map_npy(path)
-            last = len(run) if bound is None else _first_at_least(run["key"], bound)
+            # numpy's own search would copy the field first.
+            last = len(run) if bound is None else bisect_left(run["key"], bound, key=int)
             slices.append(np.array(run[begins[i] : last]))
             begins[i] = last
         piece: np.ndarray = np.concatenate(slices)
         if len(piece):
             yield piece[np.argsort(piece["key"], kind="stable")]
-
-
-def _first_at_least(keys: np.ndarray, bound: int) -> int:
-    """Return the index of the first key >= bound. numpy's own search would copy the field first."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if int(keys[middle]) < bound else (low, middle)
-    return low

@@ -6,11 +6,9 @@ All that gives a model messages reads them here: training data, prompts, questio
 
 from megatron.data.conversations.messages import (
     CONVERSATION_COLUMNS,
-    PAIR,
     Message,
     TemplateSettings,
     conversation,
-    is_trained,
     message_texts,
     row_conversation,
     row_system,
@@ -18,18 +16,3 @@ from megatron.data.conversations.messages import (
     with_system,
 )
 from megatron.data.conversations.rendered import RenderedCheck
-
-__all__ = [
-    "CONVERSATION_COLUMNS",
-    "PAIR",
-    "Message",
-    "RenderedCheck",
-    "TemplateSettings",
-    "conversation",
-    "is_trained",
-    "message_texts",
-    "row_conversation",
-    "row_system",
-    "template_settings",
-    "with_system",
-]

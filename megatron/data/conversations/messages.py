@@ -67,9 +67,8 @@ def _message(item: object, location: str) -> Message:
     content = message.get("content")
     if content is None and not calls:
         raise DataError(f"{location} has no content (found: {', '.join(map(str, item))})")
-    message["content"] = (
-        "" if content is None else _text(content, location)
-    )  # templates differ in what they make of none
+    # Templates differ in what they make of none
+    message["content"] = "" if content is None else _text(content, location)
     if calls:
         message["tool_calls"] = calls
     if not _weight(message, location):

@@ -149,6 +149,10 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def quoted(text: str) -> str:
+    """Return the beginning of a text, quoted, for error messages."""
+    return repr(text if len(text) <= _MAX_EXCERPT else text[:_MAX_EXCERPT] + "...")
+
+
 def _left_out(location: str, content: str) -> DataError:
-    excerpt = repr(content if len(content) <= _MAX_EXCERPT else content[:_MAX_EXCERPT] + "...")
-    return DataError(f"{location} is not in what the chat template writes, or out of its order: {excerpt}")
+    return DataError(f"{location} is not in what the chat template writes, or out of its order: {quoted(content)}")

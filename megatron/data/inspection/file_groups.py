@@ -41,14 +41,9 @@ def find_file_groups(prefix: str | Path) -> list[FileGroup]:
         texts = [file for file in prefixes if not file.endswith(COMPANIONS)]
         if not texts:
             raise DataError(f"{path}.idx: no such file, and no {path}_*_document.idx either; give a data path")
-    return [
-        FileGroup(
-            text.removesuffix(DOCUMENT).rsplit("_", 1)[-1],
-            text,
-            *(companion_prefix(text, kind) for kind in COMPANIONS),
-        )
-        for text in texts
-    ]
+    names = (text.removesuffix(DOCUMENT).rsplit("_", 1)[-1] for text in texts)
+    companions = ((companion_prefix(text, kind) for kind in COMPANIONS) for text in texts)
+    return [FileGroup(name, text, *pair) for name, text, pair in zip(names, texts, companions, strict=True)]
 
 
 def companion_prefix(text: str, kind: str) -> str | None:

@@ -37,7 +37,7 @@ def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
     bold, end = (BOLD, END) if colour else ("", "")
     lines = [f"{bold}━━ {headline(sample)}{end}"]
     for part in sample.parts:
-        lines.append(f"{bold}── {part.name}, {positions(part.start, len(part.tokens))}{end}")
+        lines.append(f"{bold}── {part.name}, {positions(0, len(part.tokens))}{end}")
         texts = []
         for span in text_spans(part, tokenizer):
             text = visible(span.text) or f"({span.tokens} padding tokens)"
@@ -98,7 +98,7 @@ def page(
         for sample in group:
             yield f"<article><h2>{html.escape(headline(sample))}</h2>\n"
             for part in sample.parts:
-                caption = f"{part.name} · {positions(part.start, len(part.tokens))}"
+                caption = f"{part.name} · {positions(0, len(part.tokens))}"
                 yield f'<section><header>{html.escape(caption)}</header><p class="text">'
                 for span in text_spans(part, tokenizer):
                     text = html.escape(visible(span.text)) or f"{span.tokens} padding tokens"

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import (
+from megatron.data.conversations.messages import (
     CONVERSATION_COLUMNS,
     PAIR,
+    check_characters,
     conversation,
+    prompt_message,
     row_conversation,
     row_system,
+    shared_prompt,
     template_settings,
     with_system,
 )
-from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import CANDIDATE_LENGTHS, share
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
@@ -99,19 +101,14 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
 
 def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> RowTexts:
     chat.require_template()
-    settings = template_settings(row)
-    prompt_text = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
-    full_texts = [chat.render([*prompt, *answer], *settings) for answer in answers]
-    for full_text, answer in zip(full_texts, answers, strict=True):
-        chat.check_rendered(full_text, [*prompt, *answer], *settings)
-    have_end = [
-        chat.ends_with_stop_token(full_text, [*prompt, *answer][-1])
-        for full_text, answer in zip(full_texts, answers, strict=True)
-    ]
-    end = chat.hf.eos_token or ""
-    return RowTexts(
-        prompt_text, tuple(w if done else w + end for w, done in zip(full_texts, have_end, strict=True)), False
-    )
+    settings, end = template_settings(row), chat.hf.eos_token or ""
+    prompt_text = chat.render(prompt, settings, generation_prompt=True) if prompt and answers[0] else ""
+    conversations = [[*prompt, *answer] for answer in answers]
+    full_texts = [chat.render(messages, settings) for messages in conversations]
+    for i, messages in enumerate(conversations):
+        chat.check_rendered(full_texts[i], messages, settings)
+        full_texts[i] += "" if chat.ends_with_stop_token(full_texts[i], messages[-1]) else end
+    return RowTexts(prompt_text, tuple(full_texts), False)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -186,17 +183,15 @@ def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_p
         numbers = [int(np.percentile(values, p, method="higher")) for p in (50, 95, 100)]
         shares = "".join(f"{(values <= length).mean():>8.1%}" for length in CANDIDATE_LENGTHS)
         lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + shares)
-    num_truncated = int((full_lengths > max_length).sum())
-    lines.append(
-        f"--max-length {max_length}: {num_truncated} rows ({share(num_truncated, len(full_lengths))}) would be cut"
+    flags = []
+    limits = (
+        ("--max-length", max_length, "whole", "rows"),
+        ("--max-prompt-length", max_prompt_length, "prompt", "prompts"),
     )
-    flags = f"--max-length {suggested_length(full_lengths)}"
-    if "prompt" in lengths:
-        num_truncated = int((lengths["prompt"] > max_prompt_length).sum())
-        lines.append(
-            f"--max-prompt-length {max_prompt_length}: {num_truncated} prompts "
-            f"({share(num_truncated, len(full_lengths))}) would be cut"
-        )
-        flags += f" --max-prompt-length {suggested_length(lengths['prompt'])}"
-    lines.append(f"suggested: {flags} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
+    for flag, limit, part, unit in limits:
+        if part in lengths:
+            count = int((lengths[part] > limit).sum())
+            lines.append(f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) would be cut")
+            flags.append(f"{flag} {suggested_length(lengths[part])}")
+    lines.append(f"suggested: {' '.join(flags)} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
     return lines

@@ -32,12 +32,11 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DisplayedPart:
-    """The tokens of one document in a sample, or the padding. start: the position of the first token."""
+    """The tokens of one document in a sample, or the padding."""
 
     name: str
     tokens: np.ndarray  # [n] ids
     kinds: np.ndarray  # [n] indices into KINDS
-    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +69,11 @@ class StoredDocuments:
     several groups, other data one."""
 
     def __init__(self, file_groups: Sequence[FileGroup]):
-        self.file_groups = file_groups
-        self._texts = [open_dataset(group.text) for group in file_groups]
-        self._labels = [_labels(*pair) for pair in zip(file_groups, self._texts, strict=True)]
-        self._rewards = [_rewards(*pair) for pair in zip(file_groups, self._texts, strict=True)]
-        counts = {len(text.doc_idx) - 1 for text in self._texts}
+        texts = [open_dataset(group.text) for group in file_groups]
+        self._files = [(group, text, *_companions(group, text)) for group, text in zip(file_groups, texts, strict=True)]
+        counts = {len(text.doc_idx) - 1 for text in texts}
         if len(counts) > 1:
-            names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in self._texts)
+            names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in texts)
             raise DataError(f"a pair's files hold different numbers of documents: {names}; make them again in one go")
         self._count = counts.pop()
 
@@ -84,17 +81,15 @@ class StoredDocuments:
         return self._count
 
     def __getitem__(self, index: int) -> list[DisplayedSample]:
-        return [self._sample(place, index) for place in range(len(self.file_groups))]
-
-    def _sample(self, place: int, index: int) -> DisplayedSample:
-        text, labels, rewards = self._texts[place], self._labels[place], self._rewards[place]
-        begin, end = map(int, text.doc_idx[index : index + 2])
-        tokens = np.asarray(text.span(begin, end))
-        trained = np.ones(len(tokens), bool) if labels is None else labels.span(begin, end) >= 0
-        name = self.file_groups[place].name if len(self.file_groups) > 1 else ""
-        parts = (DisplayedPart(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
-        reward = None if rewards is None or end == begin else float(rewards.get(begin, 0, 1)[0])
-        return DisplayedSample(f"document {index}", name, parts, reward)
+        samples, title = [], f"document {index}"
+        for group, text, labels, rewards in self._files:
+            begin, end = map(int, text.doc_idx[index : index + 2])
+            tokens = np.asarray(text.span(begin, end))
+            trained = np.ones(len(tokens), bool) if labels is None else labels.span(begin, end) >= 0
+            parts = (DisplayedPart(title, tokens, np.where(trained, TRAINED, MASKED)),)
+            reward = None if rewards is None or end == begin else float(rewards.get(begin, 0, 1)[0])
+            samples.append(DisplayedSample(title, group.name if len(self._files) > 1 else "", parts, reward))
+        return samples
 
 
 class PackedRows:
@@ -108,10 +103,9 @@ class PackedRows:
         text = open_dataset(group.text)
         if not len(text):
             raise DataError(f"{text.index_file}: no documents")
-        packing, labels = Packing(pack_impl=pack_impl), _labels(group, text)
+        packing, (labels, rewards) = Packing(pack_impl=pack_impl), _companions(group, text)
         maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
-        rewards = _rewards(group, text)
-        self._set = PackedDataset("set", text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
+        self._set = PackedDataset(text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
 
     def __len__(self) -> int:
         return len(self._set)
@@ -131,12 +125,10 @@ class PackedRows:
         return [DisplayedSample(f"sample {index}", "", tuple(parts), sample.reward)]
 
 
-def _labels(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
-    return None if group.label is None else open_labels(group.label, text)
-
-
-def _rewards(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
-    return None if group.reward is None else open_rewards(group.reward, text)
+def _companions(group: FileGroup, text: IndexedDataset) -> tuple[IndexedDataset | None, IndexedDataset | None]:
+    """Return the labels and the rewards of a text, opened."""
+    labels = None if group.label is None else open_labels(group.label, text)
+    return labels, None if group.reward is None else open_rewards(group.reward, text)
 
 
 def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
@@ -154,7 +146,7 @@ def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
     without text."""
     ids = part.tokens.tolist()
     if part.name == "padding":
-        yield TextSpan("", KINDS[PADDING], False, part.start, len(ids))
+        yield TextSpan("", KINDS[PADDING], False, 0, len(ids))
         return
     names = [_name(i, tokenizer) for i in ids]
     start = text_start = 0  # plain: where the text since the last special token begins
@@ -164,7 +156,7 @@ def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
             continue
         name = names[start]
         text = _text(ids[max(text_start, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
-        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, part.start + start, end - start)
+        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, start, end - start)
         text_start = text_start if name is None else end
         start = end
 

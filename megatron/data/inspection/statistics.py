@@ -3,7 +3,7 @@ lengths."""
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,11 +62,8 @@ class DatasetStats:
     lengths: np.ndarray  # [documents] int64, in tokens
 
 
-def dataset_stats(
-    group: FileGroup, special_tokens: Mapping[int, str], candidates: Sequence[int] = CANDIDATE_LENGTHS
-) -> DatasetStats:
-    """Compute the statistics of a dataset. special_tokens: {id: name}. candidates: row lengths for the
-    statistics of packing. Memory: 24 bytes per document."""
+def dataset_stats(group: FileGroup, special_tokens: Mapping[int, str]) -> DatasetStats:
+    """Compute the statistics of a dataset. special_tokens: {id: name}. Memory: 24 bytes per document."""
     text = open_dataset(group.text)
     lengths = document_lengths(text)
     trained, untrained = (None, 0) if group.label is None else _trained(open_dataset(group.label))
@@ -78,7 +75,7 @@ def dataset_stats(
         tokens=int(lengths.sum()),
         percentiles=dict(zip(PERCENTILES, map(int, percentiles), strict=True)),
         mean=float(lengths.mean()) if len(lengths) else 0.0,
-        packing=tuple(packing_shares(lengths, length) for length in candidates) if lengths.sum() else (),
+        packing=tuple(packing_shares(lengths, length) for length in CANDIDATE_LENGTHS) if lengths.sum() else (),
         duplicates=_duplicates(text),
         special=_counts(text, special_tokens),
         trained=trained,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, check_boundaries, data_path, index_path
+from megatron.data.indexed_dataset import CHUNK, IndexedDataset, check_boundaries, data_path, index_path
 from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.labels import MASKED
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import has_cached_format, open_dataset
 
 TOKENS = 1 << 22  # read in one go
 
@@ -53,9 +53,7 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
             values = np.asarray(reward.span(begin, end))
             if not np.isfinite(values).all():
                 raise _bad(reward, begin, int(np.argmin(np.isfinite(values))), "is not a finite reward", values)
-        yield VerifiedDataset(
-            reward.prefix, len(reward.doc_idx) - 1, int(reward.sizes.sum(dtype=np.int64)), reward.dtype.name
-        )
+        yield _verified(reward)
 
 
 def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -86,12 +84,8 @@ class _UncheckedIndex(IndexedDataset):
 def _opened(prefix: str) -> IndexedDataset:
     """Open the dataset of a prefix. Raises DataError, naming the first document whose place in the `.bin` is
     wrong."""
-    file = index_path(prefix)
-    if file.is_file() and data_path(prefix).is_file():
-        with open(file, "rb") as opened:
-            old = opened.read(len(OLD_MAGIC)) == OLD_MAGIC
-        if not old:
-            _check_layout(_UncheckedIndex(prefix))
+    if index_path(prefix).is_file() and data_path(prefix).is_file() and not has_cached_format(prefix):
+        _check_layout(_UncheckedIndex(prefix))
     return open_dataset(prefix)
 
 
@@ -133,9 +127,7 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDatas
             wrong = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
             range_note = "" if vocab_size is None else f" in a vocabulary of {vocab_size}"
             raise _bad(dataset, begin, int(np.argmax(wrong)), f"is not a token id{range_note}", ids)
-    tokens = int(dataset.sizes.sum(dtype=np.int64))
-    ids_seen = (low, high) if high >= 0 else None
-    return VerifiedDataset(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids_seen)
+    return _verified(dataset, ids=(low, high) if high >= 0 else None)
 
 
 def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
@@ -170,8 +162,14 @@ def _check_labels(label: IndexedDataset, text: IndexedDataset) -> VerifiedDatase
             problem = f"is neither {MASKED} nor the token there, {ids[i]} (labels are not shifted)"
             raise _bad(label, begin, i, problem, labels)
         trained += int(is_trained.sum())
-    tokens = int(label.sizes.sum(dtype=np.int64))
-    return VerifiedDataset(label.prefix, len(label.doc_idx) - 1, tokens, label.dtype.name, trained=trained)
+    return _verified(label, trained=trained)
+
+
+def _verified(
+    dataset: IndexedDataset, ids: tuple[int, int] | None = None, trained: int | None = None
+) -> VerifiedDataset:
+    tokens = int(dataset.sizes.sum(dtype=np.int64))
+    return VerifiedDataset(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids, trained)
 
 
 def _bad(dataset: IndexedDataset, begin: int, i: int, problem: str, values: np.ndarray) -> DataError:

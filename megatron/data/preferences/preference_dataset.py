@@ -65,7 +65,6 @@ class PreferenceDataset:
 
     def __init__(
         self,
-        name: str,
         sources: Sequence[IndexedDataset],
         parts: Sequence[DocumentSlices],
         prompts: np.ndarray,
@@ -97,7 +96,7 @@ class PreferenceDataset:
             else:
                 row_labels = SlicedDocuments(labels, row_parts)
             self.rows.append(
-                PackedDataset(name, documents, maps, seq_length, vocab_size, packing=untruncated, labels=row_labels)
+                PackedDataset(documents, maps, seq_length, vocab_size, packing=untruncated, labels=row_labels)
             )
 
     def __len__(self) -> int:

@@ -42,11 +42,11 @@ from megatron.data.preferences.pairwise import (
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, PreferenceMaps, build_preference_maps
 from megatron.data.run_datasets import Datasets, SetContents
-from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
     blend_weights,
     companion_paths,
+    data_seed,
     hash_cache_dir,
     index_cache_dir,
     requested_samples,
@@ -359,7 +359,7 @@ def _load(args: NeoXArgs, plan: _PreferencePlan) -> PreferenceDataset | BlendedD
     ]
     if plan.blend is None:
         return sets[0]
-    return BlendedDataset(plan.name, sets, cached_maps.maps(plan.blend, BlendMaps))
+    return BlendedDataset(sets, cached_maps.maps(plan.blend, BlendMaps))
 
 
 def _load_member(
@@ -372,7 +372,7 @@ def _load_member(
     for side, reference in enumerate(member.references or ()):
         check_sums(reference, member.sources[side], maps.size[side::2], in_samples)
     build = partial(
-        PreferenceDataset, member.name, member.sources, seq_length=key.seq_length, packing=key.packing,
+        PreferenceDataset, member.sources, seq_length=key.seq_length, packing=key.packing,
         labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl_dataset = None

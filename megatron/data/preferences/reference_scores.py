@@ -1,7 +1,7 @@
 """Looks up a reference model's scores of responses, by a hash of their tokens."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import best_fit
 from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preferences.preference_dataset import PreferenceSample
-from megatron.data.run_datasets import SampleSet
+from megatron.data.run_datasets import SampleSet, WrappedSet
 
 # name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
@@ -175,18 +175,12 @@ class ReferenceScores:
         return replace(sample, reference_logprobs=self.rows["sum"][places], kl_sample=kl_sample)
 
 
-class ReferenceScoredDataset:
+class ReferenceScoredDataset(WrappedSet):
     """Wraps a dataset: each sample gets the `reference_logprobs` of its responses, looked up in `scores`."""
 
     def __init__(self, dataset: SampleSet, scores: ReferenceScores) -> None:
-        self.dataset, self.scores = dataset, scores
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        super().__init__(dataset)
+        self.scores = scores
 
     def __getitem__(self, index: int) -> PreferenceSample:
         return self.scores.with_references(self.dataset[index])
-
-    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Return what the wrapped dataset's `pieces` yields for the sample: a tuple for each document."""
-        return self.dataset.pieces(index)

@@ -3,5 +3,3 @@ imports none of it."""
 
 from megatron.data.preprocessing.encode_job import EncodeJob, Job
 from megatron.data.preprocessing.job_runner import PreprocessProgress, PreprocessResult, preprocess
-
-__all__ = ["EncodeJob", "Job", "PreprocessProgress", "PreprocessResult", "preprocess"]

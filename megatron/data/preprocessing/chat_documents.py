@@ -122,7 +122,7 @@ def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatO
     """
     labels: list[np.ndarray | None] = [None] * len(items)
     groups = [[i] for i, item in enumerate(items) if item.prompt is not None]
-    if set(PAIR) <= set(options.keys) and not options.only_last:
+    if set(PAIR) <= set(options.keys) and options.scope != "last_turn":
         pair = [options.keys.index(side) for side in PAIR]
         groups = [group for group in groups if group[0] not in pair]
         groups += [pair] if all(items[i].prompt is not None for i in pair) else []

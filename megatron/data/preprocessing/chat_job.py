@@ -46,22 +46,16 @@ class ChatJob:
 
     def names(self) -> list[str]:
         """Return, for each output, what follows the output prefix in its name."""
-        kinds = [
-            "document",
-            *["label_document"] * self.options.mask,
-            *["reward_document"] * bool(self.options.reward_key),
-        ]
+        extra = {"label_document": self.options.mask, "reward_document": self.options.reward_key}
+        kinds = ["document", *(kind for kind, is_written in extra.items() if is_written)]
         return [f"{key}_{kind}" for key in self.options.keys for kind in kinds]
 
     def dtypes(self) -> tuple[np.dtype, ...]:
         return tuple(FLOAT32 if name.endswith("reward_document") else INT32 for name in self.names())
 
     def notes(self, columns: Collection[str]) -> list[str]:
-        unread = [
-            name
-            for name in UNREAD_COLUMNS
-            if name in columns and name not in (*self.options.keys, self.options.reward_key)
-        ]
+        read = (*self.options.keys, self.options.reward_key)
+        unread = [name for name in UNREAD_COLUMNS if name in columns and name not in read]
         return [f"columns that are not read: {', '.join(unread)}"] if unread else []
 
     def prepare(self, row: InputRow) -> PreparedRow:

@@ -12,12 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import Message, is_trained, message_texts
-from megatron.data.conversations.messages import roles_of
+from megatron.data.conversations.messages import Message, TemplateSettings, is_trained, message_texts, roles_of
+from megatron.data.conversations.rendered import quoted
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
@@ -46,8 +45,7 @@ def trained_spans(
     *,
     role: str = "assistant",
     only_last: bool = False,
-    tools: list | None = None,
-    variables: Mapping[str, Any] | None = None,
+    settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
     unanswered: bool = False,
 ) -> TrainedText:
     """Render a conversation and return the spans of the answers, the messages of `role`. With only_last, only
@@ -58,43 +56,45 @@ def trained_spans(
     unanswered: allow a conversation without a message of `role`.
     Raises DataError for such a conversation otherwise, and for a failed check.
     """
-    render = _TemplateRenderer(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
-        text = chat.render(messages, tools, variables)
-        return TrainedText(text, (), chat.check_rendered(text, messages, tools, variables))
+        text = chat.render(messages, settings)
+        return TrainedText(text, (), chat.check_rendered(text, messages, settings))
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     selected = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
-    marked = chat.marks_generation(tools)
+    render = _TemplateRenderer(chat, settings)
     prompts = {index: render.prompt(messages, index) for index in selected}
-    text, spans = render.marked(messages, answers, selected) if marked else render.compared(messages, prompts)
-    counts = chat.check_rendered(text, messages, tools, variables)
+    text, spans = render.marked(messages, answers, selected) if render.is_marked else render.compared(messages, prompts)
+    counts = chat.check_rendered(text, messages, settings)
     for index, span in spans.items():
         prompt = prompts[index]
         if not text.startswith(prompt):
             raise DataError(_unstable(index, prompt, text))
-        render.check_answer(messages, index, text, span, marked, prompt)
+        render.check_answer(messages, index, text, span, prompt)
         counts[UNSTOPPED] += check_stop(chat, text, span, messages[index], index)
     return TrainedText(text, tuple(spans.values()), counts)
 
 
 class _TemplateRenderer:
-    """Renders the conversations of one row, which share tools and template variables."""
+    """Renders the conversations of one row, which share tools and template variables.
 
-    def __init__(self, chat: ChatTokenizer, tools: list | None, variables: Mapping[str, Any] | None):
-        self.chat, self.settings = chat, (tools, variables)
+    is_marked: whether the template marks answers with `{% generation %}`.
+    """
+
+    def __init__(self, chat: ChatTokenizer, settings: TemplateSettings):
+        self.chat, self.settings, self.is_marked = chat, settings, chat.marks_generation(settings.tools)
 
     def prompt(self, messages: Sequence[Message], index: int) -> str:
         """Return the prompt that the model gets before it writes message `index`."""
-        return self.chat.render(messages[:index], *self.settings, generation_prompt=True) if index else ""
+        return self.chat.render(messages[:index], self.settings, generation_prompt=True) if index else ""
 
     def marked(
         self, messages: Sequence[Message], answers: list[int], selected: list[int]
     ) -> tuple[str, dict[int, Span]]:
         """Return (text, {index: span} of the selected answers). The spans are those that the template marks
         with `{% generation %}`."""
-        text, spans = self.chat.render_generations(messages, *self.settings)
+        text, spans = self.chat.render_generations(messages, self.settings)
         if len(spans) != len(answers):
             raise DataError(
                 f"the template marks {len(spans)} texts with {{% generation %}}, but the conversation has "
@@ -105,11 +105,11 @@ class _TemplateRenderer:
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
         """Return (text, {index: span} of each answer). The span is what the render up to and including the
         answer adds to its prompt. prompts: {index: rendered prompt} of the answers."""
-        text = self.chat.render(messages, *self.settings)
+        text = self.chat.render(messages, self.settings)
         spans = {}
         for index, prompt in prompts.items():
             if index:
-                rendered = self.chat.render(messages[: index + 1], *self.settings)
+                rendered = self.chat.render(messages[: index + 1], self.settings)
                 if not text.startswith(rendered):  # a template may end every conversation in the eos_token
                     rendered = rendered.rstrip().removesuffix(self.chat.hf.eos_token or "")
                 if not text.startswith(rendered):
@@ -117,25 +117,23 @@ class _TemplateRenderer:
                 spans[index] = (len(prompt), len(rendered))
         return text, spans
 
-    def check_answer(
-        self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
-    ) -> None:
+    def check_answer(self, messages: Sequence[Message], index: int, text: str, span: Span, prompt: str) -> None:
         """Raise DataError unless the span of message `index` holds its answer, and nothing of other
         messages."""
         body = text[slice(*span)]
         for part in message_texts(messages[index]):
             if part.strip() not in body:
                 raise DataError(
-                    f"message {index} cannot be verified: its trained text {_short(body)} does not hold the message's "
-                    f"text {_short(part.strip())}"
+                    f"message {index} cannot be verified: its trained text {quoted(body)} does not hold the message's "
+                    f"text {quoted(part.strip())}"
                 )
         content = messages[index].get("content")
         affixes = None
         if isinstance(content, str) and set(messages[index]) <= {"role", "content"}:
-            lead, suffix = self._affixes(messages, index, body, marked, prompt)
+            lead, suffix = self._affixes(messages, index, body, prompt)
             if content.strip():
                 affixes = (lead, suffix)
-            if not marked and lead.strip():
+            if not self.is_marked and lead.strip():
                 self._check_lead(lead, messages, index, prompt)
         if affixes is not None and affixes in self.chat.verified:
             return
@@ -144,25 +142,23 @@ class _TemplateRenderer:
             message if i == index or message["role"] in ("system", "developer", "tool") else _other_words(message, i)
             for i, message in enumerate(messages)
         ]
-        if marked:
+        if self.is_marked:
             answers = [i for i, message in enumerate(messages) if message["role"] == messages[index]["role"]]
             probe, spans = self.marked(altered, answers, [index])
         else:
             probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
             raise DataError(
-                f"message {index} cannot be verified: its trained text contains words of other messages: {_short(body)}"
+                f"message {index} cannot be verified: its trained text contains words of other messages: {quoted(body)}"
             )
         if affixes is not None:
             self.chat.verified.add(affixes)
 
-    def _affixes(
-        self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str
-    ) -> tuple[str, str]:
+    def _affixes(self, messages: Sequence[Message], index: int, body: str, prompt: str) -> tuple[str, str]:
         """Return what the template writes before and after the answer within its span `body`. An empty answer
         is replaced by placeholder words to find out."""
         answer = messages[index]["content"].strip()
-        if not answer and not marked:
+        if not answer and not self.is_marked:
             altered = _other_words(messages[index], index)
             text, spans = self.compared([*messages[:index], altered], {index: prompt})
             answer, body = altered["content"], text[slice(*spans[index])]
@@ -172,13 +168,13 @@ class _TemplateRenderer:
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
         """Raise DataError if `lead`, which the template writes before the answer but not in its generation
         prompt, holds words."""
-        silent = prompt == self.chat.render(messages[:index], *self.settings)
+        silent = prompt == self.chat.render(messages[:index], self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
             bare = bare.replace(token, "")
         if bare.strip():
             raise DataError(
-                f"message {index} cannot be verified: the template writes {_short(lead)} before the answer, but not in "
+                f"message {index} cannot be verified: the template writes {quoted(lead)} before the answer, but not in "
                 "its generation prompt; mark the answers in the template with {% generation %}"
             )
 
@@ -251,11 +247,7 @@ def _other_words(message: Message, number: int) -> Message:
 def _unstable(index: int, part: str, text: str) -> str:
     num_equal = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     return (
-        f"message {index} cannot be verified: up to it the conversation renders as {_short(part[num_equal:])} where "
-        f"the full one renders as {_short(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
+        f"message {index} cannot be verified: up to it the conversation renders as {quoted(part[num_equal:])} where "
+        f"the full one renders as {quoted(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
         "template for training)"
     )
-
-
-def _short(text: str, length: int = 40) -> str:
-    return repr(text if len(text) <= length else text[:length] + "...")

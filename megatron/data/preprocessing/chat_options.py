@@ -39,24 +39,14 @@ class ChatOptions:
     overlong: str = "refuse"
     untrained: str = "refuse"
 
-    @property
-    def only_last(self) -> bool:
-        return self.scope == "last_turn"
-
-    @property
-    def all_turns(self) -> bool:
-        return self.scope == "all_assistant"
-
     def check(self) -> None:
         """Raise DataError for options that exclude each other."""
         several = len(self.keys) > 1 or self.reward_key is not None
+        no_spans = self.for_rm or not self.mask
         for wrong, message in (
             (self.binary_reward and self.reward_key is None, "--binary-reward needs --reward-key"),
             (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other"),
-            (
-                self.scope is not None and (self.for_rm or not self.mask),
-                "--loss-scope and --only-last exclude --for-rm and --no-mask",
-            ),
+            (self.scope is not None and no_spans, "--loss-scope and --only-last exclude --for-rm and --no-mask"),
             (self.maps and len(self.keys) > 1, "--map makes one conversation a row; give one name in --jsonl-keys"),
             (self.max_length is not None and self.max_length < 2, "--max-length must be at least 2 tokens"),
             (self.overlong != "refuse" and self.max_length is None, f"--overlong {self.overlong} needs --max-length"),

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import (
+from megatron.data.conversations.messages import (
     PAIR,
     Message,
+    check_characters,
     conversation,
     is_trained,
     message_texts,
+    prompt_message,
     row_system,
+    shared_prompt,
     template_settings,
     with_system,
 )
-from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.chat_masks import UNSTOPPED, trained_spans
 from megatron.data.preprocessing.chat_options import ChatOptions
@@ -89,20 +91,20 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     """Return the text of one key of a row, with its trained part. Raises DataError if the trained part cannot
     be verified."""
     prompt, completion = _parts(row, key, options, counts)
-    if options.all_turns and isinstance(completion, str):
+    if options.scope == "all_assistant" and isinstance(completion, str):
         raise DataError(f'"{key}" is plain text, but --loss-scope all_assistant is only for conversations')
     if options.scope == "completion" and prompt is None:
         raise DataError(f'"{key}" has no prompt before it: --loss-scope completion needs a column "prompt" or a pair')
     if isinstance(completion, str):
         return _plain_text(str(prompt), completion, chat, options)
     chat.require_template()
-    tools, variables = template_settings(row)
+    settings = template_settings(row)
     prompt_messages = prompt if isinstance(prompt, list) else []
-    if options.all_turns:
+    if options.scope == "all_assistant":
         prompt, prompt_messages, completion = None, [], [*prompt_messages, *completion]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
-            chat, completion, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
+            chat, completion, role=options.role, only_last=options.scope == "last_turn", settings=settings,
             unanswered=options.untrained == "keep",
         )  # fmt: skip
         start = trained.spans[-1][0] if trained.spans else 0
@@ -111,7 +113,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         counts.update(trained.counts)
         counts[UNSTOPPED] -= closed
         return item
-    if options.only_last:
+    if options.scope == "last_turn":
         prompt_messages, completion = prompt_messages + completion[:-1], completion[-1:]
     untrained = next((number for number, message in enumerate(completion) if not is_trained(message)), None)
     if untrained is not None and not options.for_rm:
@@ -119,8 +121,8 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
             f'"{key}" message {untrained} has weight: 0, but all messages of "{key}" are trained; '
             "see --loss-scope all_assistant"
         )
-    text = chat.render(prompt_messages + completion, tools, variables)
-    counts.update(chat.check_rendered(text, prompt_messages + completion, tools, variables))
+    text = chat.render(prompt_messages + completion, settings)
+    counts.update(chat.check_rendered(text, prompt_messages + completion, settings))
     if prompt is None or not options.mask or options.for_rm:
         return TextToEncode(text, eos=_eos(text, completion, chat))
     other_turns = sum(message["role"] != options.role for message in completion)
@@ -129,7 +131,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
             return TextToEncode(text, spans=(), eos=_eos(text, completion, chat))
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
     counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += other_turns
-    rendered_prompt = chat.render(prompt_messages, tools, variables, generation_prompt=True)
+    rendered_prompt = chat.render(prompt_messages, settings, generation_prompt=True)
     start = len(os.path.commonprefix([rendered_prompt, text]))
     for number, message in enumerate(completion):
         for part in message_texts(message):
@@ -144,7 +146,9 @@ def _parts(
     """Return (prompt or None, completion) of one key: both are texts, or both are messages."""
     if options.maps:
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], row, options, counts)
-    value = _column(row, key)
+    if (value := row.get(key)) is None:
+        present = ", ".join(map(str, row))
+        raise DataError(f'no key "{key}" (found: {present}); name the right one with --jsonl-keys')
     prompt = row.get("prompt") if key in PROMPTED else None
     if isinstance(prompt, str) and not isinstance(value, str):
         prompt = prompt_message(prompt, conversation(value, key), key, options.role)
@@ -183,13 +187,6 @@ def _plain_text(prompt: str, completion: str, chat: ChatTokenizer, options: Chat
     end = "" if completion.endswith(chat.hf.eos_token) else chat.hf.eos_token
     masked = options.mask and not options.for_rm
     return TextToEncode(prompt + completion + end, prompt=prompt if masked else None, special=True)
-
-
-def _column(row: Mapping[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        present = ", ".join(map(str, row))
-        raise DataError(f'no key "{key}" (found: {present}); name the right one with --jsonl-keys')
-    return row[key]
 
 
 def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:

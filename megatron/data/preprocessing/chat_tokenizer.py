@@ -4,14 +4,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.data.conversations import Message, RenderedCheck, message_texts
+from megatron.data.conversations import Message, RenderedCheck, TemplateSettings, message_texts
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.neox_arguments.optional_packages import import_optional
@@ -46,15 +46,10 @@ class ChatTokenizer:
                 "null in tokenizer.json"
             )
         templates = template if template is not None else hf.chat_template
-        texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
-        self.date = day if any("strftime_now(" in text for text in texts) else None
-        hf.chat_template = (
-            {name: _freeze(text, day) for name, text in templates.items()}
-            if isinstance(templates, dict)
-            else _freeze(templates, day)
-            if templates
-            else None
-        )
+        template_texts = templates if isinstance(templates, dict) else {"": templates or ""}
+        self.date = day if any("strftime_now(" in text for text in template_texts.values()) else None
+        frozen = {name: _freeze(text, day) for name, text in template_texts.items()}
+        hf.chat_template = frozen if isinstance(templates, dict) else frozen[""] or None
         self.added = tuple(token.content for token in hf.added_tokens_decoder.values() if token.content.strip())
         self.eos: int | None = hf.eos_token_id
         self.bos: int | None = hf.bos_token_id
@@ -69,43 +64,23 @@ class ChatTokenizer:
                 f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
             )
 
-    def marks_generation(self, tools: list | None = None) -> bool:
+    def marks_generation(self, tools: list | None) -> bool:
         """Return whether the template marks the text that the model writes with `{% generation %}`."""
         return bool(_GENERATION.search(self.hf.get_chat_template(None, tools)))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: list | None = None,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Sequence[Message], settings: TemplateSettings, *, generation_prompt: bool = False
     ) -> str:
         """Return the conversation as text. Raises DataError with the template's own error message."""
-        return self._guard(
-            lambda: self.hf.apply_chat_template(
-                list(messages),
-                tools=tools,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **variables or {},
-            )
-        )
+        options = {"tools": settings.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
+        return self._guard(lambda: self.hf.apply_chat_template(list(messages), **options, **settings.variables or {}))
 
-    def check_rendered(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        tools: list | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Counter:
+    def check_rendered(self, text: str, messages: Sequence[Message], settings: TemplateSettings) -> Counter:
         """Check that `text`, rendered from `messages`, holds all of them; return counts of what the template
         leaves out by design. Raises DataError for anything else that is left out."""
-        return self._check(messages, text, lambda altered: self.render(altered, tools, variables), tools)
+        return self._check(messages, text, lambda altered: self.render(altered, settings), settings.tools)
 
-    def render_generations(
-        self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None
-    ) -> tuple[str, list[Span]]:
+    def render_generations(self, messages: Sequence[Message], settings: TemplateSettings) -> tuple[str, list[Span]]:
         """Return the text, and the character ranges that the template marks as written by the model (adjacent
         ones joined)."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -113,10 +88,10 @@ class ChatTokenizer:
         texts, marks = self._guard(
             lambda: render_jinja_template(
                 conversations=[list(messages)],
-                tools=tools,
-                chat_template=self.hf.get_chat_template(None, tools),
+                tools=settings.tools,
+                chat_template=self.hf.get_chat_template(None, settings.tools),
                 return_assistant_tokens_mask=True,
-                **{**self.hf.special_tokens_map, **(variables or {})},
+                **{**self.hf.special_tokens_map, **(settings.variables or {})},
             )
         )
         spans: list[Span] = []

@@ -145,9 +145,8 @@ def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
 
     A tokenizer needs about 120 bytes of memory for each byte of text.
     """
-    return np.concatenate(
-        [join_documents(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)]
-    )
+    parts = (tokenizer.tokenize_batch([piece]) for piece in pieces(text, tokenizer))
+    return np.concatenate([join_documents(ids, dtype)[0] for ids in parts])
 
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:

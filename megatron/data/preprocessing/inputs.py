@@ -1,5 +1,9 @@
 """Finds the files that `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned from
-it."""
+it.
+
+In them it finds the splits (train, validation, test, ...) that `--split` requests. Syntax and names of splits
+are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`, `all`.
+"""
 
 import glob
 import itertools
@@ -18,7 +22,6 @@ from megatron.data.preprocessing import columnar
 from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
-from megatron.data.preprocessing.splits import DEFAULT_SPLIT, requested_splits, split_of, split_rows
 from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 from megatron.neox_arguments.optional_packages import import_optional
 
@@ -27,6 +30,15 @@ HUB = "hf://"
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
 _ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
 _FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---", re.DOTALL)
+# What the hub's older datasets say of themselves
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "metadata.json")
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+DEFAULT_SPLIT = "train"  # what data without names of splits is called
+_SHARDED = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")  # under data/ of a repository, a split of any name
 
 
 class RowRange(NamedTuple):
@@ -62,7 +74,9 @@ class InputFile:
 
     def shards(self, columns: Sequence[str] | None) -> Iterator[Shard]:
         """Return the shards of the file. columns: the columns of a table to read; None: all."""
-        all_shards = _shards(self.path, columns)
+        tables = {"parquet": columnar.parquet_shards, "arrow": columnar.arrow_shards}
+        read_table = tables.get(file_kind(self.path)[0])
+        all_shards = file_shards(self.path) if read_table is None else read_table(self.path, columns)
         return all_shards if self.rows is None else _slice_shards(all_shards, self.rows)
 
 
@@ -78,16 +92,6 @@ class ShardSlice(Shard):
         return itertools.islice(self.shard.rows(), self.start, self.stop)
 
 
-def _shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
-    match file_kind(path)[0]:
-        case "parquet":
-            return columnar.parquet_shards(path, columns)
-        case "arrow":
-            return columnar.arrow_shards(path, columns)
-        case _:
-            return file_shards(path)
-
-
 def _slice_shards(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
     offset = 0
     for shard in shards:
@@ -98,13 +102,6 @@ def _slice_shards(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
         if start < stop:
             yield ShardSlice(shard.source, shard.disk_bytes * (stop - start) // count, shard, start, stop)
         offset += count
-
-
-_DESCRIPTIONS = (
-    "dataset_infos.json",
-    "dataset_info.json",
-    "metadata.json",
-)  # what the hub's older datasets say of themselves
 
 
 def split_names(text: str) -> list[str]:
@@ -124,7 +121,7 @@ def resolve(
 ) -> list[InputFile]:
     """Return the files of paths, globs, folders and names on the hub.
 
-    split: in the syntax of `datasets` (see `splits.requested_splits`); None: the only split. subset: the
+    split: in the syntax of `datasets` (see `requested_splits`); None: the only split. subset: the
     configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`. Raises
     DataError for unreadable input, and if a split or subset must be chosen.
     """
@@ -158,15 +155,18 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         _without_subsets(folder, subset)
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or DEFAULT_SPLIT)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
-    readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
-    paths = sorted(path for path in readable if path.name not in _DESCRIPTIONS)
-    shards = (path for path in (folder / "data").glob("*") if path.name.endswith(_ENDINGS))
+    paths, shards = sorted(_data_files(folder)), _data_files(folder / "data")
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
     if as_on_the_hub or not paths and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
     if not paths:
         raise DataError(f"{folder}: neither a dataset folder nor a folder with {', '.join(SUFFIXES)} files")
     return _files_by_split(paths, split, subset, folder)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    files = [path for path in folder.glob("*") if path.is_file() and path.name not in _DESCRIPTIONS]
+    return [path for path in files if path.name.endswith(_ENDINGS)]
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -237,11 +237,9 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
 
 def _log_left_out(folder: Path, read: Collection[Path]) -> None:
     """Log one line if a folder holds data files that are not read because their names tell no split."""
-    candidates = (
-        path for place in (folder, folder / "data") for path in place.glob("*") if path.name.endswith(_ENDINGS)
-    )
     resolved = {path.resolve() for path in read}
-    left = sorted(path.name for path in candidates if path.name not in _DESCRIPTIONS and path.resolve() not in resolved)
+    candidates = [*_data_files(folder), *_data_files(folder / "data")]
+    left = sorted(path.name for path in candidates if path.resolve() not in resolved)
     if left:
         logging.getLogger("megatron").warning(
             f"{folder}: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: their names tell no split, so "
@@ -296,6 +294,55 @@ def _datasets(name: str | Path) -> Any:
 
 def _reason(problem: Exception) -> str:
     return str(problem).strip().split("\n")[0] or type(problem).__name__
+
+
+def split_of(path: Path, base: Path) -> str | None:
+    """Return the split that the names of a file and of its folders below `base` tell; None if they tell none.
+
+    Names are read as in `datasets`: `train-00000-of-00002.parquet`, `my_test.csv`, `validation/part.jsonl`.
+    """
+    for name in path.relative_to(base).parts:
+        for split, words in KEYWORDS.items():
+            if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name):
+                return split
+    sharded = _SHARDED.match(path.name)
+    in_repository = path.parent.name == "data" and (path.absolute().parent.parent / "README.md").is_file()
+    return sharded[1] if sharded and in_repository else None
+
+
+def requested_splits(split: str | None, names: Collection[str] | None, label: object) -> list[tuple[str, str]]:
+    """Return (name of a split, requested part of it) for each split that `split` names.
+
+    A part, such as `train[:10%]`, may be a slice of the split's rows.
+    split: in the syntax of `--split`; None: the only split.
+    names: the names of the splits that exist; None: any name is allowed.
+    Raises DataError if `split` is None but there are several splits, or if a requested split does not exist.
+    """
+    present = ", ".join(names or ())
+    if split is None and names is not None and len(names) > 1:
+        raise DataError(
+            f"{label}: holds several splits ({present}); choose one with --split, or several as "
+            f"--split {'+'.join(list(names)[:2])}"
+        )
+    take_all = names is not None and (split is None or split == "all" and "all" not in names)
+    parts = list(names or ()) if take_all else re.split(r"\s*\+\s*", str(split).strip())
+    chosen = [(re.split(r"[\[(]", part)[0].strip(), part) for part in parts]
+    for name, _ in chosen:
+        if names is not None and name not in names:
+            raise DataError(f"{label}: no split {name}; there are {present} (--split)")
+    return chosen
+
+
+def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
+    """Return [first, last) of the rows that a part of `--split` requests, as `train[:10%]`, rounded as in
+    `datasets`."""
+    missing = DataError(f"--split {part}: needs the datasets package (pip install datasets)")
+    datasets = import_optional("datasets", missing)
+    try:
+        (instruction,) = datasets.ReadInstruction.from_spec(part).to_absolute({name: rows})
+    except (ValueError, AssertionError) as problem:
+        raise DataError(f"--split {part}: {str(problem).splitlines()[0]} ({name} has {rows} rows)") from None
+    return instruction.from_, instruction.to
 
 
 def _chosen(

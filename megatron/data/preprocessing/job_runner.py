@@ -220,19 +220,16 @@ class _JobRun:
         if need > free:
             raise DataError(
                 f"{self.folder.parent}: disk full: about {need / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
-                + (
-                    ""
-                    if initial
-                    else f" (at {self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input)"
-                )
-                + self.resume_hint()
+                f"{'' if initial else f' (at {self._share_done()})'}{self.resume_hint()}"
             )
 
     def resume_hint(self, options: str = "") -> str:
         if not self.state.shards:
             return ""
-        done = f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input is done and kept"
-        return f"; {done}: the same command{options} goes on from there"
+        return f"; {self._share_done()} is done and kept: the same command{options} goes on from there"
+
+    def _share_done(self) -> str:
+        return f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input"
 
     def close(self) -> None:
         """Record finished work in the journal, after a failure too, and close the files. On a full disk the

@@ -135,7 +135,7 @@ class RecordShard(Shard):
     """Rows that had to be read in order (a compressed stream, an archive, CSV), each with its number."""
 
     unit: str  # between the source's name and a row's number
-    records: tuple[tuple[int, Any, str | None], ...] = field(repr=False)
+    records: tuple[Record, ...] = field(repr=False)
 
     def rows(self) -> Iterator[InputRow]:
         for number, content, problem in self.records:
@@ -152,13 +152,11 @@ class TextFile(Shard):
     data: bytes | None = field(default=None, repr=False)
 
     def rows(self) -> Iterator[InputRow]:
-        if self.data is None and self.disk_bytes > DOCUMENT_BYTES:
-            yield InputRow("", self, 0, too_long(self.disk_bytes))
+        size = self.disk_bytes if self.data is None else len(self.data)
+        if size > DOCUMENT_BYTES:
+            yield InputRow("", self, 0, too_long(size))
             return
         data = Path(self.source).read_bytes() if self.data is None else self.data
-        if len(data) > DOCUMENT_BYTES:
-            yield InputRow("", self, 0, too_long(len(data)))
-            return
         try:
             yield InputRow(data.decode("utf-8-sig"), self, 0)
         except UnicodeDecodeError as problem:

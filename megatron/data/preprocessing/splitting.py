@@ -5,8 +5,7 @@ Each part is a folder in which the files keep their names, so companions are fou
 """
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.files import sync, temporary
+from megatron.data.files import sync, temporary, write_json
 from megatron.data.indexed_dataset import CODES, IndexedDataset, data_path, index_path, publish, write_index
 from megatron.data.inspection.file_groups import find_file_groups
 
@@ -97,10 +96,9 @@ def split(
     targets = {(name, path): str(Path(folder) / name / Path(path).name) for name in parts for path in sets}
     if len(set(targets.values())) < len(targets):
         raise DataError(f"{', '.join(sets)}: two files have one name, but each part is one folder; rename a file")
-    for target in targets.values():
+    for (_, path), target in targets.items():
         if not overwrite and (index_path(target).exists() or data_path(target).exists()):
             raise DataError(f"{target}.bin, .idx: exist already; add --overwrite to replace them")
-    for target, path in ((target, path) for (_, path), target in targets.items()):
         if Path(target).resolve() == Path(path).resolve():
             raise DataError(f"{target}: would overwrite the input; give another --output-dir")
     written, unfinished = [], {target: (temporary(data_path(target)), temporary(index_path(target)))
@@ -162,29 +160,23 @@ def _write(
     # Neighbours are copied in one go: a run ends where the next document is not the next one of the source
     breaks = np.flatnonzero(np.diff(documents) != 1) + 1
     firsts, lasts = np.append(0, breaks), np.append(breaks, len(documents))
-    total, done, reported_tokens = len(documents), 0, 0
-    sizes, tokens = [], 0
+    sizes, tokens, reported_tokens = [], 0, 0
     with open(data, "wb") as file:
         for run_start, run_end in zip(firsts.tolist(), lasts.tolist(), strict=True):
             begin, end = int(boundaries[documents[run_start]]), int(boundaries[documents[run_end - 1] + 1])
             sizes.append(np.asarray(source.sizes[begin:end]))
-            for block in _blocks(source.span(begin, end)):
-                file.write(block.tobytes())
-                tokens += len(block)
-            done = run_end
+            copied = source.span(begin, end)
+            for start in range(0, len(copied), CHUNK):
+                file.write(copied[start : start + CHUNK].tobytes())
+            tokens += len(copied)
             if tokens - reported_tokens >= CHUNK:
                 reported_tokens = tokens
-                progress(done / total)
-        file.flush()
-        os.fsync(file.fileno())
+                progress(run_end / len(documents))
+    sync(data)
     lengths, ends = np.concatenate(sizes), np.cumsum(counts)
     write_index(index, source.dtype.newbyteorder("="), lambda: [(lengths, ends)])
     progress(1.0)
     return tokens
-
-
-def _blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    return (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK))
 
 
 def _describe(text: str, folder: Path, parts: Mapping[str, np.ndarray], choice: Mapping[str, Any]) -> None:
@@ -201,9 +193,5 @@ def _describe(text: str, folder: Path, parts: Mapping[str, np.ndarray], choice: 
     except ValueError as problem:
         raise DataError(f"{metadata_file}: not JSON ({problem}); move this file away, or make the data again") from None
     for part, documents in parts.items():
-        target = folder / part / metadata_file.name
-        unfinished = temporary(target)
         split_facts = {"of": text, "part": part, "documents": len(documents), **choice}
-        unfinished.write_text(json.dumps({**facts, "split": split_facts}, indent=1) + "\n")
-        sync(unfinished)
-        os.replace(unfinished, target)
+        write_json(folder / part / metadata_file.name, {**facts, "split": split_facts})

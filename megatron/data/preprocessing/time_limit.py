@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,19 +20,16 @@ class RenderTimeout(Exception):
         super().__init__(f"stopped after {seconds:g} s: it loops without end, or nearly so")
 
 
-@contextmanager
-def render_limit(seconds: float | None = None) -> Iterator[None]:
-    """Raise RenderTimeout if the block renders a jinja template for longer than `seconds` (None:
-    RENDER_SECONDS).
+def render_limit() -> AbstractContextManager[None]:
+    """Return a context that raises RenderTimeout if its block renders a jinja template for longer than
+    RENDER_SECONDS.
 
     The main thread is stopped by a timer signal, which costs nothing; other threads, as those of the server,
     by a trace function, which makes rendering about five times slower. Neither interrupts a single Python
     operation such as 9 ** 9 ** 9.
     """
-    limit = RENDER_SECONDS if seconds is None else seconds
-    stop = _signal_limit if threading.current_thread() is threading.main_thread() else _trace_limit
-    with stop(limit):
-        yield
+    is_main = threading.current_thread() is threading.main_thread()
+    return _signal_limit(RENDER_SECONDS) if is_main else _trace_limit(RENDER_SECONDS)
 
 
 @contextmanager

@@ -71,11 +71,11 @@ class Batcher:
             self.blocks = BlockAllocator(cache_blocks(model, max_blocks, texts, cache_gb, log), BLOCK_SIZE)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
             if captured:
-                self.captured = CapturedDecode(model, self.cache, maximum_rows, self.capacity, maximum_rows)
+                self.captured = CapturedDecode(model, self.cache, maximum_rows, self.capacity)
         self.scheduler = Scheduler(self.blocks, maximum_rows)
         self._last_id = -1
         self._cancelled: list[Event] = []  # for the next step to return
-        self._decoding: list[tuple[list[SequenceState], DecodeBatch, TokenSampler, int | None]] = []
+        self._decoding: list[DecodeBatch] = []
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its id. Raises RequestError, without queueing it, for a request that
@@ -124,8 +124,8 @@ class Batcher:
                         event = self._advance(sequence, output)
                         if event is not None:
                             events.append(event)
-                for rows, decoding, _, _ in self._decoding:
-                    decoding.advance([sequence.tokens[-1] for sequence in rows])
+                for decoding in self._decoding:
+                    decoding.advance()
         except BaseException:
             self.scheduler.clear()
             self._decoding = []
@@ -140,37 +140,24 @@ class Batcher:
         The rows are split evenly, shortest first, into one pair per pipeline stage, so that no stage is idle.
         The arrays are reused while the same rows run together.
         """
-        ready = [row for row in self.scheduler.running if row.decodes]
-        ready.sort(key=lambda row: row.computed)
+        ready = sorted((row for row in self.scheduler.running if row.decodes), key=lambda row: row.computed)
         parts = min(self.model.groups.size("pipe"), len(ready))
-        bounds = [len(ready) * i // parts for i in range(parts + 1)] if parts else [0]
-        shares = [ready[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-        if [rows for rows, _, _, _ in self._decoding] != shares:
+        shares = [ready[len(ready) * i // parts : len(ready) * (i + 1) // parts] for i in range(parts)]
+        if [decoding.rows for decoding in self._decoding] != shares:
             self._decoding = [
-                (
-                    rows,
-                    DecodeBatch(
-                        [(row.tokens[-1], row.computed, row.blocks) for row in rows],
-                        self.capacity,
-                        BLOCK_SIZE,
-                        self._adapters(rows),
-                        _state_slots(rows),
-                        self.device,
-                        self.captured,
-                    ),
-                    self._sampler(rows),
-                    _top(rows),
+                DecodeBatch(
+                    rows, self.capacity, self._adapters(rows), _state_slots(rows), self._sampler(rows), _top(rows),
+                    self.device, self.captured,
                 )
                 for rows in shares
-            ]
+            ]  # fmt: skip
         work = []
-        for rows, decoding, sampler, top in self._decoding:
-            for place, row in enumerate(rows):
-                row.last_column = 0
-                decoding.extend(place, row.blocks)
+        for decoding in self._decoding:
+            for row in decoding.rows:
+                row.count = 1
             assert self.cache is not None
-            draws, divisors = _draw(rows, sampler), self._divisors(rows)
-            work.append((rows, decoding.forward(self.cache, sampler, draws, top, divisors)))
+            draws, divisors = _draw(decoding.rows, decoding.sampler), self._divisors(decoding.rows)
+            work.append((decoding.rows, decoding.forward(self.cache, draws, divisors)))
         return work
 
     def _prefill(self) -> list[tuple[list[SequenceState], Forward]]:
@@ -180,40 +167,37 @@ class Batcher:
         rows without a cache are always run in full.
         """
         tokens_left = _PREFILL[self.device.type]
-        chunks: list[tuple[tuple[bool, bool, bool, int], int, SequenceState]] = []
+        chunks: list[tuple[tuple[bool, bool, bool, int], SequenceState]] = []
         for row in self.scheduler.running:
-            pending = len(row.tokens) - row.computed
             if row.decodes:
                 continue
-            count = min(pending, tokens_left, _SCORED if row.scoring_prompt else tokens_left) if row.cached else pending
+            row.count = len(row.tokens) - row.computed
             if row.cached:
-                tokens_left -= count
-            if count > 0:
+                row.count = min(row.count, tokens_left, _SCORED if row.scoring_prompt else tokens_left)
+                tokens_left -= row.count
+            if row.count > 0:
                 unbatched_id = row.id if row.scoring_prompt and not row.cached else -1  # so that no row pads it
-                chunks.append(((row.cached, row.computed == 0, row.scoring_prompt, unbatched_id), count, row))
-        chunks.sort(key=lambda chunk: (chunk[0], chunk[1], chunk[2].id))
+                chunks.append(((row.cached, row.computed == 0, row.scoring_prompt, unbatched_id), row))
+        chunks.sort(key=lambda chunk: (chunk[0], chunk[1].count, chunk[1].id))
         work = []
         for (cached, fresh, scoring, _), group in groupby(chunks, key=lambda chunk: chunk[0]):
-            for rows in _similar_lengths(
-                [(count, row) for _, count, row in group], _SCORED if scoring else _FORWARD_TOKENS
-            ):
-                work.append(([row for _, row in rows], self._chunk(rows, cached, fresh, scoring)))
+            max_tokens = _SCORED if scoring else _FORWARD_TOKENS
+            for rows in _similar_lengths([row for _, row in group], max_tokens):
+                work.append((rows, self._chunk(rows, cached, fresh, scoring)))
         return work
 
-    def _chunk(self, chunks: Sequence[tuple[int, SequenceState]], cached: bool, fresh: bool, scoring: bool) -> Forward:
-        """Returns a forward that computes the next `count` tokens of each row. chunks: (count, row) pairs.
+    def _chunk(self, rows: Sequence[SequenceState], cached: bool, fresh: bool, scoring: bool) -> Forward:
+        """Returns a forward that computes the next `count` tokens of each row.
 
         cached: the rows use the KV cache. fresh: none of their tokens is computed yet. scoring:
             log-probabilities of the prompt are wanted.
         """
-        rows = [row for _, row in chunks]
-        width = max(count for count, _ in chunks)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long)
+        counts = [row.count for row in rows]
+        tokens = torch.zeros(len(rows), max(counts), dtype=torch.long)
         positions, slots, targets = tokens.clone(), tokens.clone(), tokens.clone()
         table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.long)  # may be of none
-        for i, (count, row) in enumerate(chunks):
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             start, end = row.computed, row.computed + count
-            row.last_column = count - 1
             tokens[i, :count] = torch.tensor(row.tokens[start:end])
             if cached:
                 places = torch.arange(start, end)
@@ -233,8 +217,10 @@ class Batcher:
             state_slots = None if states is None else torch.tensor(states, device=self.device)
             view = self.cache.with_rows(slots, table, states=state_slots)
         sampler = self._sampler(rows)
-        last = torch.tensor([count - 1 for count, _ in chunks], device=self.device)
-        finished = [row if row.computed + count == len(row.tokens) else None for count, row in chunks]
+        last = torch.tensor(counts, device=self.device) - 1
+        finished = [
+            row if row.computed + count == len(row.tokens) else None for row, count in zip(rows, counts, strict=True)
+        ]
         return Forward(
             tokens, None if fresh else positions, last, view, sampler, _draw(finished, sampler), _top(rows),
             targets if scoring else None, self._adapters(rows),
@@ -271,7 +257,7 @@ class Batcher:
         """
         request, start = sequence.request, sequence.computed
         if sequence.cached:
-            sequence.computed += sequence.last_column + 1
+            sequence.computed += sequence.count
             while sequence.shares_blocks and (sequence.registered + 1) * BLOCK_SIZE <= sequence.computed:
                 block_start = sequence.registered * BLOCK_SIZE
                 block_tokens = sequence.tokens[block_start : block_start + BLOCK_SIZE]
@@ -280,9 +266,7 @@ class Batcher:
                 )
                 sequence.registered += 1
         if sequence.scoring_prompt and output.targets and sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs += output.targets[
-                : min(sequence.last_column + 1, sequence.prompt_length - 1 - start)
-            ]
+            sequence.prompt_logprobs += output.targets[: min(sequence.count, sequence.prompt_length - 1 - start)]
         if sequence.cached and sequence.computed < len(sequence.tokens):
             return None
         if output.token < 0:
@@ -290,10 +274,8 @@ class Batcher:
                 f"the model's logits are NaN in {self.model.args.params_dtype}: its weights are damaged, or "
                 "activations overflow this precision; load another `iteration`, or set precision: fp32"
             )
-        prompt_logprobs, text = None, ""
         finish_reason: FinishReason | None = None
-        if len(sequence.tokens) == sequence.prompt_length:
-            prompt_logprobs = sequence.prompt_logprobs
+        prompt_logprobs = sequence.prompt_logprobs if len(sequence.tokens) == sequence.prompt_length else None
         if request.maximum_tokens == 0:
             self.scheduler.finish(sequence)
             return Event(sequence.id, finish_reason="length", prompt_logprobs=prompt_logprobs)
@@ -304,6 +286,7 @@ class Batcher:
             finish_reason = "stop"
         elif len(sequence.tokens) - sequence.prompt_length >= request.maximum_tokens:
             finish_reason = "length"
+        text = ""
         if sequence.detokenizer is not None:
             text = "" if is_stop_token else sequence.detokenizer.add(output.token)
             if finish_reason is not None:
@@ -314,9 +297,9 @@ class Batcher:
             self.scheduler.finish(sequence)
         elif sequence.cached and sequence.is_long != was_long:
             self.scheduler.preempt(sequence)  # all that the cache holds of it would have other frequencies now
-        logprobs = (
-            () if request.logprobs is None or output.logprob is None else (_only_top(output.logprob, request.logprobs),)
-        )
+        logprobs: tuple[Logprob, ...] = ()
+        if request.logprobs is not None and output.logprob is not None:
+            logprobs = (output.logprob._replace(top=output.logprob.top[: request.logprobs]),)
         return Event(sequence.id, (output.token,), text, logprobs, finish_reason, prompt_logprobs)
 
 
@@ -331,11 +314,6 @@ def _top(rows: Sequence[SequenceState]) -> int | None:
     return max((row.top for row in rows if row.top is not None), default=None)
 
 
-def _only_top(logprob: Logprob, top: int) -> Logprob:
-    """Returns `logprob` with only the first `top` of its most likely tokens."""
-    return logprob if len(logprob.top) == top else logprob._replace(top=logprob.top[:top])
-
-
 def _draw(rows: Sequence[SequenceState | None], sampler: TokenSampler) -> list[float]:
     """Returns a random number in [0, 1) for each row with temperature above 0, from the row's own generator.
 
@@ -345,20 +323,17 @@ def _draw(rows: Sequence[SequenceState | None], sampler: TokenSampler) -> list[f
     return [0.0 if rng is None else rng.random() for rng in generators]
 
 
-def _similar_lengths(
-    chunks: Sequence[tuple[int, SequenceState]], max_tokens: int
-) -> list[list[tuple[int, SequenceState]]]:
-    """Groups (count, row) pairs, sorted by count, into batches with little padding.
+def _similar_lengths(rows: Sequence[SequenceState], max_tokens: int) -> list[list[SequenceState]]:
+    """Groups rows, sorted by `count`, into batches with little padding.
 
-    count: tokens of the row that the forward computes.
     max_tokens: most tokens of a batch with several rows, padding included. A batch may also have at most 64
         padding tokens plus half as many as its other tokens.
     """
-    batches: list[list[tuple[int, SequenceState]]] = []
-    for count, row in chunks:
-        padded = (len(batches[-1]) + 1) * count if batches else 0
-        if batches and padded <= min(max_tokens, 64 + 1.5 * (sum(n for n, _ in batches[-1]) + count)):
-            batches[-1].append((count, row))
+    batches: list[list[SequenceState]] = []
+    for row in rows:
+        batch = [*batches[-1], row] if batches else []
+        if batch and len(batch) * row.count <= min(max_tokens, 64 + 1.5 * sum(member.count for member in batch)):
+            batches[-1] = batch
         else:
-            batches.append([(count, row)])
+            batches.append([row])
     return batches

@@ -82,16 +82,15 @@ class CapturedDecode:
     """Runs decode steps over one KV cache, with a CUDA graph for each padded number of rows and blocks.
 
     Numbers of rows and blocks are padded to a few values, which limits the number of graphs. Padding rows
-    write to slot 0, which no request uses, and to the state `spare_state`. Graphs hold the addresses of
+    write to slot 0, which no request uses, and to the state `maximum_rows`. Graphs hold the addresses of
     weights and cache, so they see later changes of the values. The first step of a shape runs uncaptured, the
     second is captured.
     """
 
-    def __init__(self, model: Model, cache: KVCache, maximum_rows: int, capacity: int, spare_state: int) -> None:
-        """capacity: number of KV-cache blocks of the longest text. spare_state: index of the Mamba state that
-        padding rows write to."""
+    def __init__(self, model: Model, cache: KVCache, maximum_rows: int, capacity: int) -> None:
+        """capacity: number of KV-cache blocks of the longest text."""
         self.model, self.cache = model, cache
-        self.maximum_rows, self.capacity, self.spare_state = maximum_rows, capacity, spare_state
+        self.maximum_rows, self.capacity = maximum_rows, capacity
         self.pool = torch.cuda.graph_pool_handle() if model.groups.device.type == "cuda" else None
         self.steps: dict[tuple[int, int], _Step] = {}
 
@@ -126,7 +125,7 @@ class _Step:
         # The host has read the tokens of the step before, so the copy before has ended.
         values = self.host.numpy()
         values[:] = 0
-        values[:, _STATE] = self.decode.spare_state
+        values[:, _STATE] = self.decode.maximum_rows
         values[:count, _TOKEN], values[:count, _POSITION] = rows.tokens, rows.positions
         if blocks:
             values[:count, _SLOT] = rows.slots

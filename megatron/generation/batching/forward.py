@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.generation.batching.captured_decode import CapturedDecode, DecodeRows
 from megatron.generation.batching.requests import Logprob
+from megatron.generation.batching.sequence import SequenceState
 from megatron.generation.sampling import TokenSampler
 from megatron.model import HiddenStates, InferenceContext, KVCache, Model, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
@@ -188,71 +190,64 @@ class DecodeBatch:
 
     def __init__(
         self,
-        rows: Sequence[tuple[int, int, list[int]]],
+        rows: list[SequenceState],
         capacity: int,
-        block_size: int,
         adapters: Tensor | None,
         state_slots: Sequence[int] | None,
+        sampler: TokenSampler,
+        top: int | None,
         device: torch.device,
         captured: CapturedDecode | None,
     ) -> None:
         """Allocates the arrays and fills them for the rows' last tokens.
 
-        rows: (last token, its position, its cache blocks) of each row, shortest first. capacity: most cache
-            blocks of a row, 0 without attention. adapters: as in `Forward`. state_slots: `CacheRows.states`.
-            captured: CUDA graphs for the steps; None: run the stage.
+        rows: shortest first. capacity: most cache blocks of a row, 0 without attention. adapters, sampler,
+            top: as in `Forward`. state_slots: `CacheRows.states`. captured: CUDA graphs for the steps; None:
+            run the stage.
         """
-        self.block_size, self.adapters, self.state_slots = block_size, adapters, state_slots
+        self.rows, self.sampler, self.top, self.adapters = rows, sampler, top, adapters
+        self.state_slots, self.device, self.captured = state_slots, device, captured
         self.states = None if state_slots is None else torch.tensor(state_slots, device=device)
-        self.device, self.captured = device, captured
-        self.tokens = np.array([token for token, _, _ in rows], np.int64).reshape(-1, 1)
-        self.positions = np.array([place for _, place, _ in rows], np.int64).reshape(-1, 1)
+        self.tokens = np.array([[row.tokens[-1]] for row in rows], np.int64)
+        self.positions = np.array([[row.computed] for row in rows], np.int64)
         self.table = np.zeros((len(rows), capacity), np.int64)
-        self.blocks = [0] * len(rows)
+        self.num_blocks = [0] * len(rows)
         self.row_numbers = np.arange(len(rows))
         self.last = torch.zeros(len(rows), dtype=torch.long, device=device)
-        for row, (_, _, blocks) in enumerate(rows):
-            self.extend(row, blocks)
 
-    def extend(self, row: int, blocks: list[int]) -> None:
-        """Adds a row's newly allocated blocks to the block table. blocks: all blocks of the row."""
-        num_blocks = self.blocks[row]
-        if len(blocks) > num_blocks:
-            self.table[row, num_blocks : len(blocks)] = blocks[num_blocks:]
-            self.blocks[row] = len(blocks)
+    def _extend_table(self) -> None:
+        """Adds newly allocated blocks of the rows to the block table."""
+        for i, (row, count) in enumerate(zip(self.rows, self.num_blocks, strict=True)):
+            if len(row.blocks) > count:
+                self.table[i, count : len(row.blocks)] = row.blocks[count:]
+                self.num_blocks[i] = len(row.blocks)
 
-    def forward(
-        self,
-        cache: KVCache,
-        sampler: TokenSampler,
-        uniforms: Sequence[float],
-        top: int | None,
-        divisors: Tensor | None,
-    ) -> Forward:
+    def forward(self, cache: KVCache, uniforms: Sequence[float], divisors: Tensor | None) -> Forward:
+        """Returns the forward that computes the last token of each row."""
+        self._extend_table()
         places = self.positions[:, 0]
         slots = places[:0]
         if self.table.shape[1]:
-            slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size
-        used_table = self.table[:, : max(self.blocks)]
+            slots = self.table[self.row_numbers, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        used_table = self.table[:, : max(self.num_blocks)]
+        tokens = torch.from_numpy(self.tokens)
         if self.captured is not None:
             rows = DecodeRows(self.tokens[:, 0], places, slots, used_table, self.state_slots)
-            run = partial(self.captured.logits, rows)
             return Forward(
-                torch.from_numpy(self.tokens), None, self.last, None, sampler, uniforms, top, divisors=divisors,
-                captured=run,
+                tokens, None, self.last, None, self.sampler, uniforms, self.top, divisors=divisors,
+                captured=partial(self.captured.logits, rows),
             )  # fmt: skip
         table = torch.from_numpy(np.ascontiguousarray(used_table))
         slots_tensor, table = torch.from_numpy(slots).to(self.device), table.to(self.device)
-        view = cache.with_rows(slots_tensor, table, _parts(self.blocks), self.states)
-        tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
+        view = cache.with_rows(slots_tensor, table, _parts(self.num_blocks), self.states)
         return Forward(
-            tokens, positions, self.last, view, sampler, uniforms, top, adapters=self.adapters, divisors=divisors
+            tokens, torch.from_numpy(self.positions), self.last, view, self.sampler, uniforms, self.top,
+            adapters=self.adapters, divisors=divisors,
         )  # fmt: skip
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Sets the last token of each row, and increases its position by one. tokens: the new token of each
-        row."""
-        self.tokens[:, 0] = tokens
+    def advance(self) -> None:
+        """Moves on to the token that each row was given since."""
+        self.tokens[:, 0] = [row.tokens[-1] for row in self.rows]
         self.positions += 1
 
 

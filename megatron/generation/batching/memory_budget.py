@@ -2,7 +2,7 @@
 has."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.model import Model, block_specs
 from megatron.model.mamba.selective_scan import AT_A_TIME
 from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec, Mamba2Spec, MambaSpec, MixerSpec
+from megatron.mpu import ParallelGroups
 from megatron.mpu.memory import free_host_memory
 
 # More than this gains no speed, whatever memory there is.
@@ -71,9 +72,8 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     inner = (3 * max(widths) + mixed) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
     scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
-    share = int(_FORWARD_SHARE[device.type] * free_memory(device))
-    ranks_here = groups.world_size if device.type == "cpu" else 1
-    least_memory = min(run_on_all_ranks(groups, lambda: share // ranks_here))
+    share = _share_of_free_memory(groups, _FORWARD_SHARE)
+    least_memory = min(run_on_all_ranks(groups, lambda: share))
     # Mamba's states of so many tokens, however many there are
     scanned_states = [spec.inner * spec.state for block in blocks if isinstance(spec := block.mixer, MambaSpec)]
     held = 4 * _STATES_AT_ONCE * AT_A_TIME * max(scanned_states, default=0) // tensor
@@ -141,8 +141,7 @@ def cache_blocks(
     block_bytes, state_bytes = model.stage.cache_bytes * BLOCK_SIZE, texts * model.stage.state_bytes
     auto = cache_gb is None and args.kv_cache_gb == "auto"
     if auto:
-        ranks_here = groups.world_size if device.type == "cpu" else 1
-        available = int(_CACHE_SHARE[device.type] * free_memory(device)) // ranks_here
+        available = _share_of_free_memory(groups, _CACHE_SHARE)
     else:
         available = int(float(args.kv_cache_gb if cache_gb is None else cache_gb) * 1e9)
     left = available - state_bytes
@@ -169,10 +168,13 @@ def cache_blocks(
     return blocks
 
 
-def free_memory(device: torch.device) -> int:
-    """Returns the bytes that this process can still allocate: GPU memory for a CUDA device, else host
-    memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_host_memory(unknown=1 << 32)
+def _share_of_free_memory(groups: ParallelGroups, shares: Mapping[str, float]) -> int:
+    """Returns this rank's part of the bytes that can still be allocated, on its GPU or in host memory.
+
+    shares: of these bytes, by kind of device.
+    """
+    device = groups.device
+    if device.type != "cuda":
+        return int(shares[device.type] * free_host_memory(unknown=1 << 32)) // groups.world_size
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return int(shares["cuda"] * (free - torch.cuda.memory_allocated(device)))

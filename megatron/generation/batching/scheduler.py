@@ -32,7 +32,7 @@ class Scheduler:
                 num_new_blocks = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
                 # One row more must not preempt those that run in the very next step: a block is left for
                 # each.
-                num_required_blocks = num_new_blocks + (len(self.running) if self.running else 0)
+                num_required_blocks = num_new_blocks + len(self.running)
                 # A row that runs is about to write what this one could share: wait a step for it.
                 sharable_soon = shares and not shared and beginning in being_prefilled
                 sharable_soon = sharable_soon and len(sequence.tokens) > BLOCK_SIZE
@@ -55,20 +55,13 @@ class Scheduler:
         If no block is free, the youngest row is preempted: it frees its blocks, and waits in front of all
         others to be run again.
         """
-        preempted: set[SequenceState] = set()
-        for sequence in list(self.running):
-            while (
-                sequence not in preempted
-                and sequence.paged
-                and len(sequence.tokens) > len(sequence.blocks) * BLOCK_SIZE
-            ):
+        for sequence in [row for row in self.running if row.paged]:
+            while len(sequence.tokens) > len(sequence.blocks) * BLOCK_SIZE and sequence in self.running:
                 allocated = self.blocks.allocate(1)
                 if allocated is not None:
                     sequence.blocks += allocated
-                    continue
-                youngest = max((row for row in self.running if row.paged), key=lambda row: row.id)
-                preempted.add(youngest)
-                self.preempt(youngest)
+                else:
+                    self.preempt(max((row for row in self.running if row.paged), key=lambda row: row.id))
 
     def preempt(self, sequence: SequenceState) -> None:
         """Stops a sequence, frees its blocks and slot, and puts it first in the queue, to be recomputed."""

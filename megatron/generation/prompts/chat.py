@@ -13,6 +13,7 @@ from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, rea
 from megatron.data import DataError
 from megatron.data.conversations import Message, RenderedCheck, TemplateSettings
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
+from megatron.distributed import World, on_rank_zero
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -160,6 +161,19 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
     )
 
 
+def find_shared_template(
+    args: NeoXArgs, tokenizer: Tokenizer, world: World, carried: Mapping[str, bytes] | None = None
+) -> ChatTemplate:
+    """Returns the chat template that `find_template` finds on rank 0. All ranks call it together."""
+
+    def find() -> tuple[str, str]:
+        template = find_template(args, tokenizer, carried)
+        return template.text, template.source
+
+    text, source = on_rank_zero(world, find)
+    return ChatTemplate(text, tokenizer, source)
+
+
 def _template_sources(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)
@@ -168,18 +182,16 @@ def _template_sources(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> It
     if carried is not None:
         yield "the model that is trained", carried
         return
-    for folder in _folders(args):
-        yield str(folder), read_companion_files(folder)
-
-
-def _folders(args: NeoXArgs) -> Iterator[Path]:
     source = args.load or args.save
     if source is not None and is_hf(source):
-        yield find_hf(source)
+        folders = [find_hf(source)]
     elif source is not None:
         path = find_checkpoint(source, args.iteration)
-        yield path / HF_SUBFOLDER
-        yield path / "tokenizer"
+        folders = [path / HF_SUBFOLDER, path / "tokenizer"]
+    else:
+        folders = []
+    for folder in folders:
+        yield str(folder), read_companion_files(folder)
 
 
 def _template_of(files: Mapping[str, bytes]) -> str | None:

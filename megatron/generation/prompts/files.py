@@ -96,3 +96,8 @@ def read_key_file(args: NeoXArgs, key: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise args.error(key, f"{file}: cannot be read ({cause})") from cause
+
+
+def system_prompt(args: NeoXArgs) -> str | None:
+    """Returns the system prompt of `system_prompt_file`, None without it. Raises ConfigError."""
+    return None if args.system_prompt_file is None else read_key_file(args, "system_prompt_file").strip()

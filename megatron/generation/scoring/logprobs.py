@@ -66,14 +66,11 @@ def score(
     Raises CheckpointError for NaN logits, ConfigError also for a request that is too long even when
     truncated.
     """
-    fitting: dict[int, _Fitting] = {}
-    for i, request in enumerate(requests):
-        fitted = _fit(i, request, model.positions, overlong)
-        if fitted is not None:
-            fitting[i] = fitted
+    all_fitted = [_fit(i, request, model.positions, overlong) for i, request in enumerate(requests)]
+    fitting = {i: fitted for i, fitted in enumerate(all_fitted) if fitted is not None}
     ntk = rope_length_limit(model.args)
     rows = make_tree_rows(
-        [(i, fitted.request) for i, fitted in fitting.items()], model.args.hidden_size, ntk,
+        [(i, request) for i, (request, _) in fitting.items()], model.args.hidden_size, ntk,
         branching=not model.args.mamba_blocks,
     )  # fmt: skip
     budget = budget or forward_budget(model, batch_size)
@@ -84,9 +81,7 @@ def score(
     def report(done: int) -> None:
         on_progress(min(done * size, len(fitting)))
 
-    def run() -> dict[int, tuple[list[float], list[bool]]]:
-        return _run(model, shares[rank], forwards, report)
-
+    run = partial(_run, model, shares[rank], forwards, report)
     results = {i: scored for share in run_on_all_ranks(model.groups, run) for i, scored in share.items()}
     if any(value != value for logprobs, _ in results.values() for value in logprobs):
         raise CheckpointError(
@@ -94,12 +89,12 @@ def score(
             "overflow this precision; load another `iteration`, or set precision: fp32"
         )
     on_progress(len(requests))
-    _report(fitting, requests, model.positions)
+    _report([num_truncated for _, num_truncated in fitting.values()], len(requests), model.positions)
     return [
-        ContinuationScore(*results[i], fitting[i].truncated)
+        ContinuationScore(*results[i], fitting[i][1])
         if i in fitting
-        else ContinuationScore([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
-        for i in range(len(requests))
+        else ContinuationScore([float("-inf")] * len(continuation), [False] * len(continuation), skipped=True)
+        for i, (_, continuation) in enumerate(requests)
     ]
 
 
@@ -128,15 +123,9 @@ def score_texts(
 # -- length --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Fitting:
-    request: ScoreRequest
-    truncated: int = 0
-
-
-def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong) -> _Fitting | None:
-    """Returns a request, with its context truncated on the left if it exceeds the model's positions; None to
-    skip it.
+def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong) -> tuple[ScoreRequest, int] | None:
+    """Returns a request and by how many tokens its context was truncated on the left, because it exceeds the
+    model's positions; None to skip it.
 
     The last token needs no position. Raises ConfigError if the request is too long and may not be truncated.
     """
@@ -145,7 +134,7 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
         raise ValueError(f"request {number} has no context; give it the token that begins a document")
     excess = len(context) + len(continuation) - 1 - positions
     if excess <= 0:
-        return _Fitting(request)
+        return request, 0
     if overlong == "skip":
         return None
     if overlong == "refuse" or excess >= len(context):
@@ -154,18 +143,19 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
         raise ConfigError(
             [f"eval_overlong: {overlong}: text {number} has {lengths}, but the model has {positions} positions; {fix}"]
         )
-    return _Fitting((context[excess:], continuation), excess)
+    return (context[excess:], continuation), excess
 
 
-def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], positions: int) -> None:
-    skipped, num_truncated = len(requests) - len(fitting), sum(fit.truncated > 0 for fit in fitting.values())
-    if skipped or num_truncated:
+def _report(truncated: Sequence[int], requests: int, positions: int) -> None:
+    """Logs how many of the requests were too long. truncated: tokens that each request that was run lost."""
+    num_skipped, num_truncated = requests - len(truncated), sum(count > 0 for count in truncated)
+    if num_skipped or num_truncated:
         done = " and ".join(
             [f"{num_truncated} lost their beginning"] * (num_truncated > 0)
-            + [f"{skipped} were skipped"] * (skipped > 0)
+            + [f"{num_skipped} were skipped"] * (num_skipped > 0)
         )
         logging.getLogger("megatron").info(
-            f"eval_overlong: of {len(requests)} texts, {done}: longer than the model's {positions} positions"
+            f"eval_overlong: of {requests} texts, {done}: longer than the model's {positions} positions"
         )
 
 

@@ -61,9 +61,9 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     if on_rank_zero(groups, lambda: _is_complete(final, fingerprint)):
         logger.info(f"{final}: already exists")
         return
-    growing, done = on_rank_zero(groups, lambda: _open_partial(dataset, final, fingerprint))
-    total = int(dataset.sizes.sum(dtype=np.int64))
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
+    total = int(ends[-1])
+    growing, done = on_rank_zero(groups, lambda: _open_partial(ends, final, fingerprint))
     if done:
         logger.info(f"{final}: going on after {done} of {len(dataset)} documents")
     share = _TOKENS_AT_ONCE * groups.size("data")
@@ -122,13 +122,15 @@ def _note(final: Path) -> Path:
     return final.with_name(f"{final.name}.precompute.json")
 
 
-def _open_partial(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path, int]:
+def _open_partial(ends: np.ndarray, final: Path, fingerprint: str) -> tuple[Path, int]:
     """Truncates the partial file to whole documents. Returns its path and the number of these documents.
-    Raises DataError if the folder is not writable."""
+    Raises DataError if the folder is not writable.
+
+    ends: number of tokens up to each document's end, with 0 first.
+    """
     growing = partial_file(final, fingerprint)
     if not os.access(final.parent, os.W_OK):
         raise DataError(f"{final.parent}: cannot be written to; log-probabilities are written beside the data")
-    ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     values = growing.stat().st_size // _VALUE.itemsize if growing.is_file() else 0
     done = int(np.searchsorted(ends, values, side="right")) - 1
     with open(growing, "ab") as file:

@@ -24,7 +24,7 @@ from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
 from megatron.data.preprocessing.shards import InputRow
 from megatron.distributed import Process, on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
-from megatron.generation.chat_model import chat_model_args, with_adapters
+from megatron.generation.chat_model import chat_model_args, with_options
 from megatron.generation.model import load_model
 from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.rewards import PairReport, report_pairs, score_documents
@@ -80,11 +80,10 @@ def reward_model_args(
     tensor, pipe: numbers of tensor ranks and pipeline stages.
     adapter: adapters to merge, as in the configuration key `adapter`.
     """
-    args = with_adapters(chat_model_args(name, iteration), adapter)
+    args = with_options(chat_model_args(name, iteration), adapter, precision)
     if not args.score_head:
         raise CheckpointError(f"{name}: is a language model, without scores; name a reward model (train_impl: rm)")
-    changes: dict[str, Any] = {} if precision is None else {"precision": precision, "fp16": None, "bf16": None}
-    return args.replace(**changes, model_parallel_size=tensor, pipe_parallel_size=pipe)
+    return args.replace(model_parallel_size=tensor, pipe_parallel_size=pipe)
 
 
 def load_reward_model(args: NeoXArgs, process: Process, logger: logging.Logger) -> Model:

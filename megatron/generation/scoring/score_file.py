@@ -73,7 +73,7 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     logger.info(f"{total} lines of scores are in {file}")
 
 
-def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(args: NeoXArgs, file: Path) -> Iterator[dict[str, Any]]:
     with open(file, encoding="utf-8") as opened:
         for number, text in enumerate(opened, 1):
             if not text.strip():
@@ -88,7 +88,7 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise args.error("sample_input_file", f"{file}:{number}: {expected}")
             if not row[keys[-1]]:
                 raise args.error("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
-            yield number, row
+            yield row
 
 
 def _check(args: NeoXArgs, file: Path) -> int:
@@ -117,13 +117,12 @@ def _count_complete_lines(file: Path) -> int:
     return count
 
 
-def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count: int) -> list[list[ScoreRequest]]:
+def _requests(inputs: Iterator[dict[str, Any]], model: Model, count: int) -> list[list[ScoreRequest]]:
     """Returns the requests of each of the next `count` lines: one for a line, or several if its text is
     long."""
-    rows = [row for _, row in islice(inputs, count)]
     return [
         _windows(row["text"], model) if "text" in row else [_pair(row["prompt"], row["completion"], model.tokenizer)]
-        for row in rows
+        for row in islice(inputs, count)
     ]
 
 
@@ -156,11 +155,9 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
         )
     logprobs = [value for score in scored for value in score.logprobs]
     num_truncated = sum(score.truncated for score in scored)
-    message = (
-        f"the first {num_truncated} tokens of the prompt were left out: longer than the model's positions"
-        if num_truncated
-        else None
-    )
+    message = None
+    if num_truncated:
+        message = f"the first {num_truncated} tokens of the prompt were left out: longer than the model's positions"
     total = math.fsum(logprobs)
     greedy = all(is_greedy for text_score in scored for is_greedy in text_score.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))

@@ -102,24 +102,19 @@ def _context(tokens: tuple[int, ...]) -> TreeRow:
 
 def _branches(
     members: list[tuple[int, Sequence[int]]],
-) -> Iterator[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]]:
-    """Yields each branch as (input tokens, numbered continuations that are scored in it).
+) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]]:
+    """Returns each branch as (input tokens, numbered continuations that are scored in it).
 
     The input tokens are a continuation without its last token. A continuation that is the beginning of
     another shares its branch.
     """
-    ordered = sorted(members, key=lambda member: tuple(member[1][:-1]), reverse=True)
-    inputs: tuple[int, ...] | None = None
-    owners: list[tuple[int, Sequence[int]]] = []
-    for member in ordered:
-        member_inputs = tuple(member[1][:-1])
-        if inputs is None or inputs[: len(member_inputs)] != member_inputs:
-            if inputs is not None:
-                yield inputs, owners
-            inputs, owners = member_inputs, []
-        owners.append(member)
-    if inputs is not None:
-        yield inputs, owners
+    branches: list[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]] = []
+    for member in sorted(members, key=lambda member: tuple(member[1][:-1]), reverse=True):
+        inputs = tuple(member[1][:-1])
+        if not branches or branches[-1][0][: len(inputs)] != inputs:
+            branches.append((inputs, []))
+        branches[-1][1].append(member)
+    return branches
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[ScoreRequest]:
@@ -128,13 +123,8 @@ def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[
     The first window has only `prefix` as context (lm-eval's disjoint windows of context length 1).
     """
     windows: list[ScoreRequest] = []
-    start = 0
-    while start < len(tokens):
+    for start in range(0, len(tokens), positions):
         end = min(start + positions, len(tokens))
-        if start == 0:
-            windows.append(([prefix], list(tokens[:end])))
-        else:
-            context_start = end - positions - 1
-            windows.append((list(tokens[context_start:start]), list(tokens[start:end])))
-        start = end
+        context = list(tokens[end - positions - 1 : start]) if start else [prefix]
+        windows.append((context, list(tokens[start:end])))
     return windows

@@ -3,5 +3,3 @@
 `request_queue` lies between the two. `serve(args, process)` does it all."""
 
 from megatron.generation.serving.server import serve
-
-__all__ = ["serve"]

@@ -6,7 +6,7 @@ events.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -27,16 +27,6 @@ class StepOutcomes(NamedTuple):
 
     outcomes: list[tuple[int, Outcome]]
     load: Load
-
-
-class CommandSource(Protocol):
-    """Rank 0's interface to the loop: it gives the commands of each step and receives the results."""
-
-    def next_commands(self) -> list[StepCommands] | None:
-        """Returns the commands for the next step, one `StepCommands` for each replica; None ends the loop."""
-
-    def deliver(self, results: Sequence[StepOutcomes]) -> None:
-        """Receives the results of a step, one for each replica."""
 
 
 class RankChannel:
@@ -118,32 +108,14 @@ class Replica:
         return Updated(update.version)
 
 
-def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSource | None) -> None:
-    """Runs steps on all ranks until `source.next_commands` returns None. All ranks call it together.
-
-    source: gives rank 0 the commands; None on other ranks.
-    """
-    while True:
-        commands = channel.broadcast(source.next_commands() if source is not None else None)
-        if commands is None:
-            return
-        results = channel.gather(replica.step(commands[channel.groups.rank("data")]))
-        if source is not None:
-            source.deliver(results)
-
-
 class Dispatcher:
-    """Rank 0's `CommandSource`. It gives each job to the replica with the fewest jobs.
+    """Gives rank 0's commands to the replicas: each job to the replica with the fewest jobs.
 
     A weight update waits until no job runs, and later jobs wait for it.
     """
 
     def __init__(
-        self,
-        replicas: int,
-        take: Callable[[float], StepCommands],
-        shutdown_seconds: float,
-        log: Callable[[str], None],
+        self, replicas: int, take: Callable[[float], StepCommands], shutdown_seconds: float, log: Callable[[str], None]
     ) -> None:
         """take: `RequestQueue.take`. shutdown_seconds: how long jobs may run on after `stop`. log: called
         with a line about throughput from time to time."""
@@ -162,6 +134,7 @@ class Dispatcher:
         self.deadline = now + self.shutdown_seconds if self.deadline is None else now
 
     def next_commands(self) -> list[StepCommands] | None:
+        """Returns the commands for the next step, one `StepCommands` for each replica; None ends the loop."""
         busy = any(self.jobs_of_replica)
         incoming = self.take(0.0 if busy or self.updates or self.held else HEARTBEAT_S)
         waiting = bool(self.updates)
@@ -179,6 +152,7 @@ class Dispatcher:
         return [StepCommands(tuple(jobs), incoming.cancelled, update) for jobs in new]
 
     def deliver(self, results: Sequence[StepOutcomes]) -> None:
+        """Receives the results of a step, one for each replica."""
         outcomes = [outcome for result in results for outcome in result.outcomes]
         for job_id, outcome in outcomes:
             if isinstance(outcome, Rejection) or outcome.finish_reason is not None:
@@ -203,3 +177,17 @@ class Dispatcher:
                 f"written, {load.waiting} wait; {load.free_blocks} of {load.total_blocks} blocks of the cache are free"
             )
         self.ended_texts, self.tokens, self.last_log_time = 0, 0, time.monotonic()
+
+
+def run_serving_loop(replica: Replica, channel: RankChannel, dispatcher: Dispatcher | None) -> None:
+    """Runs steps on all ranks until `dispatcher.next_commands` returns None. All ranks call it together.
+
+    dispatcher: on rank 0, None on other ranks.
+    """
+    while True:
+        commands = channel.broadcast(dispatcher.next_commands() if dispatcher is not None else None)
+        if commands is None:
+            return
+        results = channel.gather(replica.step(commands[channel.groups.rank("data")]))
+        if dispatcher is not None:
+            dispatcher.deliver(results)

@@ -58,10 +58,9 @@ class RequestParser:
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         tokenized = iter(self.tokenizer.tokenize_batch(texts))
         prompts = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        prompt_texts = [
-            (prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)) if body.echo else ""
-            for prompt in body.prompt
-        ]
+        prompt_texts = [""] * len(prompts)
+        if body.echo:
+            prompt_texts = [p if isinstance(p, str) else self.tokenizer.detokenize(p) for p in body.prompt]
         prompt_logprobs = body.echo and (body.logprobs is not None or body.max_tokens == 0)
         return self._parsed(body, prompts, prompt_texts, body.logprobs, prompt_logprobs, self.stop_token_ids)
 

@@ -31,7 +31,6 @@ class Updated:
     """The outcome of a job that replaced the weights. version: the number of the new weights."""
 
     version: int
-    tokens: tuple[int, ...] = ()
     finish_reason: str = "stop"
 
 

@@ -61,8 +61,8 @@ class ResponseBuilder:
     prefix = ""  # of ids
     objects = ("", "")  # the field `object` of the response and of its chunks
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        self.parsed, self.model, self.texts = parsed, model, texts
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        self.parsed, self.texts = parsed, texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.choices = [_Choice() for _ in parsed.requests]
@@ -79,7 +79,7 @@ class ResponseBuilder:
 
     def response(self) -> dict[str, Any]:
         """Returns the body of a response that is not streamed."""
-        choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
+        choices = [self._choice(i, choice, streamed=False) for i, choice in enumerate(self.choices)]
         return {**self._head(self.objects[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ class ResponseBuilder:
         visible = choice.text or choice.logprobs or choice.finish_reason
         if not (visible or (choice.tokens and self.parsed.body.return_token_ids)):
             return None
-        delta = self.delta(index, choice)
+        delta = self._choice(index, choice, streamed=True)
         self.choices[index] = _Choice(is_started=True, offset=choice.offset)
         usage = {"usage": None} if self.parsed.body.stream_options.include_usage else {}
         return {**self._head(self.objects[1]), "choices": [delta], **usage}
@@ -110,15 +110,24 @@ class ResponseBuilder:
             "total_tokens": prompt + self.completion_tokens,
         }
 
-    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Returns a choice of a response that is not streamed, as a JSON object."""
+    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
+        """Returns the field of a choice that holds its text. streamed: it is part of a chunk."""
         raise NotImplementedError
 
-    def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Returns a choice of a streamed chunk, as a JSON object."""
+    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+        """Returns the field `logprobs` of a choice; None if they were not asked for."""
         raise NotImplementedError
 
-    def token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
+        return {
+            "index": index,
+            **self.content(index, choice, streamed),
+            "logprobs": self.logprobs(index, choice),
+            "finish_reason": choice.finish_reason,
+            **self._token_ids(index, choice),
+        }
+
+    def _token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
         """Returns the field `token_ids` of a choice, and in its first chunk `prompt_token_ids`; {} unless
         `return_token_ids` asks for them."""
         if not self.parsed.body.return_token_ids:
@@ -127,15 +136,15 @@ class ResponseBuilder:
         return {**prompt, "token_ids": choice.tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.parsed.body.model}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
     objects = ("text_completion", "text_completion")
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(parsed, model, texts)
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        super().__init__(parsed, texts)
         assert isinstance(parsed.body, CompletionRequest)
         self.echo, self.count = parsed.body.echo, parsed.body.logprobs
 
@@ -144,26 +153,17 @@ class CompletionResponseBuilder(ResponseBuilder):
             self.choices[index].logprobs += event.prompt_logprobs
         super().add(index, event)
 
-    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
         prompt = self.parsed.prompt_texts[index // self.parsed.body.n] if self.echo and not choice.is_started else ""
-        return {
-            "index": index,
-            "text": prompt + choice.text,
-            "logprobs": self._logprobs(index, choice),
-            "finish_reason": choice.finish_reason,
-            **self.token_ids(index, choice),
-        }
+        return {"text": prompt + choice.text}
 
-    delta = choice
-
-    def _logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
         if self.count is None:
             return None
         tokens, values, tops, offsets = [], [], [], []
         for token_logprob in choice.logprobs:
-            token = (
-                token_logprob.token if token_logprob is not None else self.parsed.requests[index].tokens[0]
-            )  # nothing stands before it
+            # Nothing stands before the first token.
+            token = self.parsed.requests[index].tokens[0] if token_logprob is None else token_logprob.token
             tokens.append(self.texts[token])
             values.append(None if token_logprob is None else max(token_logprob.logprob, _LOWEST_LOGPROB))
             tops.append(self._top(token_logprob))
@@ -191,26 +191,22 @@ class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(parsed, model, texts)
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        super().__init__(parsed, texts)
         assert isinstance(parsed.body, ChatCompletionRequest)
         self.with_logprobs, self.count = parsed.body.logprobs, parsed.body.top_logprobs
 
-    def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": index, "message": message, **self._common(index, choice)}
+    def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
+        if streamed:
+            role = {} if choice.is_started else {"role": "assistant"}
+            return {"delta": {**role, "content": choice.text}}
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
-        role = {} if choice.is_started else {"role": "assistant"}
-        return {"index": index, "delta": {**role, "content": choice.text}, **self._common(index, choice)}
-
-    def _common(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+        if not self.with_logprobs:
+            return None
         content = [self._token_logprob(logprob) for logprob in choice.logprobs if logprob is not None]
-        return {
-            "logprobs": {"content": content, "refusal": None} if self.with_logprobs else None,
-            "finish_reason": choice.finish_reason,
-            **self.token_ids(index, choice),
-        }
+        return {"content": content, "refusal": None}
 
     def _token_logprob(self, chosen: Logprob) -> dict[str, Any]:
         top = [self._entry(token, logprob) for token, logprob in chosen.top[: self.count]]

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, configure_logging, rendezvous_and_check, run_on_each_rank
 from megatron.generation.batching.batcher import Batcher
-from megatron.generation.model import Model, load_model
+from megatron.generation.model import Model, load_model, start_inference
 from megatron.generation.multi_lora import with_adapters
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run_serving_loop
 from megatron.generation.serving.request_queue import Rejection, RequestQueue
-from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import served_adapters
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.generation.serving.http_server import ServerSocket
@@ -58,11 +56,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     name = model_name(args)  # not that of a local copy
     args = args.check_serving().for_inference(process.world_size)
     store = rendezvous_and_check(args, process, logger)
-    args = with_local_model(args)
-    groups = init_model_parallel(args, process, logger, store)
-    for note in args.startup_notes():
-        logger.info(note)
-    tokenizer = build_tokenizer(args)
+    args, groups, tokenizer = start_inference(args, process, logger, store)
     setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
     adapters = served_adapters(args)
     if name in adapters:
@@ -116,12 +110,7 @@ def _serve_on_rank0(
     args, server_socket = model.args, setup.server_socket
     queue = RequestQueue(args.serve_max_requests)
     parser = RequestParser(
-        setup.names,
-        model.tokenizer,
-        model.positions,
-        model.stop_token_ids,
-        setup.chat,
-        setup.no_template_reason,
+        setup.names, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason
     )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     texts, updates = TokenTexts(model.tokenizer), args.serve_weight_updates

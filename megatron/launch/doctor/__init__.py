@@ -4,5 +4,3 @@ One small function a check, each giving a `Check`; `command` runs them and print
 """
 
 from megatron.launch.doctor.command import main
-
-__all__ = ["main"]

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 _COLOURS = {"ok": "\033[32m", "warning": "\033[33m", "failed": "\033[31m"}
-_RESET = "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def table(checks: Sequence[Check], colours: bool = False) -> str:
     for check in checks:
         state = f"{check.state:<7}"
         if colours:
-            state = f"{_COLOURS[check.state]}{state}{_RESET}"
+            state = f"{_COLOURS[check.state]}{state}\033[0m"
         lines.append(f"{check.name:<{width}}  {state}  {check.found}")
         if check.advice:
             lines.append(f"{'':<{width}}           {check.advice}")

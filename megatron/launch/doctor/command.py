@@ -9,36 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron.launch.cuda_driver import driver_cuda
 from megatron.launch.devices import visible_gpus
+from megatron.launch.doctor import config, devices, hub, network, software, storage, transport
 from megatron.launch.doctor.check import Check, as_json, failed, table, verdict, warning
-from megatron.launch.doctor.config import (
-    checkpoint_bytes,
-    data_checks,
-    load_check,
-    read_config,
-    tokenizer_check,
-)
-from megatron.launch.doctor.devices import ability_check, driver_check, driver_version, gpu_checks, read_gpus
-from megatron.launch.doctor.hub import model_check
-from megatron.launch.doctor.network import hostname_check, peer_check, port_check, split_address
-from megatron.launch.doctor.software import (
-    arch_list_check,
-    compiled_checks,
-    deepspeed_check,
-    extras_checks,
-    installed,
-    packages_check,
-    python_check,
-    read_torch,
-    torch_check,
-)
-from megatron.launch.doctor.storage import (
-    GIB,
-    disk_check,
-    locked_memory_check,
-    open_files_check,
-    shared_memory_check,
-)
-from megatron.launch.doctor.transport import interface_checks, nccl_check, read_network, transport_check
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
@@ -71,42 +43,41 @@ def main(argv: Sequence[str], build_tokenizer: Callable[[NeoXArgs], object]) -> 
 def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], object]) -> list[Check]:
     """Runs every check that the options ask for. Returns the results in the order in which they are
     printed."""
-    torch, env = read_torch(), os.environ
+    torch, env = software.read_torch(), os.environ
     names = visible_gpus(env) if torch.version and not torch.problem else []
-    gpus, network = read_gpus(names), read_network()
-    args, problems = read_config(options.conf_file) if options.conf_file else (None, [])
-    checks: list[Check | None] = [*problems]
-    if args is not None:
-        checks += [*data_checks(args), load_check(args), tokenizer_check(args, build_tokenizer)]
+    gpus, links = devices.read_gpus(names), transport.read_network()
+    args, checks = config.read_config(options.conf_file) if options.conf_file else (None, [])
     port = options.port or (args.master_port if args else port_of(env.get("MASTER_PORT") or DEFAULT_PORT))
     site, problem = _site(env)
     serves = driver_cuda()
     several = bool(options.peer) or (args is not None and args.num_nodes > 1)
     results: list[Check | None] = [
-        python_check(),
-        torch_check(torch),
-        deepspeed_check(installed("deepspeed")),
-        packages_check(),
-        *extras_checks(),
-        *compiled_checks(gpus=bool(gpus)),
-        arch_list_check(),
-        driver_check(driver_version(), torch, len(gpus), serves),
-        *gpu_checks(gpus, options.gpus, serves),
-        ability_check(gpus, torch),
-        nccl_check(own_nccl(), env, network.loaded),
-        transport_check(env, network, several),
-        *interface_checks(env, network.interfaces),
-        hostname_check(),
-        port_check(port),
-        *(peer_check(peer, port) for peer in options.peer),
+        software.python_check(),
+        software.torch_check(torch),
+        software.deepspeed_check(software.installed("deepspeed")),
+        software.packages_check(),
+        *software.extras_checks(),
+        *software.compiled_checks(gpus=bool(gpus)),
+        software.arch_list_check(),
+        devices.driver_check(devices.driver_version(), torch, len(gpus), serves),
+        *devices.gpu_checks(gpus, options.gpus, serves),
+        devices.ability_check(gpus, torch),
+        transport.nccl_check(own_nccl(), env, links.loaded),
+        transport.transport_check(env, links, several),
+        *transport.interface_checks(env, links.interfaces),
+        network.hostname_check(),
+        network.port_check(port),
+        *(network.peer_check(peer, port) for peer in options.peer),
         problem,
         *_disks(options.save or (args.save if args else None) or site.get("NEOX_CHECKPOINT_DIR") or ".", args),
-        shared_memory_check(),
-        open_files_check(),
-        locked_memory_check() if network.infiniband or network.slingshot else None,
-        *(model_check(model) for model in options.model),
+        storage.shared_memory_check(),
+        storage.open_files_check(),
+        storage.locked_memory_check() if links.infiniband or links.slingshot else None,
+        *(hub.model_check(model) for model in options.model),
         *checks,
     ]
+    if args is not None:
+        results += [*config.data_checks(args), config.load_check(args), config.tokenizer_check(args, build_tokenizer)]
     return [check for check in results if check is not None]
 
 
@@ -127,13 +98,13 @@ def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
     args: the configuration, which gives the size of a checkpoint; None: 1 GiB is assumed.
     """
     temporary_folder = tempfile.gettempdir()
-    temporary = disk_check("temporary", temporary_folder, GIB // 4, "compiled kernels and small files")
+    temporary = storage.disk_check("temporary", temporary_folder, storage.GIB // 4, "compiled kernels and small files")
     if is_remote(folder):
         if args is None:
             return [warning("save", f"{folder} is remote and is not checked"), temporary]
         folder = args.save_dir or folder
-    num_bytes, label = (checkpoint_bytes(args), "a checkpoint") if args else (GIB, "a small checkpoint")
-    return [disk_check("save", folder, num_bytes, label), temporary]
+    num_bytes, label = (config.checkpoint_bytes(args), "a checkpoint") if args else (storage.GIB, "a small checkpoint")
+    return [storage.disk_check("save", folder, num_bytes, label), temporary]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,7 +134,7 @@ def _list(text: str) -> list[str]:
 
 def _peer(text: str) -> str:
     try:
-        split_address(text, DEFAULT_PORT)
+        network.split_address(text, DEFAULT_PORT)
     except ValueError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None
     return text

@@ -31,15 +31,12 @@ def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
 
 def data_checks(args: NeoXArgs) -> list[Check]:
     """Checks that every .bin/.idx pair of the configuration exists and is not empty."""
-    missing, count = [], 0
-    for key, prefix in _prefixes(args):
-        absent = [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]
-        count += not absent
-        if absent:
-            missing.append(
-                failed("data", f"{key}: {prefix}{' and '.join(absent)} not there or empty", args.origin(key))
-            )
-    return missing or [Check("data", "ok", f"{count} pairs of .bin and .idx")]
+    missing, prefixes = [], list(_prefixes(args))
+    for key, prefix in prefixes:
+        if absent := [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]:
+            finding = f"{key}: {prefix}{' and '.join(absent)} not there or empty"
+            missing.append(failed("data", finding, args.origin(key)))
+    return missing or [Check("data", "ok", f"{len(prefixes)} pairs of .bin and .idx")]
 
 
 def load_check(args: NeoXArgs) -> Check | None:

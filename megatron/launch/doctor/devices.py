@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron.launch.cuda_driver import capabilities
 from megatron.launch.doctor.check import Check, failed, warning
 from megatron.launch.doctor.software import Torch
+from megatron.launch.doctor.storage import GIB
 from megatron.launch.torch_builds import NoBuild, choose, this_platform
 
-GIB = 1 << 30
 _IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
 
 
@@ -31,10 +31,10 @@ class Gpu:
     problem: str = ""
 
 
-def driver_version(path: str | Path = "/proc/driver/nvidia/version") -> str | None:
+def driver_version() -> str | None:
     """Returns the version of the loaded NVIDIA driver; None if none is loaded."""
     try:
-        text = Path(path).read_text()
+        text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
     return next((word for word in text.split() if word[0].isdigit() and word.count(".") >= 1), None)

@@ -12,7 +12,6 @@ from megatron.launch.doctor.check import Check, failed, warning
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-_CACHE = "models--{}/snapshots"
 
 
 def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> Check:
@@ -25,7 +24,8 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     repository, _, revision = name.partition("@")
     token, place = find_token(env)
     token_note = f"token found in {place}" if token else "no token found"
-    cached = list((_home(env) / "hub" / _CACHE.format(repository.replace("/", "--"))).glob("*/config.json"))
+    in_cache = f"hub/models--{repository.replace('/', '--')}/snapshots"
+    cached = list((_home(env) / in_cache).glob("*/config.json"))
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
@@ -39,7 +39,8 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
         return failed(title, f"{unreachable}; not in the cache", "fetch the model where there is a network")
     if status < 400:
         return Check(title, "ok", f"can be read; {token_note}")
-    return failed(title, *_refusal(status, code, token_note, bool(token)))
+    finding, advice = _refusal(status, code, bool(token))
+    return failed(title, f"{finding}; {token_note}", advice)
 
 
 def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
@@ -86,34 +87,22 @@ def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str
         return None, str(getattr(problem, "reason", problem))
 
 
-def _refusal(status: int, code: str, detail: str, with_token: bool) -> tuple[str, str]:
-    """Returns (what an HTTP error status of the Hub means, advice), both in words.
-
-    code: the Hub's error code.
-    detail: where the token was found, for the text.
-    """
+def _refusal(status: int, code: str, with_token: bool) -> tuple[str, str]:
+    """Returns (what an HTTP error status of the Hub means, advice), both in words. code: the Hub's error
+    code."""
     if status == 403 or code == "GatedRepo":
-        return (
-            f"access is not granted ({status}); {detail}",
-            "ask for access on the model's page, with the token's account",
-        )
+        return f"access is not granted ({status})", "ask for access on the model's page, with the token's account"
     if status == 401 and not with_token:
-        return (
-            f"the Hub wants a token, or there is no such model (401); {detail}",
-            "check the name; export HF_TOKEN=...",
-        )
+        return "the Hub wants a token, or there is no such model (401)", "check the name; export HF_TOKEN=..."
     if status == 401:
-        return (
-            f"the token is not valid, or there is no such model (401); {detail}",
-            "check the name; make a new token",
-        )
+        return "the token is not valid, or there is no such model (401)", "check the name; make a new token"
     if code == "EntryNotFound":
-        return f"the model has no config.json ({status}); {detail}", "name a model of transformers"
+        return f"the model has no config.json ({status})", "name a model of transformers"
     if code == "RevisionNotFound":
-        return f"the model has no such revision ({status}); {detail}", "see its branches and tags"
+        return f"the model has no such revision ({status})", "see its branches and tags"
     if status == 404:
-        return f"no such model (404); {detail}", "check the name: ORG/NAME"
-    return f"the Hub answers {status}; {detail}", "try again later"
+        return "no such model (404)", "check the name: ORG/NAME"
+    return f"the Hub answers {status}", "try again later"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed, warning
 
-TIMEOUT_S = 3.0
-
 
 def port_check(port: int) -> Check:
     """Checks that rank 0 could listen on this port."""
@@ -29,7 +27,7 @@ def port_check(port: int) -> Check:
     return Check(title, "ok", "is free")
 
 
-def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
+def peer_check(peer: str, port: int, timeout_s: float = 3.0) -> Check:
     """Checks that another machine accepts a connection.
 
     peer: `host:port`, `[v6]:port`, or `host`.
@@ -46,9 +44,8 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
         socket.create_connection((address, number), timeout_s).close()
     except ConnectionRefusedError:
         finding = f"{address} answers and refuses: nothing listens at {number}"
-        return failed(
-            title, finding, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
-        )
+        advice = f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+        return failed(title, finding, advice)
     except TimeoutError:
         finding = f"{address} does not answer within {timeout_s:g} s"
         return failed(title, finding, "a firewall drops it, the machine is off, or the address is of another network")
@@ -57,9 +54,9 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
     return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")
 
 
-def hostname_check(name: str | None = None) -> Check:
+def hostname_check() -> Check:
     """Checks that this machine's own name has an address. gloo and other machines look the name up."""
-    name = socket.gethostname() if name is None else name
+    name = socket.gethostname()
     try:
         return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError:

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -88,7 +88,7 @@ def torch_check(torch: Torch) -> Check:
     if torch.problem:
         return failed("torch", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
     build = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
-    if _numbers(torch.version)[:2] < TORCH:
+    if tuple(map(int, re.findall(r"\d+", torch.version.partition("+")[0])))[:2] < TORCH:
         return failed("torch", build, "2.11 or newer is needed")
     return Check("torch", "ok", build)
 
@@ -108,28 +108,21 @@ def deepspeed_check(release: str | None) -> Check:
     return Check("deepspeed", "ok", f"{release}, the release tested")
 
 
-def packages_check(find: Callable[[str], str | None] = installed) -> Check:
-    """Checks that the packages that every run needs are installed. find: returns the version of a package, or
-    None."""
-    versions = {name: find(name) for name in REQUIRED}
+def packages_check() -> Check:
+    """Checks that the packages that every run needs are installed."""
+    versions = {name: installed(name) for name in REQUIRED}
     missing = [name for name, number in versions.items() if number is None]
     if missing:
         return failed("packages", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
     return Check("packages", "ok", ", ".join(f"{name} {number}" for name, number in versions.items()))
 
 
-def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
-    """Lists optional packages: the installed ones with versions, the missing ones with their purpose.
-
-    find: returns the version of a package, or None.
-    """
-    versions = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
+def extras_checks() -> list[Check]:
+    """Lists optional packages: the installed ones with versions, the missing ones with their purpose."""
+    versions = {name: installed(name) for name in (*OPTIONAL, *COMPILED)}
     installed_text = ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "none"
     missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not versions[name])
-    return [
-        Check("extras", "ok", installed_text),
-        *([Check("not installed", "ok", missing)] if missing else []),
-    ]
+    return [Check("extras", "ok", installed_text), *([Check("not installed", "ok", missing)] if missing else [])]
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
@@ -140,12 +133,12 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
     find: returns the version of a package, or None.
     """
     checks = []
+    setup = f"import sys; sys.path.insert(0, {str(install_root())!r}); import torch"
+    load = "from megatron.neox_arguments.optional_packages import import_compiled"
     for name, statement in COMPILED.items():
         number = find(name)
         if number is None or not gpus:  # without a GPU they refuse to be imported at all
             continue
-        setup = f"import sys; sys.path.insert(0, {str(install_root())!r}); import torch"
-        load = "from megatron.neox_arguments.optional_packages import import_compiled"
         command = [sys.executable, "-c", f"{setup}; {load}; {statement}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -161,17 +154,13 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
     return checks
 
 
-def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
+def arch_list_check() -> Check | None:
     """Returns a warning if DeepSpeed's builder cannot read TORCH_CUDA_ARCH_LIST; else None.
 
     train.py then replaces the list by the compute capabilities of the GPUs.
     """
-    value = env.get("TORCH_CUDA_ARCH_LIST", "")
+    value = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     if is_readable_arch_list(value):
         return None
     finding = f"{value!r}, which DeepSpeed's builder cannot read"
     return warning("TORCH_CUDA_ARCH_LIST", finding, "deepy.py and train.py set the device's own, as 9.0")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0]))

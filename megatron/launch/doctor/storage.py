@@ -15,7 +15,6 @@ MIB, GIB = 1 << 20, 1 << 30
 _PROBE = 64 * MIB
 _SECONDS = 0.5  # that the probe may take
 _SLOW = 100 * MIB  # bytes a second
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_check(
@@ -38,9 +37,7 @@ def disk_check(
         return failed(title, f"{existing_folder} is a file", "name a folder")
     if not os.access(existing_folder, os.W_OK | os.X_OK):
         return failed(
-            title,
-            f"{existing_folder} may not be written by this user",
-            "name another folder, or see its rights",
+            title, f"{existing_folder} may not be written by this user", "name another folder, or see its rights"
         )
     space = statvfs(str(existing_folder))
     free = space.f_bavail * space.f_frsize
@@ -49,15 +46,13 @@ def disk_check(
         return failed(title, f"{space_text}, no files left (inodes)", "delete files, or name another folder")
     if free < num_bytes:
         return failed(
-            title,
-            f"{space_text}, less than {label} of about {size(num_bytes)}",
-            "make room, or name another folder",
+            title, f"{space_text}, less than {label} of about {size(num_bytes)}", "make room, or name another folder"
         )
     try:
         speed = _write(existing_folder)
     except OSError as problem:
-        full = problem.errno in _FULL
-        reason = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
+        is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk or the quota is full" if is_full else f"cannot be written: {problem.strerror}"
         return failed(title, f"{space_text}, but {reason}", "make room, or name another folder")
     space_text += f", {speed / MIB:.0f} MiB/s"
     if free < 2 * num_bytes:
@@ -108,9 +103,9 @@ def open_files_check(limits: tuple[int, int] | None = None) -> Check:
     return Check("open files", "ok", limit_text)
 
 
-def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
+def locked_memory_check() -> Check:
     """Checks the limit of locked memory, which RDMA networks (InfiniBand) need."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and soft < GIB:
         return warning("locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)")
     return Check("locked memory", "ok", _limit(soft) if soft < 0 else size(soft))

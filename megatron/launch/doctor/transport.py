@@ -36,11 +36,10 @@ class Network:
     loaded: tuple[str, ...] = ()
 
 
-def read_network(env: Mapping[str, str] = os.environ) -> Network:
+def read_network() -> Network:
     """Reads which network interfaces, network devices and NCCL libraries this machine has."""
     libraries: dict[str, str] = {}
-    folders = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    for folder in folders:
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         for file in sorted(Path(folder).glob("libnccl*.so*")):
             libraries.setdefault(file.name, str(file))
     if shutil.which("ldconfig"):
@@ -52,11 +51,7 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     except OSError:  # not Linux
         loaded = []
     return Network(
-        _names("/sys/class/net"),
-        _names("/sys/class/infiniband"),
-        _names("/sys/class/cxi"),
-        libraries,
-        tuple(loaded),
+        _names("/sys/class/net"), _names("/sys/class/infiniband"), _names("/sys/class/cxi"), libraries, tuple(loaded)
     )
 
 
@@ -78,13 +73,10 @@ def nccl_check(torch_nccl: Nccl | None, env: Mapping[str, str], loaded: Sequence
         if torch_nccl is not None and torch_nccl.version and version and version < torch_nccl.version:
             finding = f"{Nccl(version)} ({file}) is loaded, older than the {torch_nccl} that torch was built with"
             return failed("nccl", finding, preload)
-    if site is not None and site.file and choice.preload == site.file and not _is_loaded(site.file, loaded):
+    loaded_files = {Path(file).resolve() for file in loaded}
+    if site is not None and site.file == choice.preload and site.file and Path(site.file).resolve() not in loaded_files:
         return warning("nccl", f"{choice.description}, is not loaded", preload)
     return Check("nccl", "ok", choice.description)
-
-
-def _is_loaded(file: str, loaded: Sequence[str]) -> bool:
-    return str(Path(file).resolve()) in [str(Path(path).resolve()) for path in loaded]
 
 
 def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:
@@ -93,14 +85,11 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
 
     several: whether the run has several machines. TCP sockets are then a warning.
     """
-    fast = [*network.slingshot, *network.infiniband]
     net, plugin = env.get("NCCL_NET"), env.get("NCCL_NET_PLUGIN")
     file = _plugin(plugin, network)
     provider = env.get("FI_PROVIDER")
-    set_here = ", ".join(
-        f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)
-    )
-    settings = f" ({set_here})" if set_here else ""
+    set_here = [f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)]
+    settings = f" ({', '.join(set_here)})" if set_here else ""
     advice = "its folder belongs into LD_LIBRARY_PATH (module load)"
     if plugin not in (None, "none") and file is None:
         return failed("transport", f"NCCL_NET_PLUGIN={plugin}: no such library", advice)
@@ -108,11 +97,8 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
         return failed("transport", f"NCCL_NET={net}: its plugin libnccl-net.so is not found", advice)
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
-            return warning(
-                "transport",
-                f"plugin {file} over {provider}{settings}",
-                "FI_PROVIDER=cxi on Slingshot, efa on AWS",
-            )
+            finding = f"plugin {file} over {provider}{settings}"
+            return warning("transport", finding, "FI_PROVIDER=cxi on Slingshot, efa on AWS")
         return Check("transport", "ok", f"plugin {file}{settings}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     if network.infiniband and not disabled and net != "Socket":
@@ -125,7 +111,7 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
             f"{tcp}, although Slingshot is here ({', '.join(network.slingshot)})",
             "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
         )
-    if fast:
+    if fast := [*network.slingshot, *network.infiniband]:
         return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
     if several:
         return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")

@@ -8,5 +8,3 @@ among the others by what the operator puts into its environment (`megatron.launc
 from megatron.launch.kubernetes.config_files import pod_config
 from megatron.launch.kubernetes.manifests import KINDS, Manifest, as_yaml, render
 from megatron.launch.kubernetes.site import Site, read_site
-
-__all__ = ["KINDS", "Manifest", "Site", "as_yaml", "pod_config", "read_site", "render"]

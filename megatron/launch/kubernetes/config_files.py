@@ -98,11 +98,9 @@ def _unique_names(texts: Mapping[str, str]) -> dict[str, str]:
     names = [Path(path).name for path in texts]
     if sum(len(text.encode()) for text in texts.values()) > _MOST_BYTES:
         raise ConfigError([f"{', '.join(texts)}: together larger than {_MOST_BYTES:,} bytes, the limit of a ConfigMap"])
-    unique = len(set(names)) == len(names)
-    return {
-        name if unique else f"{i}-{name}": text
-        for i, (name, text) in enumerate(zip(names, texts.values(), strict=True), start=1)
-    }
+    if len(set(names)) < len(names):
+        names = [f"{i}-{name}" for i, name in enumerate(names, start=1)]
+    return dict(zip(names, texts.values(), strict=True))
 
 
 def _in_the_image(args: NeoXArgs, site: Site) -> Iterator[str]:
@@ -133,11 +131,8 @@ def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
     if args.save is None:
         yield "save: is not set, so a lost pod would lose the run; set it to a folder of a claim, as ${OUTPUT_DIR}"
     elif not _on_a_claim(args.save, site):
-        yield (
-            f"{args.origin('save')}: save: {args.save} is in no claim of the site "
-            f"({folders}), "
-            "so it would be lost with its pod"
-        )
+        place = f"{args.origin('save')}: save: {args.save}"
+        yield f"{place} is in no claim of the site ({folders}), so it would be lost with its pod"
     for key in ("restart", "iteration"):
         if args.origin(key) not in ("default", "derived"):
             yield f"{args.origin(key)}: {key}: would send the run back whenever a pod is lost; remove it"

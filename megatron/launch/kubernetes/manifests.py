@@ -8,19 +8,12 @@ from typing import Any
 
 import yaml
 
-from megatron.launch.kubernetes.config_files import PodConfig
-from megatron.launch.kubernetes.pods import (
-    Json,
-    config_map,
-    container_details,
-    environment_map,
-    labels,
-    pod_metadata,
-    pod_spec,
-    resources,
-)
+from megatron.launch.kubernetes.config_files import FOLDER, PodConfig
 from megatron.launch.kubernetes.site import Site
 
+Json = dict[str, Any]
+
+GRACE_S = 300  # from SIGTERM to SIGKILL: for the step to end and a checkpoint to be written
 _ENVIRONMENT_NOTE = """\
 # What is the same for all pods. The operator gives each pod MASTER_ADDR, MASTER_PORT and its place
 # (PyTorchJob: RANK and WORLD_SIZE; both: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE), which come before
@@ -53,8 +46,13 @@ class Manifest:
 def render(site: Site, config: PodConfig, kinds: tuple[str, ...] = ("PyTorchJob",)) -> list[Manifest]:
     """Returns the Kubernetes objects of a job in the order in which to apply them. kinds: the kinds of job to
     render, from KINDS."""
-    documents = [_namespace(site), *(_claim(site, name) for name, claim in site.claims.items() if claim["size"])]
-    documents += [_environment(site), _config(site, config)]
+    documents = [
+        _manifest("v1", "Namespace", {"name": site.namespace}),
+        *(_claim(site, name) for name, claim in site.claims.items() if claim["size"]),
+        _manifest("v1", "ConfigMap", _metadata(site, _environment_map(site)), _ENVIRONMENT_NOTE,
+                  data=site.environment()),
+        _manifest("v1", "ConfigMap", _metadata(site, _config_map(site)), data=dict(config.files)),
+    ]  # fmt: skip
     for kind in kinds:
         documents += KINDS[kind](site, config)
     return documents
@@ -66,8 +64,9 @@ def as_yaml(manifest: Manifest) -> str:
     return f"---\n{manifest.note}{text}"
 
 
-def _namespace(site: Site) -> Manifest:
-    return Manifest({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": site.namespace}})
+def _manifest(version: str, kind: str, metadata: Json, note: str = "", **fields: Any) -> Manifest:
+    """Returns a Kubernetes object. fields: `spec` or `data`."""
+    return Manifest({"apiVersion": version, "kind": kind, "metadata": metadata, **fields}, note)
 
 
 def _claim(site: Site, name: str) -> Manifest:
@@ -78,34 +77,21 @@ def _claim(site: Site, name: str) -> Manifest:
     if site.storage_class is not None:
         spec["storageClassName"] = site.storage_class
     # Not labelled as the job's: it outlives it, and other jobs share it.
-    metadata = {"name": name, "namespace": site.namespace}
-    return Manifest({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
-
-
-def _environment(site: Site) -> Manifest:
-    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(site, environment_map(site))}
-    return Manifest({**body, "data": site.environment()}, _ENVIRONMENT_NOTE)
-
-
-def _config(site: Site, config: PodConfig) -> Manifest:
-    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(site, config_map(site))}
-    return Manifest({**body, "data": dict(config.files)})
+    return _manifest("v1", "PersistentVolumeClaim", {"name": name, "namespace": site.namespace}, spec=spec)
 
 
 def _pytorchjob(site: Site, config: PodConfig) -> list[Manifest]:
     def replica(count: int, scraped: bool) -> Json:
-        container = container_details(site, config, "pytorch", scraped)  # the name that the operator looks for
+        container = _container_details(site, config, scraped)
         port = int(site.environment()["MASTER_PORT"])
         container["ports"].append({"name": "pytorchjob-port", "containerPort": port})  # it makes MASTER_PORT of this
-        spec = {"image": site.image, "command": config.command, "resources": resources(site)}
+        main: Json = {"name": "pytorch", "image": site.image}  # the name that the operator looks for
+        main |= {"command": config.command, "resources": _resources(site), **container}
+        metadata = _pod_metadata(site, config.metrics_port if scraped else None)
         return {
-            "replicas": count,
-            "restartPolicy": "OnFailure",
-            "template": {
-                "metadata": pod_metadata(site, config.metrics_port if scraped else None),
-                "spec": pod_spec(site, config, {"name": container.pop("name"), **spec, **container}),
-            },
-        }
+            "replicas": count, "restartPolicy": "OnFailure",
+            "template": {"metadata": metadata, "spec": _pod_spec(site, main)},
+        }  # fmt: skip
 
     replicas = {"Master": replica(1, True)}
     if site.replicas > 1:
@@ -115,56 +101,41 @@ def _pytorchjob(site: Site, config: PodConfig) -> list[Manifest]:
         "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": site.restarts * site.replicas},
         "pytorchReplicaSpecs": replicas,
     }
-    body = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _job_metadata(site), "spec": spec}
     rank_0 = {"training.kubeflow.org/job-name": site.name, "training.kubeflow.org/replica-type": "master"}
-    return [*_pod_monitor(site, config, "pytorchjob", rank_0), Manifest(body, _PYTORCHJOB_NOTE)]
+    job = _manifest("kubeflow.org/v1", "PyTorchJob", _job_metadata(site), _PYTORCHJOB_NOTE, spec=spec)
+    return [*_pod_monitor(site, config, "pytorchjob", rank_0), job]
 
 
 def _trainjob(site: Site, config: PodConfig) -> list[Manifest]:
-    container = container_details(site, config, "node")  # the name that the operator looks for
-    pod = pod_spec(site, config, container)
+    pod = _pod_spec(site, {"name": "node", **_container_details(site, config)})  # the name that the operator looks for
+    template = {"metadata": _pod_metadata(site, config.metrics_port), "spec": {"restartPolicy": "Never", **pod}}
     job = {
         "name": "node",
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": {
-                "backoffLimit": 0,
-                "template": {
-                    "metadata": pod_metadata(site, config.metrics_port),
-                    "spec": {"restartPolicy": "Never", **pod},
-                },
-            },
+            "spec": {"backoffLimit": 0, "template": template},
         },
     }
     metadata = _metadata(site, site.name)
     metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": metadata,
-        "spec": {
-            "mlPolicy": {"numNodes": site.replicas, "torch": {}},
-            "template": {"spec": {"failurePolicy": {"maxRestarts": site.restarts}, "replicatedJobs": [job]}},
-        },
+        "mlPolicy": {"numNodes": site.replicas, "torch": {}},
+        "template": {"spec": {"failurePolicy": {"maxRestarts": site.restarts}, "replicatedJobs": [job]}},
     }
-    body = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _job_metadata(site),
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": site.name},
-            "trainer": {
-                "numNodes": site.replicas,
-                "numProcPerNode": site.gpus,
-                "image": site.image,
-                "command": config.command,
-                "resourcesPerNode": resources(site),
-            },
+    train_job = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": site.name},
+        "trainer": {
+            "numNodes": site.replicas, "numProcPerNode": site.gpus, "image": site.image, "command": config.command,
+            "resourcesPerNode": _resources(site),
         },
-    }
+    }  # fmt: skip
     rank_0 = {"jobset.sigs.k8s.io/jobset-name": site.name, "batch.kubernetes.io/job-completion-index": "0"}
-    monitor = _pod_monitor(site, config, "trainjob", rank_0)
-    return [*monitor, Manifest(runtime, _RUNTIME_NOTE), Manifest(body)]
+    version = "trainer.kubeflow.org/v1alpha1"
+    return [
+        *_pod_monitor(site, config, "trainjob", rank_0),
+        _manifest(version, "TrainingRuntime", metadata, _RUNTIME_NOTE, spec=runtime),
+        _manifest(version, "TrainJob", _job_metadata(site), spec=train_job),
+    ]
 
 
 KINDS: Mapping[str, Callable[[Site, PodConfig], list[Manifest]]] = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob}
@@ -180,20 +151,15 @@ def _pod_monitor(site: Site, config: PodConfig, kind: str, rank_0: Mapping[str, 
     """
     if not config.metrics_port:
         return []
-    body = {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": _metadata(site, f"{site.name}-{kind}"),
-        "spec": {
-            "selector": {"matchLabels": dict(rank_0)},
-            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "30s"}],
-        },
+    spec = {
+        "selector": {"matchLabels": dict(rank_0)},
+        "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "30s"}],
     }
-    return [Manifest(body)]
+    return [_manifest("monitoring.coreos.com/v1", "PodMonitor", _metadata(site, f"{site.name}-{kind}"), spec=spec)]
 
 
 def _metadata(site: Site, name: str) -> Json:
-    return {"name": name, "namespace": site.namespace, "labels": labels(site)}
+    return {"name": name, "namespace": site.namespace, "labels": _labels(site)}
 
 
 def _job_metadata(site: Site) -> Json:
@@ -201,6 +167,92 @@ def _job_metadata(site: Site) -> Json:
     if site.queue is not None:
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = site.queue
     return metadata
+
+
+def _labels(site: Site) -> Json:
+    """Returns the labels of all objects of a job."""
+    return {"app.kubernetes.io/name": "neox", "app.kubernetes.io/instance": site.name, **site.labels}
+
+
+def _pod_metadata(site: Site, scraped_port: int | None = None) -> Json:
+    """Returns labels and annotations of a pod.
+
+    scraped_port: the metrics port, for a Prometheus that reads annotations; None: no such annotations.
+    """
+    annotations = {"sidecar.istio.io/inject": "false"}  # its proxy would stand between the ranks
+    if scraped_port is not None:
+        annotations |= {
+            "prometheus.io/scrape": "true", "prometheus.io/port": str(scraped_port), "prometheus.io/path": "/metrics",
+        }  # fmt: skip
+    return {"labels": _labels(site), "annotations": {**annotations, **site.annotations}}
+
+
+def _pod_spec(site: Site, container: Json) -> Json:
+    """Returns the spec of a pod with this container. The cluster chooses the user id (OpenShift: a random
+    one)."""
+    volumes: list[Json] = [
+        *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in site.claims),
+        {"name": "config", "configMap": {"name": _config_map(site)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}},
+    ]
+    spec: Json = {
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if site.node_selector:
+        spec["nodeSelector"] = dict(site.node_selector)
+    if site.image_pull_secret is not None:
+        spec["imagePullSecrets"] = [{"name": site.image_pull_secret}]
+    return spec
+
+
+def _container_details(site: Site, config: PodConfig, scraped: bool = True) -> Json:
+    """Returns a container without name and command: environment, ports, mounts and security context.
+
+    scraped: whether rank 0 may run in this container. Only then the metrics port is opened.
+    """
+    # Port 0 lets the system choose, and nobody could say where to look.
+    has_port = config.metrics_port and scraped
+    mounts: list[Json] = [
+        *({"name": name, "mountPath": path} for name, path in site.volumes().items()),
+        {"name": "config", "mountPath": str(FOLDER), "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    return {
+        "envFrom": [{"configMapRef": {"name": _environment_map(site)}}],
+        "env": [_from_secret(variable, str(place)) for variable, place in site.secrets.items()],
+        "ports": [{"name": "metrics", "containerPort": config.metrics_port}] if has_port else [],
+        "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def _resources(site: Site) -> Json:
+    """Returns the resources that each pod requests. Its limits are the same."""
+    amounts = {"cpu": str(site.cpus), "memory": site.memory, site.gpu_resource: str(site.gpus)}
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _environment_map(site: Site) -> str:
+    """Returns the name of the ConfigMap that holds the environment variables."""
+    return f"{site.name}-environment"
+
+
+def _config_map(site: Site) -> str:
+    """Returns the name of the ConfigMap that holds the configuration files."""
+    return f"{site.name}-config"
+
+
+def _from_secret(variable: str, place: str) -> Json:
+    """Returns an environment variable whose value comes from a secret. If the secret does not exist, the
+    variable is unset.
+
+    place: `SECRET/KEY`.
+    """
+    name, _, key = place.partition("/")
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -14,14 +14,9 @@ from megatron.neox_arguments.validation.types import check_keys
 
 # The variables of a container and their values where the site says nothing; WORLD_SIZE is made.
 VARIABLES: Mapping[str, str] = {
-    "EPOCHS": "4",
-    "BATCH_SIZE": "8",
-    "LEARNING_RATE": "5e-5",
-    "MASTER_PORT": "23456",
-    "NCCL_DEBUG": "INFO",
-    "DATA_DIR": "/shared/data",
-    "OUTPUT_DIR": "/shared/models",
-}
+    "EPOCHS": "4", "BATCH_SIZE": "8", "LEARNING_RATE": "5e-5", "MASTER_PORT": "23456", "NCCL_DEBUG": "INFO",
+    "DATA_DIR": "/shared/data", "OUTPUT_DIR": "/shared/models",
+}  # fmt: skip
 # What a site has that does not say these keys; a dataclass takes no mapping as a default.
 _UNSET: Mapping[str, Mapping[str, Any]] = {
     "claims": {
@@ -144,11 +139,9 @@ def _check(site: Site, problems: ErrorCollector) -> None:
             problems.add(f"claims.{name}.path", "must be an absolute path, as /shared/models")
         if claim["size"] is not None:
             _check_quantity(f"claims.{name}.size", claim["size"], problems)
-        same_path = [
-            other_name for other_name, path in site.volumes().items() if other_name != name and path == claim["path"]
-        ]
-        if same_path and name > min(same_path):
-            problems.add(f"claims.{name}.path", f"is the path of {min(same_path)} too; give each claim another folder")
+        first_claim = min(other_name for other_name, path in site.volumes().items() if path == claim["path"])
+        if name != first_claim:
+            problems.add(f"claims.{name}.path", f"is the path of {first_claim} too; give each claim another folder")
     if not _LABEL_NAME.fullmatch(site.gpu_resource):
         problems.add("gpu_resource", "is not a name of a resource, as nvidia.com/gpu")
     if site.queue is not None and not _NAME.fullmatch(site.queue):

@@ -1,39 +1,31 @@
 """Caches the teacher's most likely tokens on disk before the first step, so that training needs no teacher.
 
-The folder is named by the teacher and its settings; rows in it are found by their content.
+The folder is named by the teacher and its settings; rows in it are found by a hash of their content.
 """
 
+import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.checkpointing import replace_file
 from megatron.data import DataError, Datasets, SampleSet, collation
 from megatron.data.files import sync, temporary
-from megatron.data.packed_dataset import TokenSample
+from megatron.data.packed_dataset import TokenSample, TopRow
+from megatron.data.run_datasets import WrappedSet
 from megatron.data.set_config import index_cache_dir, masked_token_ids
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks_of, run_on_each_rank
 from megatron.methods.distillation.description import TeacherDescription, teacher_args
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import teacher_values
 from megatron.methods.distillation.teacher import Teacher, with_top_tokens
-from megatron.methods.distillation.teacher_scores import (
-    ROWS,
-    Shard,
-    TeacherScoredDataset,
-    TeacherScores,
-    digest_of_tokens,
-    row_name,
-    token_type,
-    trained_places,
-)
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import look_for_stop
@@ -44,26 +36,114 @@ _TOKENS_AT_ONCE = 1 << 17  # of a data-parallel rank; what an interruption loses
 _SAY_EVERY = 30.0  # seconds
 
 
+# name: `row_name`; file: its number; first, count: its trained tokens in that file; digest: of these.
+ROWS = np.dtype([("name", "S32"), ("first", "<i8"), ("count", "<i4"), ("digest", "S32")])
+
+
+def token_type(k: int) -> np.dtype:
+    """Return the numpy record type of the teacher's scores of one token.
+
+    ids: the k most likely tokens. logprobs: their log-probabilities, then that of all other tokens together.
+    """
+    return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
+
+
+def trained_places(sample: TokenSample) -> np.ndarray:
+    """Return the positions of the tokens that may be trained; position 0 is the second token of the row."""
+    return np.flatnonzero(sample.labels[1:] >= 0)
+
+
+def row_name(sample: TokenSample) -> bytes:
+    """Return a hash of the row's tokens, trained positions and document starts, 32 hexadecimal digits."""
+    digest = hashlib.blake2b(sample.tokens.astype("<i8").tobytes(), digest_size=16)
+    digest.update((sample.labels >= 0).tobytes() + sample.begins.tobytes() + bytes([sample.labelled]))
+    return digest.hexdigest().encode()
+
+
+def digest_of_tokens(tokens: np.ndarray) -> bytes:
+    """Return a hash of an array of records of `token_type`, 32 hexadecimal digits."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest().encode()
+
+
+class Shard(NamedTuple):
+    """One file pair of a teacher's scores. rows: records of type `ROWS`; tokens: memory-mapped records of
+    `token_type`, one for each trained token of these rows."""
+
+    file: Path
+    rows: np.ndarray
+    tokens: np.ndarray
+
+
+class TeacherScores:
+    """Looks up a teacher's scores of a row by `row_name`. If several rows have one name, the first counts."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        names = np.concatenate([np.empty(0, "S32"), *(shard.rows["name"] for shard in shards)])
+        self.names, first_indices = np.unique(names, return_index=True)
+        sizes = np.array([len(shard.rows) for shard in shards], np.int64)
+        self._shard = np.repeat(np.arange(len(shards)), sizes)[first_indices]
+        self._row = first_indices - (np.cumsum(sizes) - sizes)[self._shard]
+
+    def __contains__(self, name: bytes) -> bool:
+        return self._find(name) is not None
+
+    def _find(self, name: bytes) -> int | None:
+        place = int(np.searchsorted(self.names, np.array(name, "S32")))
+        return place if place < len(self.names) and self.names[place] == name else None
+
+    def with_top(self, sample: TokenSample) -> TokenSample:
+        """Return the sample with `top` set to the teacher's most likely tokens.
+
+        Raises DataError if the sample has no scores or its score file is damaged.
+        """
+        place = self._find(row_name(sample))
+        if place is None:
+            raise DataError(
+                "a row has no scores of the teacher: the data has changed since the run began; start the run again"
+            )
+        shard = self.shards[self._shard[place]]
+        row = shard.rows[self._row[place]]
+        tokens = shard.tokens[row["first"] : row["first"] + row["count"]]
+        if digest_of_tokens(tokens) != row["digest"]:
+            raise DataError(f"{shard.file}: damaged; delete this file, it is rebuilt")
+        places, k = trained_places(sample), tokens["ids"].shape[1]
+        ids = np.zeros((len(sample.tokens) - 1, k), np.int64)
+        logprobs = np.zeros((len(sample.tokens) - 1, k + 1), np.float32)
+        ids[places], logprobs[places] = tokens["ids"], tokens["logprobs"]
+        return replace(sample, top=TopRow(ids, logprobs))
+
+
+class TeacherScoredDataset(WrappedSet):
+    """Wraps a dataset: each sample gets `top`, the teacher's most likely tokens, looked up in `scores`."""
+
+    def __init__(self, dataset: SampleSet, scores: TeacherScores) -> None:
+        super().__init__(dataset)
+        self.scores = scores
+
+    def __getitem__(self, index: int) -> TokenSample:
+        sample = self.dataset[index]
+        assert isinstance(sample, TokenSample)
+        return self.scores.with_top(sample)
+
+
 def describe_scores(
     args: NeoXArgs, description: TeacherDescription, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> dict[str, Any]:
     """Returns all settings on which the teacher's scores of a row depend, besides the row's tokens. The ranks
     share the work."""
-    method_keys = DistillationKeys.read_from(args)
-    assert method_keys.distillation is not None
     record = describe_reference(teacher_args(args, description), description.source, tokenizer, groups)
     keys = ("seq_length", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
     reading = {key: getattr(args, key) for key in keys} | {"masked": list(masked_token_ids(args))}
-    scores = {key: method_keys.distillation[key] for key in ("temperature", "top_k")} | {"columns": args.softmax_rows}
+    options = distillation_keys(args)
+    scores = {key: options[key] for key in ("temperature", "top_k")} | {"columns": args.softmax_rows}
     return record | {"scope": "most likely tokens of trained places", "rows": reading, "scores": scores}
 
 
 def scores_folder(args: NeoXArgs, record: dict[str, Any]) -> Path:
     """Returns the folder of these scores in `distillation.cache_dir`, else in `teacher_cache` next to the
     index maps."""
-    keys = DistillationKeys.read_from(args)
-    assert keys.distillation is not None
-    cache_dir = keys.distillation["cache_dir"]
+    cache_dir = distillation_keys(args)["cache_dir"]
     first_path = (args.train_data_paths or (args.data_path or "",))[0]
     return Path(cache_dir or index_cache_dir(args, first_path).parent / "teacher_cache") / digest_of(record)
 
@@ -134,10 +214,8 @@ class TeacherCache:
         logger: logging.Logger,
         watchdog: Watchdog,
     ) -> None:
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
         self.args, self.groups, self.logger, self.watchdog = args, groups, logger, watchdog
-        self.k: int = keys.distillation["top_k"]
+        self.k: int = distillation_keys(args)["top_k"]
         self.record = describe_scores(args, description, tokenizer, groups)
         self.folder = scores_folder(args, self.record)
         self.collate = collation(args, tokenizer.eod)
@@ -157,7 +235,7 @@ class TeacherCache:
         self.teacher = None
         self.logger.info(f"distillation: {computed} rows scored, {len(names) - computed} found in {self.folder}")
         scores = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
-        return replace(datasets, train=TeacherScoredDataset(dataset, scores))  # type: ignore[arg-type]
+        return replace(datasets, train=TeacherScoredDataset(dataset, scores))
 
     def _compute(self, dataset: SampleSet, size: int, cached: TeacherScores) -> tuple[int, set[bytes]]:
         """Score missing rows; return (rows scored, names of all rows of the first `size` samples)."""

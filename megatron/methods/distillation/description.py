@@ -7,28 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
-from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
 from megatron.checkpointing.layout import is_tag
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.architectures import (
-    MambaKeys,
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.fp8 import FP8Keys
-from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
+from megatron.training.reference.cache import MODEL_SECTIONS
 
-_OWNERS = tuple(
-    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
-)
 # Model keys that set how, and at what length, the model is computed: these are the run's, not the teacher's
 _RUN_KEYS = (
     "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
@@ -67,9 +57,7 @@ def describe_teacher(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription
 
 
 def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
-    method_keys = DistillationKeys.read_from(args)
-    assert method_keys.distillation is not None
-    name = method_keys.distillation["teacher"]
+    name = distillation_keys(args)["teacher"]
     if is_hf(name):
         path = find_hf(name)
         folder = HFFolder(path)
@@ -92,7 +80,7 @@ def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
         raise args.error(_KEY, f"{path} has adapters; merge them (tools/ckpts/adapter.py merge) and name the result")
     model_keys = [
         key for key, declaration in keys_of(type(args)).items()
-        if declaration.owner in _OWNERS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
+        if declaration.owner in MODEL_SECTIONS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
     ]  # fmt: skip
     return TeacherDescription(source, {key: thaw(keys.get(key)) for key in model_keys}, rows)
 
@@ -105,10 +93,8 @@ def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | No
     """
     row_counts = [rows for rows in (real, teacher.rows) if rows is not None]
     args = mask_padding(args, min(row_counts, default=None), tokenizer.vocab_size)
-    keys = DistillationKeys.read_from(args)
     student_rows = args.softmax_rows or args.padded_vocab_size or 0
-    assert keys.distillation is not None
-    if (keys.distillation["top_k"] or 0) >= student_rows:
+    if (distillation_keys(args)["top_k"] or 0) >= student_rows:
         raise args.error(
             "distillation.top_k",
             f"must be below the {student_rows} rows of the vocabulary; remove it to compare all rows",

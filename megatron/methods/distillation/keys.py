@@ -56,3 +56,10 @@ class DistillationKeys(MethodKeys):
     distillation: Mapping[str, Any] | None = new_key(
         None, "train_impl normal: learn another model's distributions", section=Distillation
     )
+
+
+def distillation_keys(args: object) -> Mapping[str, Any]:
+    """Returns the sub-keys of `distillation` of a run that has them."""
+    distillation = DistillationKeys.read_from(args).distillation
+    assert distillation is not None
+    return distillation

@@ -16,7 +16,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.distributed import Watchdog, run_on_each_rank
 from megatron.methods.distillation.cache import TeacherCache
 from megatron.methods.distillation.description import TeacherDescription, describe_teacher, with_common_rows
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import TeacherValues, distillation
 from megatron.methods.distillation.on_policy import OnPolicy
 from megatron.methods.distillation.teacher import Teacher
@@ -40,11 +40,10 @@ class Method(method.Method):
 
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
-        divergence = Divergence(keys.distillation["beta"], keys.distillation["temperature"])
-        objective = distillation(divergence, keys.distillation["weight"], args.softmax_rows)
-        return objective if keys.distillation["cache"] else replace(objective, validated=("divergence",))
+        keys = distillation_keys(args)
+        divergence = Divergence(keys["beta"], keys["temperature"])
+        objective = distillation(divergence, keys["weight"], args.softmax_rows)
+        return objective if keys["cache"] else replace(objective, validated=("divergence",))
 
     def with_vocabulary(
         self, args: NeoXArgs, tokenizer: Tokenizer, groups: ParallelGroups, real_rows: int | None
@@ -58,10 +57,9 @@ class Method(method.Method):
         """Returns the sets, with `cache` with the teacher's scores. Else the engine runs the teacher in each
         step."""
         args, groups, logger = parts.args, parts.groups, parts.logger
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None and self.teacher is not None
+        assert self.teacher is not None
         watchdog.now("loading the teacher")
-        if not keys.distillation["cache"]:
+        if not distillation_keys(args)["cache"]:
             parts.engine.use_reference(Teacher(args, self.teacher, groups, logger).fill)
             return datasets
         try:
@@ -77,7 +75,7 @@ class Method(method.Method):
 
     def begin(self, run: MethodRun) -> None:
         """See `Method`."""
-        if _on_policy_share(run.args) > 0.0:
+        if distillation_keys(run.args)["lmbda"] > 0.0:
             self.answer = OnPolicy(run)
 
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
@@ -94,15 +92,9 @@ class Method(method.Method):
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
         """See `Method`."""
-        if not _on_policy_share(args):
+        if not distillation_keys(args)["lmbda"]:
             return {}
         return {"train/on_policy": steps.roles.count("on_policy") / len(steps.roles)}
-
-
-def _on_policy_share(args: NeoXArgs) -> float:
-    keys = DistillationKeys.read_from(args)
-    assert keys.distillation is not None
-    return keys.distillation["lmbda"]
 
 
 def is_on_policy(args: NeoXArgs, iteration: int) -> bool:
@@ -110,7 +102,7 @@ def is_on_policy(args: NeoXArgs, iteration: int) -> bool:
 
     Only seed and iteration decide, so that a resumed run takes the same steps.
     """
-    return mix_seed(args.seed, "on_policy", iteration) / 2**63 < _on_policy_share(args)
+    return mix_seed(args.seed, "on_policy", iteration) / 2**63 < distillation_keys(args)["lmbda"]
 
 
 def _with_cached_scores(collate: Collate, samples: Sequence[TokenSample], *length: int | None, **options: Any) -> Batch:

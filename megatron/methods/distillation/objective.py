@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.data.batch import MethodBatch
 from megatron.mpu import Divergence, HeadInput, TopTokens, distillation_sums
+from megatron.objectives.language_modelling import token_count
 from megatron.objectives.objective import HeadUse, LossSums, Objective
 
 METRICS = ("divergence", "nll")
@@ -44,9 +45,6 @@ def distillation(divergence: Divergence, share: float, columns: int | None = Non
     Batches have `TeacherValues`. columns: as in `token_loss_sum`.
     """
 
-    def weight(batch: Batch) -> Tensor:
-        return batch.loss_weights.sum().float().view(1)
-
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         values = teacher_values(batch)
         weights, teacher = batch.loss_weights.t(), _teacher_of(values)
@@ -58,7 +56,7 @@ def distillation(divergence: Divergence, share: float, columns: int | None = Non
         means = {"divergence": sums.divergence, "nll": sums.nll}
         return sums.loss.view(1), {name: torch.stack([value, count]) for name, value in means.items()}
 
-    return Objective(weight, loss_sum, METRICS)
+    return Objective(token_count, loss_sum, METRICS)
 
 
 def _teacher_of(values: TeacherValues) -> HeadUse | TopTokens:

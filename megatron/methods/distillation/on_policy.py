@@ -6,14 +6,13 @@ import numpy as np
 
 from megatron.callbacks import TrainingRun
 from megatron.data import Batch, collation
-from megatron.data.labels import MASKED
-from megatron.data.packed_dataset import TokenSample
-from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
+from megatron.data.packed_dataset import answer_row
+from megatron.distributed import run_on_each_rank
 from megatron.generation.batching.requests import Event
-from megatron.generation.complete import complete
+from megatron.generation.complete import complete, prompts_of_all_ranks
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.stopping import looks_for_stop
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import with_teacher_values
 from megatron.model import Model
 from megatron.mpu import mix_seed
@@ -29,11 +28,10 @@ class OnPolicy:
 
     def __init__(self, run: TrainingRun) -> None:
         args = run.args
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
+        keys = distillation_keys(args)
         self.run, self.width = run, args.seq_length + 1
-        self.max_new_tokens: int = keys.distillation["max_new_tokens"]
-        self.sampling = SamplingParams(temperature=keys.distillation["temperature"])
+        self.max_new_tokens: int = keys["max_new_tokens"]
+        self.sampling = SamplingParams(temperature=keys["temperature"])
         self.collate = collation(args, run.tokenizer.eod)
 
     def __call__(self, batches: list[Batch]) -> list[Batch]:
@@ -52,12 +50,7 @@ class OnPolicy:
     def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:
         """Returns the model's answers to this data rank's prompts, as token ids with the stop token at their
         end."""
-        offset, everyone = 0, prompts
-        if model.lockstep:  # all ranks write all answers
-            groups = model.groups
-            shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: prompts)
-            rank = groups.rank("data")
-            offset, everyone = sum(map(len, shares[:rank])), [prompt for share in shares for prompt in share]
+        everyone, own_prompts = prompts_of_all_ranks(model, prompts)
         answers: list[list[int]] = [[] for _ in everyone]
         look_for_stop = looks_for_stop(self.run, model)
 
@@ -75,25 +68,14 @@ class OnPolicy:
                 stop_token_ids=tuple({*model.stop_token_ids, self.run.tokenizer.eos}),
                 on_event=take,
             )
-        return answers[offset : offset + len(prompts)]
+        return answers[own_prompts]
 
     def _with_answers(self, batch: Batch, answers: Sequence[list[int]]) -> Batch:
         rows, waiting = [], iter(answers)
         for number, prompt in enumerate(_prompt_lengths(batch)):
-            if not prompt:
-                rows.append(self._row(batch.tokens[number].tolist(), []))
-                continue
-            rows.append(self._row(batch.tokens[number, :prompt].tolist(), next(waiting)))
+            tokens = batch.tokens[number, : prompt or None].tolist()
+            rows.append(answer_row(tokens, next(waiting) if prompt else [], self.width, True))
         return with_teacher_values(self.collate(rows, seed=batch.seed), is_on_policy=True)
-
-    def _row(self, prompt: list[int], answer: list[int]) -> TokenSample:
-        tokens, labels = np.zeros(self.width, np.int64), np.full(self.width, MASKED, np.int64)
-        filled = len(prompt) + len(answer)
-        tokens[:filled] = prompt + answer
-        labels[len(prompt) : filled] = answer
-        begins = np.zeros(self.width, bool)
-        begins[0] = begins[filled : filled + 1] = True
-        return TokenSample(tokens, labels, begins, True, None, filled)
 
 
 def _prompt_lengths(batch: Batch) -> list[int]:

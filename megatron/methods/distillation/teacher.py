@@ -13,7 +13,7 @@ from megatron.checkpointing.huggingface import hf_loader
 from megatron.data import Batch
 from megatron.distributed import run_on_each_rank
 from megatron.methods.distillation.description import TeacherDescription, teacher_args
-from megatron.methods.distillation.keys import DistillationKeys
+from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import with_teacher_values
 from megatron.model import build_filled_stage, eager_blocks, forward_only
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, TopTokens, top_tokens
@@ -31,11 +31,10 @@ class Teacher:
         self, args: NeoXArgs, description: TeacherDescription, groups: ParallelGroups, logger: logging.Logger
     ) -> None:
         """args: the student's, with its vocabulary known. Raises CheckpointError and ConfigError."""
-        keys = DistillationKeys.read_from(args)
-        assert keys.distillation is not None
+        keys = distillation_keys(args)
         groups = groups.with_replicated_experts()
         self.args, self.groups = teacher_args(args, description), groups
-        self.temperature, self.top_k = keys.distillation["temperature"], keys.distillation["top_k"]
+        self.temperature, self.top_k = keys["temperature"], keys["top_k"]
         self.columns, self.dtype = args.softmax_rows, DTYPES[args.params_dtype]
         path, is_hf = description.path, description.source.is_hf
         if is_hf:

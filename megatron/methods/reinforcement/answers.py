@@ -9,8 +9,7 @@ import torch
 
 from megatron.data import Batch
 from megatron.data.batch import collate_samples
-from megatron.data.labels import MASKED
-from megatron.data.packed_dataset import TokenSample
+from megatron.data.packed_dataset import TokenSample, answer_row
 from megatron.data.preferences.responses import Responses
 from megatron.methods.reinforcement.objective import RolloutValues, rollout_values
 
@@ -64,15 +63,8 @@ class Answer:
 def row_of(answer: Answer, width: int, trained: bool = True) -> TokenSample:
     """Returns prompt and answer as a row of `width` + 1 tokens. With `trained` the tokens that the model
     wrote are labels, else none."""
-    tokens, labels = np.zeros(width + 1, np.int64), np.full(width + 1, MASKED, np.int64)
-    start, filled = len(answer.prompt), len(answer.prompt) + len(answer.tokens)
-    tokens[:filled] = answer.prompt + answer.tokens
-    if trained:
-        written = np.ones(len(answer.tokens), bool) if answer.loss_mask is None else np.array(answer.loss_mask, bool)
-        labels[start:filled] = np.where(written, np.array(answer.tokens, np.int64), MASKED)
-    begins = np.zeros(width + 1, bool)
-    begins[0] = begins[filled : filled + 1] = True
-    return TokenSample(tokens, labels, begins, True, None, filled)
+    written = True if answer.loss_mask is None else answer.loss_mask
+    return answer_row(answer.prompt, answer.tokens, width + 1, trained and written)
 
 
 def at_labels(answer: Answer, values: Sequence[float], width: int) -> np.ndarray:
@@ -109,13 +101,15 @@ def batch_of(
     """
     rows = [row_of(answer, width, answer.finished or not finished_only) for answer in answers]
     batch = collate_samples(rows, seed=seed)
-    sampled = np.stack([at_labels(answer, answer.logprobs, width) for answer in answers])
-    old = None
-    if old_logprobs is not None:
-        scored = [at_labels(answer, values, width) for answer, values in zip(answers, old_logprobs, strict=True)]
-        old = torch.from_numpy(np.stack(scored))
+
+    def placed(logprobs: Sequence[Sequence[float]]) -> torch.Tensor:
+        rows = [at_labels(answer, values, width) for answer, values in zip(answers, logprobs, strict=True)]
+        return torch.from_numpy(np.stack(rows))
+
+    sampled = placed([answer.logprobs for answer in answers])
+    old = None if old_logprobs is None else placed(old_logprobs)
     row_advantages, row_rewards = (torch.tensor(list(values), dtype=torch.float32) for values in (advantages, rewards))
-    values = RolloutValues(row_advantages, torch.from_numpy(sampled), row_rewards, old)
+    values = RolloutValues(row_advantages, sampled, row_rewards, old)
     return replace(batch, method=values, loss_places=None if all_places else batch.loss_places)
 
 

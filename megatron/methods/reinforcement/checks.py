@@ -2,8 +2,14 @@
 
 import re
 
-from megatron.methods.reinforcement.keys import ReinforcementKeys, Rollout
-from megatron.methods.reinforcement.server_addresses import DATASERVER_KEYS, rollout_servers
+from megatron.methods.reinforcement.keys import (
+    DATASERVER_KEYS,
+    ReinforcementKeys,
+    Rollout,
+    dataservers,
+    rollout_keys,
+    rollout_servers,
+)
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
@@ -107,9 +113,8 @@ def _rewards(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _rollout(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    max_completion, max_prompt = keys.rollout["max_completion_length"], keys.rollout["max_prompt_length"]
+    keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)
+    max_completion, max_prompt = rollout["max_completion_length"], rollout["max_prompt_length"]
     if (max_prompt or 1) + 1 > args.seq_length:
         problems.add(
             "rollout.max_prompt_length", f"leaves no room for answers in seq_length {args.cite('seq_length')}; lower it"
@@ -119,78 +124,75 @@ def _rollout(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if (keys.rl_overlong_buffer or 0) > max_completion:
         problems.add("rl_overlong_buffer", f"is more than the longest answer ({max_completion} tokens, "
                      f"{args.origin('rollout.max_completion_length')}); lower it")  # fmt: skip
-    if keys.rollout["num_generations"] == 1 and _needs_groups(args):
+    needs_groups = writes_pairs(args) or keys.rl_loss_type != "reinforce" or keys.reinforce_leave_one_out
+    if rollout["num_generations"] == 1 and needs_groups:
         problems.add("rollout.num_generations", "an answer alone cannot be compared with others; set 2 or more (now "
                      f"{args.origin('rollout.num_generations')})")  # fmt: skip
-    if keys.rollout["exact"] and args.compile not in (False, "auto"):
+    if rollout["exact"] and args.compile not in (False, "auto"):
         problems.add("rollout.exact", "compiled blocks round differently in passes without gradients, such as "
                      "sampling; set compile: auto")  # fmt: skip
     for name in _ENVIRONMENT_KEYS:
-        if keys.rollout["environment"] is None and keys.rollout[name] != keys_of(Rollout)[name].default:
+        if rollout["environment"] is None and rollout[name] != keys_of(Rollout)[name].default:
             problems.add(f"rollout.{name}", "needs rollout.environment; set that, or remove it")
-    if keys.rollout["servers"] == ():
+    if rollout["servers"] == ():
         problems.add("rollout.servers", "is empty; remove it to let the training processes write the answers")
     _servers(args, problems)
 
 
 def _groups(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check the keys of runs that train every answer by a reward of its own."""
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    if keys.rollout["judge"] is not None:
+    rollout = rollout_keys(args)
+    if rollout["judge"] is not None:
         problems.add("rollout.judge", "compares two answers, but train_impl "
                      f"{args.cite('train_impl')} needs a reward for each answer; set train_impl: dpo, or "
                      "reward_functions")  # fmt: skip
-    answers = args.train_batch_size and args.train_batch_size * keys.rollout["steps_per_generation"]
-    if answers and answers % keys.rollout["num_generations"]:
-        problems.add("rollout.num_generations", f"{keys.rollout['num_generations']} answers per prompt do not divide "
+    answers = args.train_batch_size and args.train_batch_size * rollout["steps_per_generation"]
+    if answers and answers % rollout["num_generations"]:
+        problems.add("rollout.num_generations", f"{rollout['num_generations']} answers per prompt do not divide "
                      f"the {answers} answers of a generation (train_batch_size x steps_per_generation)")  # fmt: skip
 
 
 def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check the keys of runs that train two of the answers to each prompt (online DPO)."""
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    answers, temperature = keys.rollout["num_generations"], keys.rollout["temperature"]
-    if answers != 2 and keys.rollout["judge"] is not None:
+    rollout = rollout_keys(args)
+    answers, temperature = rollout["num_generations"], rollout["temperature"]
+    if answers != 2 and rollout["judge"] is not None:
         problems.add("rollout.num_generations", f"rollout.judge ({args.origin('rollout.judge')}) compares two answers; "
                      f"set 2 (now {answers}, {args.origin('rollout.num_generations')})")  # fmt: skip
-    if answers != 2 and keys.rollout["exact"]:
+    if answers != 2 and rollout["exact"]:
         problems.add("rollout.num_generations", "only two answers per prompt are trained, so with more, the batches "
                      "of sampling and training differ; set 2, or remove rollout.exact")  # fmt: skip
-    if keys.rollout["environment"] is not None and "orpo" in losses_of(args):
+    if rollout["environment"] is not None and "orpo" in losses_of(args):
         problems.add("dpo_loss_type", "orpo trains on prompts and answers, but text of rollout.environment "
                      f"({args.origin('rollout.environment')}) must not be trained; remove orpo or that")  # fmt: skip
-    if keys.rollout["missing_eos_penalty"] is not None and keys.rollout["judge"] is not None:
+    if rollout["missing_eos_penalty"] is not None and rollout["judge"] is not None:
         problems.add("rollout.missing_eos_penalty", "is subtracted from rewards; rollout.judge gives none; remove it")
     if temperature == 0:
         problems.add("rollout.temperature", "0 makes all answers to a prompt equal, with nothing to compare; "
                      f"set it above 0 (now {args.origin('rollout.temperature')})")  # fmt: skip
-    elif temperature != 1 and keys.rollout["logprob_bound"] and rollout_servers(args):
+    elif temperature != 1 and rollout["logprob_bound"] and rollout_servers(args):
         problems.add("rollout.logprob_bound", "servers give log-probabilities at rollout.temperature "
                      f"({temperature}, {args.origin('rollout.temperature')}), but the loss needs 1; set it to 0, "
                      "or rollout.temperature to 1")  # fmt: skip
 
 
 def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    servers = rollout_servers(args)
+    keys, rollout, servers = ReinforcementKeys.read_from(args), rollout_keys(args), rollout_servers(args)
     if not servers:
         defaults = {name: key.default for name, key in keys_of(Rollout).items()}
         for name in _SERVER_KEYS:
-            if keys.rollout[name] != defaults[name]:
+            if rollout[name] != defaults[name]:
                 problems.add(f"rollout.{name}", "needs rollout.servers: without, training processes write the answers; "
                              "set that, or remove it")  # fmt: skip
         if keys.serve_model_weights:
             problems.add("serve_model_weights", "needs rollout.servers to fetch the weights; set that, or remove it")
         return
     dataserver_keys = [key for key in DATASERVER_KEYS if args.user_values.get(key) is not None]
-    if keys.rollout["servers"] is not None and dataserver_keys:
+    if rollout["servers"] is not None and dataserver_keys:
         problems.add(
             dataserver_keys[0], f"rollout.servers ({args.origin('rollout.servers')}) says the same; remove either key"
         )
-    elif dataserver_keys and len(servers) not in _lengths(args):
+    elif dataserver_keys and len({len(values) for values in dataservers(args)} - {1}) > 1:
         problems.add(dataserver_keys[0], "expected as many hosts as ports, or one of either")
     for address in servers:
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
@@ -202,33 +204,16 @@ def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
                 "remove them, and set the server's token in NEOX_SERVE_TOKEN",
             )
     fix = f"; remove it, or rollout.servers ({args.origin('rollout.servers')})"
-    if keys.rollout["exact"]:
+    if rollout["exact"]:
         problems.add("rollout.exact", f"needs sampling by training's own forward pass{fix}")
     if args.lora is not None:
         problems.add("lora", f"servers load full models, not adapters{fix}")
-    if keys.rollout["sync"] is None and (args.save is None or "://" in args.save):
+    if rollout["sync"] is None and (args.save is None or "://" in args.save):
         problems.add("rollout.sync", "is required, for servers to load weights; set it to a folder shared with them")
     if keys.serve_model_weights:
-        if keys.rollout["server_api"] != "openai":
-            problems.add("serve_model_weights", f"{keys.rollout['server_api']} loads weights only from folders "
+        if rollout["server_api"] != "openai":
+            problems.add("serve_model_weights", f"{rollout['server_api']} loads weights only from folders "
                          f"({args.origin('rollout.server_api')}); remove it, and set rollout.sync to a shared "
                          "folder")  # fmt: skip
         if not isinstance(keys.weight_server_port, int) and len(keys.weight_server_port) != 1:
             problems.add("weight_server_port", "one server hands out all weights; give one port")
-
-
-def _lengths(args: ResolvedArgs) -> set[int]:
-    """Returns the number of servers that GPT-NeoX's keys for hosts and ports describe, as a set of one
-    number.
-
-    A single host or port fits any number. The set is empty if hosts and ports contradict each other.
-    """
-    keys = ReinforcementKeys.read_from(args)
-    hosts, ports = keys.online_dataserver_ips, keys.online_dataserver_ports
-    counts = {1 if isinstance(hosts, str) else len(hosts), 1 if isinstance(ports, int) else len(ports)}
-    return counts if len(counts) == 1 else counts - {1} if len(counts - {1}) == 1 else set()
-
-
-def _needs_groups(args: ResolvedArgs) -> bool:
-    keys = ReinforcementKeys.read_from(args)
-    return writes_pairs(args) or keys.rl_loss_type != "reinforce" or keys.reinforce_leave_one_out

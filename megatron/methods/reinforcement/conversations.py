@@ -2,7 +2,7 @@
 
 One row holds the tokens of both sides; only the model's are trained."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.data.conversations import TemplateSettings, conversation
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.methods.reinforcement.answers import Answer, Transcript
 from megatron.methods.reinforcement.environments.environments import EnvironmentFailure, Environments, Observation
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import rollout_keys
 from megatron.methods.reinforcement.prompts import Messages, fitted
-from megatron.methods.reinforcement.rewards import Failure, RewardError, Scores
+from megatron.methods.reinforcement.rewards.functions import Failure, RewardError, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, room_for
 from megatron.mpu import mix_seed
 
@@ -48,11 +48,6 @@ class Speech:
             return self.run.tokenizer.tokenize(prompt)
         assert self.template is not None
         return self.template.tokens(prompt, settings)
-
-    def opening_tokens(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
-        """Returns the tokens of a prompt that an environment has added to, truncated to the configured
-        length."""
-        return fitted(self.run.args, self.prompt_tokens(prompt, settings))
 
     def text(self, tokens: Sequence[int], finished: bool) -> str:
         """Returns the text of tokens that the model wrote, without the end token of a finished answer."""
@@ -138,7 +133,7 @@ class Conversation:
                 raise ValueError(f"reset returned more than a row holds (seq_length {run.args.seq_length})")
             prompt = opening(row.prompt, observation)
             if prompt is not row.prompt:
-                tokens = self._speech.opening_tokens(prompt, row.settings)
+                tokens = fitted(run.args, self._speech.prompt_tokens(prompt, row.settings))
         except (EnvironmentFailure, ValueError) as problem:
             return self._end(False, str(problem))
         self._prompt, self._tokens = prompt, tokens
@@ -146,8 +141,6 @@ class Conversation:
 
     def take(self, turn: Answer) -> None:
         """Passes the model's text to the environment. A truncated turn ends the conversation."""
-        options = ReinforcementKeys.read_from(self._speech.run.args).rollout
-        assert options is not None
         self._add(turn.tokens, turn.logprobs, True)
         self._turns += 1
         written = self._speech.text(turn.tokens, turn.finished)
@@ -156,7 +149,7 @@ class Conversation:
             outcome = self._environment.step(written, turn.tokens)
             if outcome.reward is not None:
                 self._rewards.append(outcome.reward)
-            if outcome.done or not turn.finished or self._turns == options["max_turns"]:
+            if outcome.done or not turn.finished or self._turns == rollout_keys(self._speech.run.args)["max_turns"]:
                 return self._end(outcome.done and turn.finished)
             if self._speech.exceeds(outcome.observation, self._room()):
                 return self._end(False)
@@ -215,11 +208,6 @@ class Conversations:
         self.speech, self.environments = speech, environments
         self._held: list[Conversation] = []
 
-    def check(self, columns: Collection[str]) -> None:
-        """Starts the host process of environments. columns: the fields of prompt rows. Raises RewardError for
-        a class that does not work with them."""
-        self.environments.check(columns)
-
     def begin(self, requests: Sequence[AnswerRequest]) -> list[Turn]:
         """Returns the first turn of each conversation of a generation."""
         self._held = [Conversation(self.speech, self.environments, request) for request in requests]
@@ -238,9 +226,8 @@ class Conversations:
 
     def answers(self) -> list[Answer]:
         """Returns the conversations as answers, when all are over."""
-        finished = [conversation.answer for conversation in self._held]
-        self._held = []
-        return [answer for answer in finished if answer is not None]
+        held, self._held = self._held, []
+        return [conversation.answer for conversation in held if conversation.answer is not None]
 
     def hold(self, request: AnswerRequest, write: Callable[[Turn], Answer]) -> Answer:
         """Runs one conversation from beginning to end and returns it as an answer. write: returns the model's
@@ -285,4 +272,4 @@ def with_environment(scores: Scores, answers: Sequence[Answer]) -> Scores:
     ]
     if len(failures) == len(answers):
         raise RewardError(f"all {len(answers)} conversations failed, the first: {failures[0].reason}")
-    return Scores({**scores.parts, ENVIRONMENT: rewards}, [*scores.failures, *failures], scores.seconds)
+    return Scores({**scores.parts, ENVIRONMENT: rewards}, [*scores.failures, *failures])

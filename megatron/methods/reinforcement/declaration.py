@@ -1,5 +1,6 @@
 """Tells configuration and data of training on answers that the model writes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.methods.reinforcement.keys import LOSSES, REWARD_OPTIONS, ReinforcementKeys
@@ -12,31 +13,24 @@ ORDER_OF_PROMPTS = (
 )  # fmt: skip
 
 
-def _needs_reference(args: Any) -> bool:
-    return ReinforcementKeys.read_from(args).kl_div_beta > 0.0
+def _rollout(args: Any) -> Mapping[str, Any]:
+    """Returns the sub-keys of `rollout`; none where it is unset."""
+    return ReinforcementKeys.read_from(args).rollout or {}
 
 
 def _loss_temperature(args: Any) -> float | None:
     """Returns the sampler's temperature."""
-    rollout = ReinforcementKeys.read_from(args).rollout
-    return None if rollout is None else rollout["temperature"] or None
-
-
-def _prompt_files(args: Any) -> tuple[str, ...]:
-    rollout = ReinforcementKeys.read_from(args).rollout
-    return () if rollout is None else tuple(rollout["prompts"])
+    return _rollout(args).get("temperature") or None
 
 
 def _order_keys(args: Any) -> dict[str, Any]:
-    rollout = ReinforcementKeys.read_from(args).rollout
-    return {} if rollout is None else {f"rollout.{key}": rollout[key] for key in ORDER_OF_PROMPTS}
+    rollout = _rollout(args)
+    return {f"rollout.{key}": rollout[key] for key in ORDER_OF_PROMPTS if key in rollout}
 
 
 def _eager_reason(args: Any) -> str | None:
-    rollout = ReinforcementKeys.read_from(args).rollout
-    if rollout is None or not rollout["exact"]:
-        return None
-    return "rollout.exact, as passes without gradients would be compiled otherwise"
+    is_exact = _rollout(args).get("exact")
+    return "rollout.exact, as passes without gradients would be compiled otherwise" if is_exact else None
 
 
 METHOD = MethodDeclaration(
@@ -49,10 +43,10 @@ METHOD = MethodDeclaration(
         ),
     ),
     keys=ReinforcementKeys,
-    needs_reference=_needs_reference,
+    needs_reference=lambda args: ReinforcementKeys.read_from(args).kl_div_beta > 0.0,
     loss_temperature=_loss_temperature,
     prompts_key="rollout.prompts",
-    prompt_files=_prompt_files,
+    prompt_files=lambda args: tuple(_rollout(args).get("prompts", ())),
     order_keys=_order_keys,
     eager_reason=_eager_reason,
 )  # fmt: skip

@@ -1,11 +1,80 @@
-"""Comparison of two answers to a prompt by a pairwise judge (`rollout.judge`)."""
+"""Judges of answers: reward functions, a pairwise judge (`rollout.judge`), and a reward model."""
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
-from megatron.methods.reinforcement.rewards import Completion, Scores
+import numpy as np
+
+from megatron.callbacks import TrainingRun
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.huggingface import is_hf, reads_same_tokens
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.memory_budget import forward_budget
+from megatron.generation.model import load_model
+from megatron.generation.scoring.reward_file import reward_model_args
+from megatron.generation.scoring.rewards import score_documents
+from megatron.methods.reinforcement.answers import Answer
+from megatron.methods.reinforcement.conversations import ENVIRONMENT
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
+from megatron.methods.reinforcement.rewards.functions import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest
 from megatron.mpu import mix_seed
+from megatron.neox_arguments import NeoXArgs
+
+T = TypeVar("T")
+REWARD_MODEL = "reward_model"
+"""The name of the reward model's part of the reward."""
+
+
+def judge_key(args: NeoXArgs) -> str:
+    """Returns the configuration key that names the functions or judge that score answers."""
+    return "reward_functions" if rollout_keys(args)["judge"] is None else "rollout.judge"
+
+
+def reported(args: NeoXArgs, work: Callable[[], T], key: str | None = None) -> T:
+    """Returns `work()`. Turns a RewardError of users' code into an error that names key, file and line."""
+    try:
+        return work()
+    except RewardError as problem:
+        raise args.error(key or judge_key(args), str(problem)) from problem
+
+
+def reward_functions(args: NeoXArgs) -> RewardFunctions:
+    """Returns the run's reward functions, or its judge; they are loaded later."""
+    keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)
+    judge = rollout["judge"]
+    functions = keys.reward_functions or () if judge is None else (judge,)
+    other_parts = {REWARD_MODEL: keys.reward_model, ENVIRONMENT: rollout["environment"]}
+    for name, entry_name in other_parts.items():
+        if entry_name is not None and any(entry.endswith(f":{name}") for entry in functions):
+            raise args.error("reward_functions", f"{name} is the name of another part of rewards; rename the function")
+    make = partial(
+        RewardFunctions, functions, timeout_s=keys.reward_timeout_s, workers=keys.reward_workers,
+        pairwise=judge is not None, variables=keys.reward_variables or (), hidden=_hidden(args),
+    )  # fmt: skip
+    return reported(args, make)
+
+
+def _hidden(args: NeoXArgs) -> list[str]:
+    """Returns the folders that users' code may not read: prompts with their solutions, and earlier
+    answers."""
+    folders = {Path.cwd(), *(Path(name).resolve().parent for name in rollout_keys(args)["prompts"])}
+    if args.save is not None:
+        folders.add(Path(args.save).resolve())
+    return sorted(map(str, folders))
+
+
+def check_variables(args: NeoXArgs) -> None:
+    """Raises ConfigError for a variable of `reward_variables` that is unset on rank 0, which starts
+    functions."""
+    for name in ReinforcementKeys.read_from(args).reward_variables or ():
+        if name not in os.environ:
+            raise args.error("reward_variables", f"{name} is not set in the environment of rank 0; export it")
 
 
 def draw_swaps(seed: int, requests: Sequence[AnswerRequest]) -> list[bool]:
@@ -39,4 +108,55 @@ def compare(
     failures = [
         failure if failure.row is None else replace(failure, row=2 * failure.row) for failure in verdicts.failures
     ]
-    return Scores(parts, failures, verdicts.seconds)
+    return Scores(parts, failures)
+
+
+def failure_of_all(failures: Sequence[Failure], rewards: np.ndarray, answers_each: int = 1) -> Failure | None:
+    """Returns the first failure if every answer failed and none has a reward, else None.
+
+    rewards: `[answers]`, NaN for none. answers_each: the number of answers that a failure covers, from its
+    row on: two for a pairwise judge."""
+    failed = {
+        row for failure in failures if failure.row is not None for row in range(failure.row, failure.row + answers_each)
+    }
+    if not np.isnan(rewards).all() or len(failed) < len(rewards):
+        return None
+    return next(failure for failure in failures if failure.row is not None)
+
+
+class RewardModel:
+    """Scores each answer at its last token, after its prompt. All ranks call it together."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        """Loads the model in the run's layout. Raises ConfigError if it cannot be read, is a language model,
+        has another tokenizer, or reads fewer tokens than a row of the run has."""
+        name = str(ReinforcementKeys.read_from(run.args).reward_model)
+        groups = run.groups.with_replicated_experts()
+        try:
+            args = reward_model_args(name, tensor=groups.size("tensor"), pipe=groups.size("pipe"))
+            folder = Path(str(args.load))  # one of ours names its tokenizer itself, which is compared as it is loaded
+            if is_hf(folder) and not on_rank_zero(groups, lambda: reads_same_tokens(folder, run.tokenizer)):
+                vocab = run.args.cite("vocab_file")
+                raise run.args.error("reward_model", f"{name} has another tokenizer than this run's vocab_file {vocab}")
+            self.model = load_model(args.for_inference(groups.world_size), groups, run.tokenizer, run.logger)
+        except CheckpointError as problem:
+            raise run.args.error("reward_model", str(problem)) from problem
+        if self.model.positions < run.args.seq_length:
+            raise run.args.error(
+                "reward_model",
+                f"{name} reads {self.model.positions} tokens, and a prompt with its answer may have "
+                f"{run.args.cite('seq_length')}; lower that",
+            )
+
+    def __call__(self, judged: Scores, answers: Sequence[Answer]) -> Scores:
+        """Adds the score of each answer as one more part. A non-finite score becomes None and a failure."""
+        documents = [np.array(answer.prompt + answer.tokens, np.int64) for answer in answers]
+        scores = score_documents(self.model, documents, forward_budget(self.model))  # of what is free now
+        dtype = self.model.args.params_dtype
+        failures = [
+            Failure(REWARD_MODEL, row, f"scored {'NaN' if math.isnan(score) else score}, in {dtype}")
+            for row, score in enumerate(scores)
+            if not math.isfinite(score)
+        ]
+        finite = [score if math.isfinite(score) else None for score in scores]
+        return Scores({**judged.parts, REWARD_MODEL: finite}, [*judged.failures, *failures])

@@ -24,6 +24,7 @@ LOSSES = {
     "cispo": Loss("methods.reinforcement.objective.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
 }
 PolicyLoss: TypeAlias = Literal[tuple(LOSSES)]  # type: ignore[valid-type]
+DATASERVER_KEYS = ("online_dataserver_ips", "online_dataserver_ports")
 
 
 @dataclass(frozen=True)
@@ -222,3 +223,37 @@ class ReinforcementKeys(MethodKeys):
         differs="GPT-NeoX reads finished samples from them",
     )
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Ports of these hosts: one for all, or one each")
+
+
+def rollout_keys(args: object) -> Mapping[str, Any]:
+    """Returns the sub-keys of `rollout` of a run that has them."""
+    rollout = ReinforcementKeys.read_from(args).rollout
+    assert rollout is not None
+    return rollout
+
+
+def dataservers(args: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the hosts and the ports of GPT-NeoX's keys for servers."""
+    keys = ReinforcementKeys.read_from(args)
+    hosts, ports = keys.online_dataserver_ips, keys.online_dataserver_ports
+    return (hosts,) if isinstance(hosts, str) else hosts, (ports,) if isinstance(ports, int) else ports
+
+
+def rollout_servers(args: Any) -> tuple[str, ...]:
+    """Returns the URLs of the servers that write the answers, without a trailing slash; an empty tuple if the
+    training processes do.
+
+    The URLs come from `rollout.servers`, else from GPT-NeoX's keys if one of them is set.
+    """
+    keys = ReinforcementKeys.read_from(args)
+    if keys.rollout is None:
+        return ()
+    if keys.rollout["servers"] is not None:
+        return tuple(address.rstrip("/") for address in keys.rollout["servers"])
+    if all(args.user_values.get(key) is None for key in DATASERVER_KEYS):
+        return ()
+    hosts, ports = dataservers(args)
+    count = max(len(hosts), len(ports))
+    hosts = tuple(f"[{host}]" if ":" in host else host for host in hosts)
+    pairs = zip(hosts * (count if len(hosts) == 1 else 1), ports * (count if len(ports) == 1 else 1), strict=False)
+    return tuple(f"http://{host}:{port}" for host, port in pairs)

@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from megatron.callbacks import Callback
-from megatron.data import Batch
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.objective import PolicySettings, reinforcement
 from megatron.methods.reinforcement.rollouts import Rollouts
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.objectives import Objective
@@ -33,7 +31,7 @@ class OnlineMethod(method.Method):
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
         """Yields the steps of generations; their rows are as long as the longest answer needs."""
         assert self.rollouts is not None
-        return map(_step_of, self.rollouts)
+        return (StepData(batches, row_length=batches[0].tokens.shape[1]) for batches in self.rollouts)
 
     def exports_weights(self, args: NeoXArgs) -> bool:
         """Returns whether servers generate, which get the weights."""
@@ -45,20 +43,15 @@ class OnlineMethod(method.Method):
             self.rollouts.close()
 
 
-def _step_of(batches: list[Batch]) -> StepData:
-    return StepData(batches, row_length=batches[0].tokens.shape[1])
-
-
 class Method(OnlineMethod):
     """Learns from answers that the model writes, each with a reward."""
 
     def objective(self, args: NeoXArgs) -> Objective:
         """See `Method`."""
         keys = ReinforcementKeys.read_from(args)
-        assert keys.rollout is not None
         settings = PolicySettings(
             keys.rl_epsilon, keys.rl_epsilon if keys.rl_epsilon_high is None else keys.rl_epsilon_high,
             keys.rl_importance_cap, keys.kl_div_beta, keys.kl_impl, keys.rl_kl_in_reward,
-            keys.rl_kl_by_ratio, keys.rollout["max_completion_length"],
+            keys.rl_kl_by_ratio, rollout_keys(args)["max_completion_length"],
         )  # fmt: skip
         return reinforcement(keys.rl_loss_type, settings, loss_temperature(args), args.softmax_rows)

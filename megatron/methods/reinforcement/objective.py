@@ -16,6 +16,7 @@ from megatron.data import Batch
 from megatron.data.batch import MethodBatch
 from megatron.methods.reinforcement.keys import LOSSES
 from megatron.mpu import Divergence, HeadInput, token_divergence_sum, token_logprobs_and_statistics
+from megatron.objectives.language_modelling import token_count
 from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference
 from megatron.objectives.preference import DIFFERENCE, sampler_difference
 
@@ -176,7 +177,7 @@ def reinforcement(
 
     def weight(batch: Batch) -> Tensor:
         if mean == "tokens":
-            return batch.loss_weights.sum().float().view(1)
+            return token_count(batch)
         rows = torch.full((1,), float(len(batch.tokens)), device=batch.tokens.device)
         return rows * s.length if mean == "length" else rows
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
-from megatron.data.sampler import data_seed
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import rollout_keys
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import look_for_stop
 
@@ -80,45 +79,27 @@ def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
 
 
 @dataclass(frozen=True)
-class PromptOrder:
-    """Maps prompt numbers to rows. Each epoch takes all rows, with `shuffle` in another random order."""
+class Prompts:
+    """Holds the prompts of a run. Each epoch takes all rows, with `shuffle` in another random order.
 
-    rows: int
+    tokens: of each row, as returned by `tokens_of`."""
+
+    rows: Sequence[PromptRow]
+    tokens: Sequence[list[int]]
     seed: int
     shuffle: bool
 
-    def row(self, number: int) -> int:
-        """Returns the row of prompt `number`."""
-        epoch, place = divmod(number, self.rows)
-        if not self.shuffle:
-            return place
-        return int(_permutation(self.rows, self.seed, epoch)[place])
+    def __getitem__(self, number: int) -> Prompt:
+        """Returns prompt `number` of the run."""
+        epoch, row = divmod(number, len(self.rows))
+        if self.shuffle:
+            row = int(_permutation(len(self.rows), self.seed, epoch)[row])
+        return Prompt(number, self.rows[row], self.tokens[row])
 
 
 @lru_cache(maxsize=2)
 def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Holds the prompts of a run in order. tokens: of each row."""
-
-    rows: Sequence[PromptRow]
-    tokens: Sequence[list[int]]
-    order: PromptOrder
-
-    @classmethod
-    def from_args(cls, args: NeoXArgs, rows: Sequence[PromptRow], tokens: Sequence[list[int]]) -> "Prompts":
-        """Builds the prompts that `rollout` asks for. tokens: as returned by `tokens_of`."""
-        keys = ReinforcementKeys.read_from(args)
-        assert keys.rollout is not None
-        return cls(rows, tokens, PromptOrder(len(rows), data_seed(args), keys.rollout["shuffle"]))
-
-    def __getitem__(self, number: int) -> Prompt:
-        """Returns prompt `number` of the run."""
-        index = self.order.row(number)
-        return Prompt(number, self.rows[index], self.tokens[index])
 
 
 def tokens_of(
@@ -139,9 +120,7 @@ def tokens_of(
 def fitted(args: NeoXArgs, tokens: list[int]) -> list[int]:
     """Truncates a prompt on the left to `rollout.max_prompt_length` tokens. Raises ValueError for a prompt
     that is empty, or too long where that key is unset."""
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    maximum = keys.rollout["max_prompt_length"]
+    maximum = rollout_keys(args)["max_prompt_length"]
     longest = args.seq_length - 1 if maximum is None else maximum
     if len(tokens) > longest and maximum is None:
         raise ValueError(

@@ -16,11 +16,9 @@ from megatron.distributed import on_rank_zero
 from megatron.methods.reinforcement.advantages import HISTORY, deviation, groups_without_signal
 from megatron.methods.reinforcement.answers import Answer
 from megatron.methods.reinforcement.generation import Generation
-from megatron.methods.reinforcement.keys import ReinforcementKeys
-from megatron.methods.reinforcement.rewards import Scores
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
+from megatron.methods.reinforcement.rewards.functions import Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest
-from megatron.methods.reinforcement.server_addresses import rollout_servers
-from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.objectives.preference import DIFFERENCE
@@ -124,9 +122,7 @@ class RolloutRecord(Callback):
             )  # fmt: skip
 
     def _metrics(self, generation: Generation, scores: Scores, penalised: np.ndarray) -> dict[str, float]:
-        keys = ReinforcementKeys.read_from(self.run.args)
-        assert keys.rollout is not None
-        group = keys.rollout["num_generations"]
+        group = rollout_keys(self.run.args)["num_generations"]
         lengths = [answer.length for answer in generation.answers]
         metrics = {
             "reward_std": _spread(generation.rewards),
@@ -158,11 +154,9 @@ class RolloutRecord(Callback):
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         """Checks that sampler and trainer agree. Adds metrics to the row of a logged step: means over the
         steps since the last logged one. Raises LogprobDifferenceError if the two disagree."""
-        keys = ReinforcementKeys.read_from(run.args)
         if step.result is None:
             return
-        options = keys.rollout
-        assert options is not None
+        options = rollout_keys(run.args)
         bound = options["logprob_bound"]
         num_steps = (step.iteration - 1) % (options["steps_per_generation"] * options["num_iterations"])
         if bound and not (num_steps and writes_pairs(run.args)):  # of pairs it has what was learned from them since
@@ -202,13 +196,6 @@ def _conversation_fields(answer: Answer) -> dict[str, Any]:
     return {"messages": answer.transcript.messages, "loss_mask": [int(from_model) for from_model in answer.loss_mask]}
 
 
-def judge_key(args: NeoXArgs) -> str:
-    """Returns the configuration key that names the functions or judge that score answers."""
-    keys = ReinforcementKeys.read_from(args)
-    assert keys.rollout is not None
-    return "reward_functions" if keys.rollout["judge"] is None else "rollout.judge"
-
-
 def _spread(values: Sequence[float]) -> float:
     return float(deviation(np.asarray(values, np.float64))[0])
 
@@ -217,3 +204,31 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row)
     values = {name: [row[name] for row in rows if not math.isnan(row.get(name, math.nan))] for name in names}
     return {name: float(np.mean(numbers)) for name, numbers in values.items() if numbers}
+
+
+class EmptySteps:
+    """Counts steps whose answers have no reward or were all truncated, and warns of them. Every rank calls
+    its methods."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self._unrewarded = self._truncated = 0
+
+    def look(self, rewards: Sequence[float], answers: Sequence[Answer]) -> None:
+        """Checks the answers of the next step, of all ranks. rewards: NaN for none."""
+        args, step, number = self.run.args, f"step {self.run.iteration + 1}", len(answers)
+        if np.isnan(np.asarray(rewards, np.float64)).all():
+            self._unrewarded += 1
+            self.run.logger.warning(
+                f"rewards: {step}: none of its {number} answers has a reward, so it teaches nothing "
+                f"({self._unrewarded} such steps since the start)"
+            )
+        if not any(answer.finished for answer in answers):
+            self._truncated += 1
+            turns = " and rollout.max_turns" if rollout_keys(args)["environment"] is not None else ""
+            mask_truncated = ReinforcementKeys.read_from(args).rl_mask_truncated
+            untrained = "; rl_mask_truncated leaves all out" if mask_truncated else ""
+            self.run.logger.warning(
+                f"rollout: {step}: all of its {number} answers were cut off before their end{untrained}; is "
+                f"rollout.max_completion_length{turns} large enough? ({self._truncated} such steps since the start)"
+            )

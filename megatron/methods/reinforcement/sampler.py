@@ -12,15 +12,13 @@ from torch import Tensor
 
 from megatron.callbacks import TrainingRun
 from megatron.data import Batch
-from megatron.distributed import run_on_all_ranks_of
 from megatron.generation.batching.requests import Event
-from megatron.generation.complete import complete
+from megatron.generation.complete import complete, prompts_of_all_ranks
 from megatron.generation.sampling import SamplingParams, TokenSampler
 from megatron.generation.stopping import looks_for_stop, signal_to
 from megatron.methods.reinforcement.answers import Answer, batch_of
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys, rollout_servers
 from megatron.methods.reinforcement.prompts import Prompt
-from megatron.methods.reinforcement.server_addresses import rollout_servers
 from megatron.mpu import HeadInput, choose_tokens, mix_seed
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.process import StopRequested
@@ -64,32 +62,24 @@ def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
     The last token of an answer is only a label and needs no position, unless a reward model or a server reads
     it.
     """
-    keys = ReinforcementKeys.read_from(run.args)
-    assert keys.rollout is not None
-    reads_all = keys.reward_model is not None or bool(rollout_servers(run.args))
+    reads_all = ReinforcementKeys.read_from(run.args).reward_model is not None or bool(rollout_servers(run.args))
     row = run.args.seq_length + (not reads_all)
-    return min(keys.rollout["max_completion_length"], row - len(prompt))
+    return min(rollout_keys(run.args)["max_completion_length"], row - len(prompt))
 
 
 class EngineSampler:
     """Samples answers by the generation engine, on the weights of the training engine."""
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
-        keys = ReinforcementKeys.read_from(run.args)
-        assert keys.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
-        self.sampling = SamplingParams(temperature=keys.rollout["temperature"])
+        self.sampling = SamplingParams(temperature=rollout_keys(run.args)["temperature"])
         self.as_drawn = loss_temperature(run.args) != 1.0  # else the loss has the log-probabilities of the model
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
         """Implements `Sampler`."""
         local_turns = [turn for batch in turns for turn in batch if turn.room]
         with self.run.inference() as model:
-            groups, start, all_turns = model.groups, 0, local_turns
-            if model.lockstep:  # all ranks write all answers
-                shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: local_turns)
-                rank = groups.rank("data")
-                start, all_turns = sum(map(len, shares[:rank])), [turn for share in shares for turn in share]
+            all_turns, own_turns = prompts_of_all_ranks(model, local_turns)
             tokens: list[list[int]] = [[] for _ in all_turns]
             logprobs: list[list[float]] = [[] for _ in all_turns]
             finished = [False] * len(all_turns)
@@ -114,11 +104,8 @@ class EngineSampler:
                         processed_logprobs=self.as_drawn,
                         on_event=take,
                     )
-        written = [
-            Answer(turn.tokens, *values)
-            for turn, values in zip(all_turns, zip(tokens, logprobs, finished, strict=True), strict=True)
-        ]
-        answers = iter(written[start : start + len(local_turns)])
+        written = list(map(Answer, [turn.tokens for turn in all_turns], tokens, logprobs, finished))
+        answers = iter(written[own_turns])
         return [
             [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
         ]
@@ -131,11 +118,9 @@ class ExactSampler:
     bits."""
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
-        keys = ReinforcementKeys.read_from(run.args)
-        assert keys.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
         # What is left to divide by: the logits come as the loss has them
-        self.temperature = keys.rollout["temperature"] / loss_temperature(run.args)
+        self.temperature = rollout_keys(run.args)["temperature"] / loss_temperature(run.args)
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
         """Implements `Sampler`."""
@@ -168,8 +153,7 @@ class ExactSampler:
                 ]
 
     def _longer(self, row: Answer, token: int, logprob: float) -> Answer:
-        ends = token in self.stop_token_ids
-        return Answer(row.prompt, [*row.tokens, token], [*row.logprobs, logprob], ends)
+        return Answer(row.prompt, [*row.tokens, token], [*row.logprobs, logprob], token in self.stop_token_ids)
 
     def _reader(
         self, rows: Sequence[Sequence[Answer]], draws: Sequence[Sequence], open_rows: Sequence[Sequence[bool]]
@@ -189,11 +173,9 @@ class ExactSampler:
             )
 
             def choose(logits: Tensor) -> Tensor:
-                params = SamplingParams(self.temperature)
-                sampler = TokenSampler([params] * size, [(0, ())] * size, tokenizer.vocab_size, logits.device)
-                uniforms = [
-                    generator.random() if go else 0.0 for generator, go in zip(generators, is_open, strict=True)
-                ]
+                sampling = [SamplingParams(self.temperature)] * size
+                sampler = TokenSampler(sampling, [(0, ())] * size, tokenizer.vocab_size, logits.device)
+                uniforms = [draw.random() if go else 0.0 for draw, go in zip(generators, is_open, strict=True)]
                 return sampler.sample(
                     logits[:, : tokenizer.vocab_size].float(), [uniforms[i] for i in sampler.sampled_rows]
                 )

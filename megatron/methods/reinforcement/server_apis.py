@@ -3,9 +3,9 @@
 Each asks for token ids, and for log-probabilities of the logits divided by the temperature."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.methods.reinforcement.server_calls import Connection
@@ -24,42 +24,42 @@ class Written:
     weight_version: int | None = None
 
 
-class ServerAPI(Protocol):
+class ServerAPI:
     """A client of one server. Its methods raise ServerError. names_weights: whether the server's answers
     report their weight version."""
 
-    connection: Connection
-    names_weights: bool
+    names_weights = True
 
     def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
         """Answers end with one of `stop_token_ids`."""
+        self.connection = connection
+        self.sampling: dict[str, Any] = {
+            "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1,
+            "stop_token_ids": list(stop_token_ids),
+        }  # fmt: skip
 
     def check(self) -> None:
         """Checks that the server answers, and finds the name of its model."""
+        raise NotImplementedError
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
         """Returns an answer of at most `maximum` tokens."""
+        raise NotImplementedError
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
         """Loads other weights into the server, from `url` or, where that is None, from their folder. Later
         requests are answered by these weights."""
+        raise NotImplementedError
 
 
-class OpenAIServer:
+class OpenAIServer(ServerAPI):
     """A client of tools/serve.py."""
 
-    names_weights = True
-
     # Request fields that OpenAI's interface does not have
-    fields: dict[str, Any] = {"return_token_ids": True, "logprobs_mode": "processed_logprobs"}
+    fields: dict[str, Any] = {"logprobs": 0, "return_token_ids": True, "logprobs_mode": "processed_logprobs"}
     lacks = "asks for tools/serve.py of this version"
 
-    def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
-        self.connection, self.model = connection, ""
-        self.body = {
-            "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-            "n": 1, "logprobs": 0, "stop_token_ids": list(stop_token_ids), **self.fields,
-        }  # fmt: skip
+    model = ""
 
     def check(self) -> None:
         """Implements `ServerAPI`."""
@@ -71,8 +71,8 @@ class OpenAIServer:
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
         """Implements `ServerAPI`."""
-        request = {**self.body, "model": self.model, "prompt": prompt, "max_tokens": maximum, "seed": seed}
-        answer = self.connection.call("/v1/completions", request)
+        request = {"model": self.model, "prompt": prompt, "max_tokens": maximum, "seed": seed}
+        answer = self.connection.call("/v1/completions", {**self.sampling, **self.fields, **request})
         try:
             (choice,) = answer["choices"]
             tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -98,7 +98,7 @@ class VLLMServer(OpenAIServer):
 
     names_weights = False
 
-    fields = {"return_token_ids": True}
+    fields = {"logprobs": 0, "return_token_ids": True}
     lacks = "asks for vLLM 0.10.2 or later"
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
@@ -109,17 +109,8 @@ class VLLMServer(OpenAIServer):
         self.connection.call("/reset_prefix_cache", {})
 
 
-class SGLangServer:
+class SGLangServer(ServerAPI):
     """A client of SGLang's own interface."""
-
-    names_weights = True
-
-    def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
-        self.connection = connection
-        self.sampling = {
-            "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1,
-            "stop_token_ids": list(stop_token_ids),
-        }  # fmt: skip
 
     def check(self) -> None:
         """Implements `ServerAPI`; requests name no model."""
@@ -151,10 +142,8 @@ class SGLangServer:
             raise self.connection.error(f"POST /update_weights_from_disk: {answer!r:.300}")
 
 
-def server_class(api: str) -> type[ServerAPI]:
-    """Returns the client class for a value of `rollout.server_api`."""
-    classes: dict[str, type[ServerAPI]] = {"openai": OpenAIServer, "vllm": VLLMServer, "sglang": SGLangServer}
-    return classes[api]
+SERVERS: Mapping[str, type[ServerAPI]] = {"openai": OpenAIServer, "vllm": VLLMServer, "sglang": SGLangServer}
+"""The clients by `rollout.server_api`."""
 
 
 def _checked(connection: Connection, written: Written, maximum: int) -> Written:

@@ -1,21 +1,24 @@
-"""Sampling of answers by servers, which receive the weights of each generation."""
+"""Sampling of answers by servers, which receive the weights of each generation as HuggingFace folders."""
 
+import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from megatron.callbacks import TrainingRun
+from megatron.checkpointing import replace_file
+from megatron.data.files import sha256
 from megatron.distributed import on_rank_zero
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.methods.reinforcement.answers import Answer
 from megatron.methods.reinforcement.conversations import Conversations
 from megatron.methods.reinforcement.generation import Shares
-from megatron.methods.reinforcement.keys import ReinforcementKeys
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, turn_of
-from megatron.methods.reinforcement.server_apis import ServerAPI, server_class
+from megatron.methods.reinforcement.server_apis import SERVERS, ServerAPI
 from megatron.methods.reinforcement.server_calls import Connection
-from megatron.methods.reinforcement.weight_folders import WeightFolders
 from megatron.methods.reinforcement.weight_server import WeightServer
 from megatron.process import look_for_stop
 
@@ -44,12 +47,12 @@ class ServerSampler:
         """run_id: the name of this run's folder in `rollout.sync`. conversations: None where there is no
         environment. Raises ServerError for a server that does not answer."""
         args = run.args
-        keys = ReinforcementKeys.read_from(args)
-        assert keys.rollout is not None and args.train_iters is not None
-        self.run, self.conversations, self.staleness = run, conversations, keys.rollout["staleness"]
-        self.last = (args.train_iters - 1) // (shares.steps * keys.rollout["num_iterations"])
+        options = rollout_keys(args)
+        assert args.train_iters is not None
+        self.run, self.conversations, self.staleness = run, conversations, options["staleness"]
+        self.last = (args.train_iters - 1) // (shares.steps * options["num_iterations"])
         self.last_requested = -1
-        folder = keys.rollout["sync"] or f"{args.save}/rollout_weights"
+        folder = options["sync"] or f"{args.save}/rollout_weights"
         self.folders = WeightFolders(run, Path(folder).absolute() / run_id, max(2, self.staleness + 1))
         if self.staleness:
             run.logger.info(
@@ -68,17 +71,15 @@ class ServerSampler:
         on_rank_zero(run.groups, lambda: self._begin(addresses, stop_token_ids))
 
     def _begin(self, addresses: Sequence[str], stop_token_ids: tuple[int, ...]) -> None:
-        keys = ReinforcementKeys.read_from(self.run.args)
-        options = keys.rollout
-        assert options is not None
+        options = rollout_keys(self.run.args)
         self._in_turn = ThreadPoolExecutor(1, "rollouts")
         self._requests = ThreadPoolExecutor(_CONCURRENT_REQUESTS * len(addresses), "rollout_requests")
         token = os.environ.get(_TOKEN_VARIABLE) or None
         for address in addresses:
             connection = Connection(address, token, options["server_timeout_s"], self.run.logger.warning)
-            server = server_class(options["server_api"])
+            server = SERVERS[options["server_api"]]
             self.servers.append(server(connection, options["temperature"], stop_token_ids))
-        if keys.serve_model_weights:
+        if ReinforcementKeys.read_from(self.run.args).serve_model_weights:
             self._weight_server = WeightServer(self.run.args)
         self._for_all_servers(lambda server: server.check())
 
@@ -140,8 +141,7 @@ class ServerSampler:
 
     def _for_all_servers(self, work: Callable[[ServerAPI], None]) -> None:
         """Calls `work` for all servers at the same time, and waits."""
-        for _ in self._requests.map(work, self.servers):
-            pass
+        list(self._requests.map(work, self.servers))
 
     def close(self) -> None:
         """Cancels all requests without waiting for them."""
@@ -152,3 +152,30 @@ class ServerSampler:
             server.connection.close()
         if self._weight_server is not None:
             self._weight_server.close()
+
+
+class WeightFolders:
+    """Writes `FOLDER/VERSION` for the last `num_versions` versions, and `FOLDER/latest`.
+
+    `latest` is JSON with the newest version, its folder and the files' SHA-256. All ranks call every method
+    together."""
+
+    def __init__(self, run: TrainingRun, folder: Path, num_versions: int) -> None:
+        self.run, self.folder, self.num_versions = run, folder, num_versions
+
+    def write(self, version: int) -> WeightUpdate:
+        """Writes the model's current weights as `version`. Raises CheckpointError."""
+        path = self.folder / str(version)
+        with self.run.watchdog.phase("writing weights for servers"):
+            self.run.save_hf_model(path)
+            return on_rank_zero(self.run.groups, lambda: self._publish(path, version))
+
+    def _publish(self, path: Path, version: int) -> WeightUpdate:
+        files = {file.name: sha256(file) for file in sorted(path.iterdir()) if file.is_file()}
+        update = WeightUpdate(str(path), version, files)
+        content = {"version": version, "folder": path.name, "sha256": files}
+        replace_file(self.folder / "latest", (json.dumps(content, indent=1) + "\n").encode())
+        for old_folder in self.folder.iterdir():
+            if old_folder.name.isdecimal() and not version - self.num_versions < int(old_folder.name) <= version:
+                shutil.rmtree(old_folder, ignore_errors=True)
+        return update

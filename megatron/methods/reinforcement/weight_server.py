@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron.generation.weight_updates import WeightUpdate
-from megatron.methods.reinforcement.keys import ReinforcementKeys
-from megatron.methods.reinforcement.server_addresses import rollout_servers
+from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_servers
 from megatron.methods.reinforcement.server_calls import ServerError
 from megatron.neox_arguments import NeoXArgs
 
@@ -28,8 +27,7 @@ class WeightServer:
 
     def __init__(self, args: NeoXArgs) -> None:
         """Starts the thread. Raises ConfigError for a port that is taken."""
-        keys = ReinforcementKeys.read_from(args)
-        port = keys.weight_server_port
+        port = ReinforcementKeys.read_from(args).weight_server_port
         self._versions: dict[str, WeightUpdate] = {}
         self._secret = secrets.token_urlsafe(24)
         # If all servers are on this machine, only this machine can connect.

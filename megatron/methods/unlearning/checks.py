@@ -27,7 +27,11 @@ _CONFLICTS = {
 def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks that keys of unlearning are complete and are not combined with unsupported keys."""
     keys = UnlearningKeys.read_from(args)
-    _unread(args, problems)
+    chosen = keys.ga_loss_type if keys.ga_dataset is not None else ""
+    for name, loss in FORGET_LOSSES.items():
+        for option in loss.options:
+            if _is_set(args, option) and name != chosen:
+                problems.add(option, f"only ga_loss_type: {name} reads it; set that, or remove it")
     if keys.ga_dataset is None:
         for key in (*_ASCENT_KEYS, *_DIFFERENCE_KEYS):
             if _is_set(args, key):
@@ -57,15 +61,6 @@ def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
         value = getattr(args, key)
         if value and (key != "curriculum_learning" or value["enabled"]):
             problems.add(key, f"{reason}, or ga_dataset ({args.origin('ga_dataset')})")
-
-
-def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Notes options of a `ga_loss_type` that are set although the run does not use that loss."""
-    keys = UnlearningKeys.read_from(args)
-    for name, loss in FORGET_LOSSES.items():
-        for option in loss.options:
-            if _is_set(args, option) and (keys.ga_dataset is None or keys.ga_loss_type != name):
-                problems.add(option, f"only ga_loss_type: {name} reads it; set that, or remove it")
 
 
 def _is_set(args: ResolvedArgs, key: str) -> bool:

@@ -43,7 +43,7 @@ METHOD = MethodDeclaration(
         "forget": FurtherSet("ga_dataset", "ga_label_dataset", "ga_dataset_impl", is_scored=True),
         "retain": FurtherSet("gd_retain_dataset", "gd_retain_label_dataset", "gd_retain_dataset_impl", "gd_mode"),
     },
-    num_further_steps=ascent_steps,
+    num_further_steps=lambda args, start, end: ascent_steps(UnlearningKeys.read_from(args), start, end),
     sets_per_step=lambda args: 2 if UnlearningKeys.read_from(args).gd_mode else 1,
     needs_reference=lambda args: forget_needs_reference(args) or retains_by_divergence(args),
     log_lines=_log_lines,

@@ -7,11 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from megatron.callbacks import Callback, Step, StepResult, TrainingRun
-from megatron.data import Batch, Datasets, collation
+from megatron.data import Batch, Datasets, SampleSet, collation
+from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import TokenSample
+from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.preferences.responses import Responses, collate_preferences
+from megatron.data.run_datasets import WrappedSet
 from megatron.data.set_config import masked_token_ids
 from megatron.distributed import on_rank_zero
 from megatron.methods.language_modelling.method import Method as LanguageModelling
@@ -19,7 +24,6 @@ from megatron.methods.unlearning.declaration import retains_by_divergence
 from megatron.methods.unlearning.keys import UnlearningKeys
 from megatron.methods.unlearning.objective import ForgetSettings, UnlearningBatch, set_of, unlearning
 from megatron.methods.unlearning.schedule import ascent_steps, begins_burst, is_ascent, optimizer_steps
-from megatron.methods.unlearning.sequences import SequenceDataset
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine
@@ -65,15 +69,17 @@ class Method(LanguageModelling):
 
     def num_steps(self, args: NeoXArgs, iterations: int, log: Callable[[str], None]) -> int:
         """See `Method`."""
-        steps = optimizer_steps(args, iterations)
+        keys = UnlearningKeys.read_from(args)
+        steps = optimizer_steps(keys, iterations)
         if steps != iterations:
-            bursts = f"{iterations} iterations with bursts of {UnlearningKeys.read_from(args).ga_iters}"
+            bursts = f"{iterations} iterations with bursts of {keys.ga_iters}"
             log(f"ga_mode: interval: {bursts} are {steps} optimizer steps")
         return steps
 
     def num_training_steps(self, args: NeoXArgs, start: int, end: int) -> int:
         """See `Method`."""
-        return super().num_training_steps(args, start, end) - ascent_steps(args, start, end)
+        ascents = ascent_steps(UnlearningKeys.read_from(args), start, end)
+        return super().num_training_steps(args, start, end) - ascents
 
     def wrap_datasets(self, args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
         """Returns the sets; samples of the forget set are whole sequences if its loss scores these."""
@@ -126,9 +132,20 @@ class Method(LanguageModelling):
         return super().mean_loss([pair for pair in trained if pair[0] != "forget"] or trained)
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
-        """See `Method`."""
+        """Returns metrics of the steps by the fork's names.
+
+        `batch_type` is the mean over steps of 0 for descent and 1 for ascent; `ga_lr_scaled` the learning
+        rate of the last step on the forget set; `gd_combined_loss` the mean loss of those not skipped.
+        """
+        keys, roles = UnlearningKeys.read_from(args), steps.roles
+        row = {"train/batch_type": roles.count("forget") / len(roles)}
+        if "forget" in roles:
+            last = steps.iteration - roles[::-1].index("forget")
+            row["train/ga_lr_scaled"] = steps.schedule(last - 1) * keys.ga_lr_scale
         losses = [loss for role, loss in steps.trained if role == "forget"]
-        return row_of_steps(args, steps.schedule, steps.iteration, steps.roles, losses)
+        if keys.gd_mode and losses:
+            row["train/gd_combined_loss"] = sum(losses) / len(losses)
+        return row
 
     def initial_state(self) -> UnlearningProgress:
         """See `Method`."""
@@ -151,12 +168,55 @@ class Method(LanguageModelling):
         return {"forget_samples": state.samples}
 
 
+class SequenceDataset(WrappedSet):
+    """Turns each row of `dataset` into a `PreferenceSample` whose responses are the sequences to score.
+
+    separate_documents: each document of the row is a sequence, as with `reset_attention_mask`; otherwise the
+      row is one sequence.
+    eod: id of the end-of-document token. In data without label files it also ends a document.
+    mask_after_eod: the token after `eod` is not trained (`eod_mask_loss`).
+    masked_ids: labels that are never trained.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSet,
+        *,
+        separate_documents: bool,
+        eod: int | None,
+        mask_after_eod: bool,
+        masked_ids: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(dataset)
+        self.separate_documents, self.eod = separate_documents, eod
+        self.mask_after_eod, self.masked_ids = mask_after_eod, masked_ids
+
+    def __getitem__(self, index: int) -> PreferenceSample:
+        row = self.dataset[index]
+        labels, begins = row.labels.copy(), row.begins.copy()
+        if self.masked_ids:
+            labels[np.isin(labels, self.masked_ids)] = MASKED
+        filled = len(row.tokens) if row.filled is None else row.filled
+        if self.eod is not None:
+            follows = np.zeros_like(begins)
+            follows[1:] = row.tokens[:-1] == self.eod
+            if self.mask_after_eod:
+                labels[follows] = MASKED
+            if not row.labelled:
+                begins |= follows
+        numbers = np.cumsum(begins) - 1 if self.separate_documents else np.zeros(len(begins), np.int64)
+        numbers[filled:] = -1
+        count = int(numbers.max()) + 1
+        sample = TokenSample(row.tokens, labels, begins, True, None, filled)
+        return PreferenceSample((sample,), (numbers,), np.ones(count, np.float32))
+
+
 def _steps(
     run: MethodRun, ordinary: Iterator[StepData], forget: Iterator[list[Batch]], retain: Iterator[list[Batch]] | None
 ) -> Iterator[StepData]:
-    args, keys = run.args, UnlearningKeys.read_from(run.args)
+    keys = UnlearningKeys.read_from(run.args)
     while True:
-        if is_ascent(args, run.progress.iteration):
+        if is_ascent(keys, run.progress.iteration):
             batches = [next(forget) + (next(retain) if retain is not None else [])]
             if not _left_out(run, batches[0]):
                 yield StepData(batches.pop(), "forget", keys.ga_lr_scale, False, 1 if retain is None else 2)
@@ -187,7 +247,7 @@ def _left_out(run: MethodRun, batches: list[Batch]) -> bool:
     if keys.ga_loss_threshold is None:
         return False
     previous: UnlearningProgress = progress.method_state
-    in_burst = not begins_burst(args, progress.iteration) and keys.ga_threshold_check_mode == "per_burst"
+    in_burst = not begins_burst(keys, progress.iteration) and keys.ga_threshold_check_mode == "per_burst"
     leave_out, now = previous.burst_left_out, previous
     if not in_burst:
         loss = previous.average_loss if keys.ga_threshold_check_mode == "ema" else previous.last_loss
@@ -238,26 +298,6 @@ def after_ascent(args: NeoXArgs, progress: UnlearningProgress, result: StepResul
     if keys.ga_loss_threshold is not None and keys.ga_threshold_skip_forward:
         return noted_loss(progress, float(result.metrics["ga_actual_loss"]))
     return progress
-
-
-def row_of_steps(
-    args: NeoXArgs, schedule: Callable[[int], float], iteration: int, roles: Sequence[str], losses: Sequence[float]
-) -> dict[str, float]:
-    """Returns the metrics of the steps since the last row of metrics, by the fork's names.
-
-    `batch_type` is the mean over steps of 0 for descent and 1 for ascent; `ga_lr_scaled` the learning rate of
-    the last step on the forget set; `gd_combined_loss` the mean of `losses`.
-    iteration: of the last step; roles: of each step; losses: of each step on the forget set that was not
-    skipped.
-    """
-    keys = UnlearningKeys.read_from(args)
-    row = {"train/batch_type": roles.count("forget") / len(roles)}
-    if "forget" in roles:
-        last = iteration - roles[::-1].index("forget")
-        row["train/ga_lr_scaled"] = schedule(last - 1) * keys.ga_lr_scale
-    if keys.gd_mode and losses:
-        row["train/gd_combined_loss"] = sum(losses) / len(losses)
-    return row
 
 
 class UnlearningCallback(Callback):

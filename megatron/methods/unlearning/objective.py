@@ -18,7 +18,7 @@ from megatron.data.batch import MethodBatch
 from megatron.data.preferences.responses import Responses, batch_responses
 from megatron.methods.unlearning.keys import FORGET_LOSSES
 from megatron.mpu import HeadInput, LossOfTokens, token_divergence_sum, token_loss_sum
-from megatron.objectives.language_modelling import nll
+from megatron.objectives.language_modelling import nll, token_count
 from megatron.objectives.objective import HeadUse, LossSums, Objective, Reference
 from megatron.objectives.preference import (
     label_logprobs,
@@ -121,12 +121,12 @@ def unlearning(
     forget_metrics = ("ga_actual_loss", "ga_objective", *(("gd_forget_loss",) if separate_losses else ()))
     retain_metrics = ("gd_retain_loss",) if separate_losses else ()
     names = (*ordinary.metrics, *forget_metrics, *retain_metrics)
-    is_per_sequence = forget_loss != "nll"
+    is_per_sequence, needs_reference = forget_loss != "nll", FORGET_LOSSES[forget_loss].needs_reference
 
     def weight(batch: Batch) -> Tensor:
         if set_of(batch) == "train":
             return _in_its_part(ordinary.weight(batch), batch)
-        count = _sequences if set_of(batch) == "forget" and is_per_sequence else _tokens
+        count = _sequences if set_of(batch) == "forget" and is_per_sequence else token_count
         return _in_its_part(count(batch), batch)
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
@@ -135,11 +135,11 @@ def unlearning(
             loss, part_metrics = ordinary.loss_sum(head, batch, group)
         elif set_of(batch) == "retain":
             total = _retain_sum(head, batch, group)
-            loss, part_metrics = retain_weight * total, dict.fromkeys(retain_metrics, _mean(total, _tokens(batch)))
+            loss, part_metrics = retain_weight * total, dict.fromkeys(retain_metrics, _mean(total, token_count(batch)))
         else:
             likelihood, loss = _forget_sums(head, batch, group)
-            part_metrics = dict.fromkeys(forget_metrics, _mean(-likelihood, _tokens(batch)))
-            count = _sequences(batch) if is_per_sequence else _tokens(batch)
+            part_metrics = dict.fromkeys(forget_metrics, _mean(-likelihood, token_count(batch)))
+            count = _sequences(batch) if is_per_sequence else token_count(batch)
             part_metrics["ga_objective"] = _mean(loss, count)
         return _in_its_part(loss, batch), metrics | part_metrics
 
@@ -162,15 +162,14 @@ def unlearning(
             return total.detach(), total
         batch = _as_responses(batch)
         logprobs = label_logprobs(head, batch, group, columns)
-        reference = reference_logprobs(batch) if FORGET_LOSSES[forget_loss].needs_reference else None
+        reference = reference_logprobs(batch) if needs_reference else None
         sequences = Sequences(response_sums(logprobs, batch), reference, response_lengths(batch))
         losses: Tensor = FORGET_LOSSES[forget_loss].load_function()(sequences, settings)
         real = sequences.count > 0
         return sequences.logprobs.detach().sum().view(1), torch.where(real, losses, 0.0).sum().view(1)
 
     def with_reference(batches: list[Batch], reference: Reference) -> list[Batch]:
-        is_scored = is_per_sequence and FORGET_LOSSES[forget_loss].needs_reference
-        sequences = [_as_responses(b) for b in batches if set_of(b) == "forget" and is_scored]
+        sequences = [_as_responses(b) for b in batches if set_of(b) == "forget" and needs_reference]
         scored = iter(with_reference_sums(sequences, reference))
         retained = [batch for batch in batches if set_of(batch) == "retain"]
         outputs = iter(reference.outputs(retained) if retain_divergence and retained else [])
@@ -179,7 +178,7 @@ def unlearning(
             values = batch.method
             if isinstance(values, UnlearningBatch) and values.set == "retain":
                 values = replace(values, reference_output=next(outputs, None))
-            elif isinstance(values, UnlearningBatch) and is_scored:
+            elif isinstance(values, UnlearningBatch) and needs_reference:
                 values = replace(values, responses=batch_responses(next(scored)))
             filled.append(replace(batch, method=values))
         return filled
@@ -191,10 +190,6 @@ def _as_responses(batch: Batch) -> Batch:
     """Returns a batch of the forget set with its sequences as responses."""
     assert isinstance(batch.method, UnlearningBatch)
     return replace(batch, method=batch.method.responses)
-
-
-def _tokens(batch: Batch) -> Tensor:
-    return batch.loss_weights.sum().float().view(1)
 
 
 def _sequences(batch: Batch) -> Tensor:

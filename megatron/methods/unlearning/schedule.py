@@ -3,44 +3,40 @@
 from megatron.methods.unlearning.keys import UnlearningKeys
 
 
-def is_ascent(args: object, iteration: int) -> bool:
+def is_ascent(keys: UnlearningKeys, iteration: int) -> bool:
     """Returns whether the step after `iteration` steps trains on `ga_dataset`.
 
     As in the fork's trainer the first step is ordinary. With `interleaved`, one of `ga_interleave_ratio` + 1
     later steps is on `ga_dataset`. With `interval`, `ga_iters` steps replace each `ga_interval`-th ordinary
     step.
     """
-    keys = UnlearningKeys.read_from(args)
     if keys.ga_dataset is None or iteration == 0:
         return False
     if keys.ga_mode == "interleaved":
         return iteration % (keys.ga_interleave_ratio + 1) == 0
-    return _place_in_burst(args, iteration) is not None
+    return _place_in_burst(keys, iteration) is not None
 
 
-def begins_burst(args: object, iteration: int) -> bool:
+def begins_burst(keys: UnlearningKeys, iteration: int) -> bool:
     """Returns whether the step after `iteration` steps is the first of a burst of steps on `ga_dataset`.
 
     With `ga_mode: interleaved` each such step is a burst of its own.
     """
-    keys = UnlearningKeys.read_from(args)
-    return is_ascent(args, iteration) and (keys.ga_mode == "interleaved" or _place_in_burst(args, iteration) == 0)
+    return is_ascent(keys, iteration) and (keys.ga_mode == "interleaved" or _place_in_burst(keys, iteration) == 0)
 
 
-def _place_in_burst(args: object, iteration: int) -> int | None:
-    keys = UnlearningKeys.read_from(args)
+def _place_in_burst(keys: UnlearningKeys, iteration: int) -> int | None:
     assert keys.ga_interval is not None and keys.ga_iters is not None
     place = (iteration - keys.ga_interval) % (keys.ga_interval - 1 + keys.ga_iters)
     return place if iteration >= keys.ga_interval and place < keys.ga_iters else None
 
 
-def ascent_steps(args: object, start: int, end: int) -> int:
+def ascent_steps(keys: UnlearningKeys, start: int, end: int) -> int:
     """Returns how many of the steps from `start` to `end` - 1, counted from 0, train on `ga_dataset`."""
-    return _ascents_before(args, end) - _ascents_before(args, start) if start < end else 0
+    return _ascents_before(keys, end) - _ascents_before(keys, start) if start < end else 0
 
 
-def _ascents_before(args: object, end: int) -> int:
-    keys = UnlearningKeys.read_from(args)
+def _ascents_before(keys: UnlearningKeys, end: int) -> int:
     if keys.ga_dataset is None or end == 0:
         return 0
     if keys.ga_mode == "interleaved":
@@ -50,10 +46,9 @@ def _ascents_before(args: object, end: int) -> int:
     return cycles * keys.ga_iters + min(place, keys.ga_iters)
 
 
-def optimizer_steps(args: object, iterations: int) -> int:
+def optimizer_steps(keys: UnlearningKeys, iterations: int) -> int:
     """Returns the number of optimizer steps in `iterations` of `train_iters`, which counts a burst of
     `ga_mode: interval` as 1."""
-    keys = UnlearningKeys.read_from(args)
     if keys.ga_dataset is None or keys.ga_mode == "interleaved":
         return iterations
     assert keys.ga_interval is not None and keys.ga_iters is not None

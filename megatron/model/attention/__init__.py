@@ -5,16 +5,3 @@ from megatron.model.attention.backends import AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs, cached_inputs, text_inputs, tree_inputs
 from megatron.model.attention.layer import SelfAttention
 from megatron.model.attention.masks import document_mask, window_mask
-
-__all__ = [
-    "AttentionInputs",
-    "AttentionBackends",
-    "AttentionOptions",
-    "SelfAttention",
-    "tree_inputs",
-    "cached_inputs",
-    "choose_backends",
-    "document_mask",
-    "text_inputs",
-    "window_mask",
-]

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions
+from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions, rows_in_one
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import DTYPES
+from megatron.mpu.gpu_kernels import capability_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.attention import ATTENTION_BACKENDS
 from megatron.neox_arguments.values.losses import least_prefix_saving
@@ -112,19 +113,13 @@ class AttentionBackends:
         # Documents are written out for the kernel alone: all else is computed once for the prefix that they
         # share.
         shape = q.transpose(0, 1).shape
-        q, k, v = (_flat(x).index_select(0, inputs.written_out).unsqueeze(1) for x in (q, k, v))
+        q, k, v = (rows_in_one(x).index_select(0, inputs.written_out).unsqueeze(1) for x in (q, k, v))
         out = backend.run(q, k, v, inputs, options)
-        return _flat(out).index_select(0, inputs.own_places).view(shape).transpose(0, 1)
+        return rows_in_one(out).index_select(0, inputs.own_places).view(shape).transpose(0, 1)
 
     def _backend(self, kind: str, queries: int) -> AttentionBackend:
         backend = self.backend_by_kind[kind]
         return backend if queries == self.seq_length else self.other_lengths.get(kind, backend)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The tokens of all rows one after another: `[seq, batch, heads, head_dim]` to `[batch * seq, heads,
-    head_dim]`."""
-    return x.transpose(0, 1).flatten(0, 1)
 
 
 def choose_backends(
@@ -156,10 +151,7 @@ def choose_backends(
     capability: compute capability of the GPU; None: read from the device. Ignored on a CPU.
     Raises ConfigError if a named backend is not installed, or does not work on this device or for this run.
     """
-    if device.type != "cuda":
-        capability = None
-    elif capability is None:
-        capability = torch.cuda.get_device_capability(device)
+    capability = None if device.type != "cuda" else capability or capability_of(device)
     names = {args.attention_backend, *(spec.backend for spec in specs)}
     backends = [b for b in _backends() if b.name in names or not b.opt_in]
     usable = [b for b in backends if (device.type == "cuda" or not b.needs_gpu) and b.missing() is None]

@@ -241,7 +241,7 @@ class Varlen(AttentionBackend):
         shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
         assert starts is not None and longest is not None
         window = (inputs.window, 0)
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (rows_in_one(x) for x in (q, k, v))
         return varlen_attn(q, k, v, starts, longest.shape[0], window, options.scale).view(shape).transpose(0, 1)
 
 
@@ -260,7 +260,7 @@ class EfficientVarlen(AttentionBackend):
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
         assert starts is not None and longest is not None
-        rows = [_rows(x).unsqueeze(0) for x in (q, k, v)]
+        rows = [rows_in_one(x).unsqueeze(0) for x in (q, k, v)]
         q, k, v = (x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows)
         p, seed, max_seqlen = options.dropout_p, options.seed, longest.shape[0]
         if p > 0.0 and seed is not None:
@@ -305,7 +305,7 @@ def _attention_by_formula(
     return logits.softmax(-1)[..., :-1].to(q.dtype) @ v
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_in_one(x: Tensor) -> Tensor:
     """The tokens of all rows one after another: `[seq, batch, heads, head_dim]` to
     `[batch * seq, heads, head_dim]`."""
     return x.transpose(0, 1).flatten(0, 1)
@@ -317,6 +317,6 @@ def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu
     cu_seqlens: as of `AttentionInputs`.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-    texts = ([document.transpose(0, 1).unsqueeze(0) for document in _rows(x).split(lengths)] for x in (q, k, v))
+    texts = ([document.transpose(0, 1).unsqueeze(0) for document in rows_in_one(x).split(lengths)] for x in (q, k, v))
     outs = [sdpa(*text, is_causal=True).squeeze(0).transpose(0, 1) for text in zip(*texts, strict=True)]
     return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)

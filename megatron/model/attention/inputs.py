@@ -149,9 +149,7 @@ def tree_inputs(
     """
     rope, seq, device = _rope(spec, positions, length), positions.shape[1], positions.device
     if form == "blocks":
-        return AttentionInputs(
-            rope, blocks=block_mask(seq, device, spec.window, positions, branch_ids, context_ids)
-        )  # fmt: skip
+        return AttentionInputs(rope, blocks=block_mask(seq, device, spec.window, positions, branch_ids, context_ids))
     distance = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1)
     mask = tree_attention_mask(branch_ids, context_ids)
     if spec.window is not None:
@@ -171,9 +169,7 @@ def _text_lengths(
 
 
 def _rope(spec: AttentionSpec, positions: Tensor, length: int | Tensor) -> Rope | None:
-    if spec.rotary is None:
-        return None
-    return rope_tables(spec.rotary, positions, length)
+    return None if spec.rotary is None else rope_tables(spec.rotary, positions, length)
 
 
 def _added(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -82,18 +82,13 @@ class SelfAttention(nn.Module):
         blocks, head_blocks = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
         names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
         split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, pattern_sharded=not alternating)
-        dense_adapters = adapters_of(spec.lora, spec.hidden, "o_proj")
         return (
             LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=head_blocks, adapters=split),
             LinearSpec(
-                query,
-                spec.hidden,
-                "row",
-                spec.output_bias,
-                bias_sum_over_tensor=spec.parallel_residual,
-                adapters=dense_adapters,
-            ),  # fmt: skip
-        )
+                query, spec.hidden, "row", spec.output_bias, bias_sum_over_tensor=spec.parallel_residual,
+                adapters=adapters_of(spec.lora, spec.hidden, "o_proj"),
+            ),
+        )  # fmt: skip
 
     @classmethod
     def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:

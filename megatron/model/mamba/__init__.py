@@ -6,5 +6,3 @@ beside hidden states."""
 from megatron.model.mamba.inputs import StateInputs, state_inputs
 from megatron.model.mamba.mixers import Mamba, Mamba2
 from megatron.model.mamba.packages import ScanKernels, choose_scans
-
-__all__ = ["Mamba", "Mamba2", "ScanKernels", "StateInputs", "choose_scans", "state_inputs"]

@@ -284,15 +284,11 @@ class Mamba2(nn.Module):
         rows = (spec.inner, spec.inner, shared, shared, spec.heads)
         return (
             LinearSpec(
-                spec.hidden,
-                sum(rows),
-                "column",
-                spec.bias,
-                rows,
+                spec.hidden, sum(rows), "column", spec.bias, rows,
                 adapters=adapters_of(spec.lora, sum(rows), "in_proj"),
             ),
             LinearSpec(spec.inner, spec.hidden, "row", spec.bias),
-        )
+        )  # fmt: skip
 
     @classmethod
     def params(cls, spec: Mamba2Spec) -> tuple[ParamSpec, ...]:

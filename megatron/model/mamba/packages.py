@@ -54,22 +54,22 @@ def choose_scans(
     requested, kinds = args.mamba_backend, {type(spec) for spec in specs}
     if requested == "torch":
         return ScanKernels()
-    passed_over = []
-    for name in ("mamba_ssm", "fla") if requested == "auto" else (requested,):
-        if requested == "auto" and device.type != "cuda":
-            passed_over.append("packages need a GPU")
-            break
-        if (
-            requested == "auto"
-            and (unproven := not_run_on(f"mamba_backend: {name}", capability_of(device))) is not None
-        ):
-            passed_over.append(f"{name}: {unproven}")
-            continue
-        if requested == "auto" and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
-            passed_over.append("fla: Mamba 2 alone, with mamba_state_fp32: false")
-            continue
+    names: tuple[str, ...] = ("mamba_ssm", "fla") if requested == "auto" else (requested,)
+    passed_over: list[str] = []
+    if requested == "auto" and device.type != "cuda":
+        names, passed_over = (), ["packages need a GPU"]
+    for name in names:
+        if requested == "auto":
+            reason = not_run_on(f"mamba_backend: {name}", capability_of(device))
+            if reason is None and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
+                reason = "Mamba 2 alone, with mamba_state_fp32: false"
+            if reason is not None:
+                passed_over.append(f"{name}: {reason}")
+                continue
         try:
-            _check(name, specs)
+            largest = max(spec.state for spec in specs)
+            if name == "mamba_ssm" and largest > _MOST_STATES:
+                raise PackageProblem(f"a mamba_state_dim of at most {_MOST_STATES} (now {largest})")
             chosen = _kernels_of_package(name, kinds, _convolves(specs, args.tp))
         except PackageProblem as problem:
             if requested != "auto":
@@ -84,13 +84,6 @@ def choose_scans(
         return chosen
     _say(log, requested, f"torch ({'; '.join(passed_over)})")
     return ScanKernels()
-
-
-def _check(name: str, specs: Sequence[MambaSpec | Mamba2Spec]) -> None:
-    """Raise PackageProblem if the package's scans do not support these mixers."""
-    largest = max(spec.state for spec in specs)
-    if name == "mamba_ssm" and largest > _MOST_STATES:
-        raise PackageProblem(f"a mamba_state_dim of at most {_MOST_STATES} (now {largest})")
 
 
 def _convolves(specs: Sequence[MambaSpec | Mamba2Spec], tensor: int) -> bool:

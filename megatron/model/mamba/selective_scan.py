@@ -136,9 +136,8 @@ class _SelectiveScan(torch.autograd.Function):
         for number in reversed(range(starts.shape[0])):
             rows = slice(number * ctx.segment, (number + 1) * ctx.segment)
             own_x, own_dt, own_b = x[rows], dt[rows], b[rows]
-            decay, states = _discrete(
-                own_x, own_dt, a, own_b, None if begins is None else begins[rows], starts[number]
-            )  # fmt: skip
+            own_begins = None if begins is None else begins[rows]
+            decay, states = _discrete(own_x, own_dt, a, own_b, own_begins, starts[number])
             # The gradient of a state: of its output, and of the next state; the recurrence backwards.
             grad_output = grad[rows].unsqueeze(3) * c[rows].unsqueeze(2)
             grad_output = torch.cat([grad_output[:-1], (grad_output[-1] + grad_last).unsqueeze(0)])

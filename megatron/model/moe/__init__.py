@@ -5,6 +5,4 @@ experts."""
 
 from megatron.model.moe.balance import Balance, RoutingCounts
 from megatron.model.moe.layer import MoE
-from megatron.model.moe.router import Router, RoutingSums
-
-__all__ = ["Balance", "MoE", "Router", "RoutingCounts", "RoutingSums"]
+from megatron.model.moe.router import RoutingSums

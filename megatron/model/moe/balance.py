@@ -118,21 +118,20 @@ class Balance:
         self._count(sums)
         if self._counting:
             return x
-        aux, z = self._aux_loss(sums), self._z_loss(sums)
+        stacked = RoutingSums(*(torch.stack(parts) for parts in zip(*sums, strict=True)))
+        aux = joint_balancing_loss(sums) if self._scope == "transformers" else self._aux_loss(stacked)
+        z = self._z_loss(stacked)
         with torch.no_grad():
-            self._losses += torch.stack([aux, z, torch.stack([layer_sums.dropped for layer_sums in sums]).sum()])
+            self._losses += torch.stack([aux, z, stacked.dropped.sum()])
         loss = self._aux * aux + self._z * z
         return _Attach.apply(x, loss, self._scale) if loss.requires_grad and x.requires_grad else x
 
-    def _aux_loss(self, sums: Sequence[RoutingSums]) -> Tensor:
-        """Returns a micro-batch's load-balancing loss. The step's loss is the mean over its micro-batches."""
-        if self._scope == "transformers":
-            return joint_balancing_loss(sums)
-        chosen, scores = (
-            torch.stack([layer_sums.chosen for layer_sums in sums]),
-            torch.stack([layer_sums.scores for layer_sums in sums]),
-        )
-        tokens = torch.stack([layer_sums.tokens for layer_sums in sums])
+    def _aux_loss(self, sums: RoutingSums) -> Tensor:
+        """Returns a micro-batch's load-balancing loss. The step's loss is the mean over its micro-batches.
+
+        sums: of all routers of the stage, stacked.
+        """
+        chosen, scores, tokens = sums.chosen, sums.scores, sums.tokens
         if self._scope == "sequence":
             return balancing_loss(chosen, scores, tokens.clamp(min=1.0), self._top_k).mean(1).sum()
         if self._step_counts is not None:
@@ -140,12 +139,9 @@ class Balance:
             return self._micro_batches * balancing_loss(all_chosen, scores.sum(1), all_tokens, self._top_k).sum()
         return balancing_loss(chosen.sum(1), scores.sum(1), tokens.sum(1).clamp(min=1.0), self._top_k).sum()
 
-    def _z_loss(self, sums: Sequence[RoutingSums]) -> Tensor:
+    def _z_loss(self, sums: RoutingSums) -> Tensor:
         """Returns a micro-batch's z-loss, averaged over the same tokens as `_aux_loss`."""
-        z, tokens = (
-            torch.stack([layer_sums.z for layer_sums in sums]),
-            torch.stack([layer_sums.tokens for layer_sums in sums]),
-        )
+        z, tokens = sums.z, sums.tokens
         if self._scope == "sequence":
             return (z / tokens.clamp(min=1.0)).mean(1).sum()
         if self._step_counts is not None:

@@ -45,19 +45,10 @@ class Experts(nn.Module):
         blocks = (expert.width,) * n if spec.sharded else (rows,)
 
         def matrix(name: str, init: str) -> ParamSpec:
-            shape = (rows, expert.hidden)
-            expert_rows = (expert.width,) * n
             return ParamSpec(
-                name,
-                shape,
-                0,
-                blocks,
-                init,
-                weight_decay=True,
-                projections=expert_rows,
-                experts=n,
-                transposed=name == "w2",
-            )
+                name, (rows, expert.hidden), 0, blocks, init, weight_decay=True, projections=(expert.width,) * n,
+                experts=n, transposed=name == "w2",
+            )  # fmt: skip
 
         def bias(name: str) -> ParamSpec:
             if name != "w2_bias":

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.model.mlp import MLP
 from megatron.model.moe.dispatch import combine, limit, run_local, run_on_ranks
 from megatron.model.moe.experts import Experts
-from megatron.model.moe.router import Router, Routing, RoutingSums
+from megatron.model.moe.router import Router, RoutingSums
 from megatron.model.specs import MoESpec, moe_spec
 from megatron.mpu import (
     ParallelGroups,
@@ -60,26 +60,8 @@ class Dispatcher(nn.Module):
         return combine(rows, weights, plan), dropped
 
 
-class _SharedGate(nn.Module):
-    """Computes the sigmoid of a linear: `[.., hidden]` to `[.., 1]`; replicated on tensor ranks."""
-
-    weight: nn.Parameter
-
-    def __init__(self, hidden: int, groups: ParallelGroups, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.group = groups.group("tensor") if sequence_parallel else None
-        allocate(self, self.params(hidden), groups)
-
-    @staticmethod
-    def params(hidden: int) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("weight", (1, hidden), init="input", weight_decay=True),)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(F.linear(x, copy_to_tensor(self.weight, self.group)))
-
-
 class _Projection(nn.Module):
-    """A linear without bias before or after the experts: `[.., in]` to `[.., out]`.
+    """A linear without bias beside the experts: `[.., in]` to `[.., out]`.
 
     It is replicated on tensor ranks. sums_gradients: sum the weight's gradients over them, because each
     rank's input is a part of the sequence, or a summand.
@@ -116,14 +98,18 @@ class MoE(nn.Module):
         self.router = Router(spec.router, groups, sequence_parallel)
         self.experts = Dispatcher(spec, groups)
         self.shared_expert = MLP(spec.shared, groups, sequence_parallel) if spec.shared is not None else None
-        hidden = spec.router.hidden
-        self.shared_expert_gate = _SharedGate(hidden, groups, sequence_parallel) if spec.shared_gate else None
-        self.latent_down = self.latent_up = None
+        self.shared_expert_gate = self.latent_down = self.latent_up = None
+        if spec.shared_gate:
+            self.shared_expert_gate = _Projection(self._gate(spec), groups, sequence_parallel)
         if spec.latent:
             down, up = self._latent(spec)
             self.latent_down = _Projection(down, groups, sequence_parallel)
             self.latent_up = _Projection(up, groups, True)
         self.output = PartialSum(groups, sequence_parallel)
+
+    @staticmethod
+    def _gate(spec: MoESpec) -> tuple[ParamSpec, ...]:
+        return _Projection.params(1, spec.router.hidden, "input")
 
     @staticmethod
     def _latent(spec: MoESpec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
@@ -134,7 +120,7 @@ class MoE(nn.Module):
     def params(cls, spec: MoESpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates."""
         shared = MLP.params(spec.shared) if spec.shared is not None else ()
-        gate = _SharedGate.params(spec.router.hidden) if spec.shared_gate else ()
+        gate = cls._gate(spec) if spec.shared_gate else ()
         down, up = cls._latent(spec) if spec.latent else ((), ())
         return (
             *with_prefix("router", Router.params(spec.router)),
@@ -155,7 +141,10 @@ class MoE(nn.Module):
         and of `Linear.forward`. token_mask: as of `Router`."""
         routing, sums = self.router(x, token_mask, seed)
         inner = x if self.latent_down is None else self.latent_down(x)
-        gathered, experts, weights = self._gather_tokens(inner, routing)
+        experts = routing.experts
+        if self.sequence_parallel and self.group is not None:
+            experts = all_gather(experts, self.group)
+        gathered, weights = self._gather(inner), self._gather(routing.weights)
         tokens = None if token_mask is None else token_mask.flatten()
         out, dropped = self.experts(gathered.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
         out = out.view(gathered.shape)
@@ -164,20 +153,13 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             inner, _ = self.shared_expert.core(x, seed)
             shared = self.shared_expert.output.summand(inner, seed)
-            out = out + (
-                shared if self.shared_expert_gate is None else shared * self._gather(self.shared_expert_gate(x))
-            )
+            if self.shared_expert_gate is not None:
+                shared = shared * self._gather(torch.sigmoid(self.shared_expert_gate(x)))
+            out = out + shared
         if sums is None:
             return out, None
         # Not `_replace`, which torch 2.11 does not compile.
         return out, RoutingSums(sums.tokens, sums.chosen, sums.scores, sums.z, sums.entropy, dropped)
-
-    def _gather_tokens(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tokens, experts and weights of the full sequence."""
-        experts = routing.experts
-        if self.sequence_parallel and self.group is not None:
-            experts = all_gather(experts, self.group)
-        return self._gather(x), experts, self._gather(routing.weights)
 
     def _gather(self, x: Tensor) -> Tensor:
         """Gathers the full sequence.

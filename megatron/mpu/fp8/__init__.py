@@ -6,14 +6,4 @@ scaling, `transformer_engine.py` multiplies with that library.
 
 from megatron.mpu.fp8.casting import Formats
 from megatron.mpu.fp8.delayed import DelayedProduct, DelayedScaling
-from megatron.mpu.fp8.products import MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
-
-__all__ = [
-    "DelayedProduct",
-    "DelayedScaling",
-    "Formats",
-    "MXProduct",
-    "RowwiseProduct",
-    "ScaledProduct",
-    "TensorwiseProduct",
-]
+from megatron.mpu.fp8.products import MXProduct, RowwiseProduct, TensorwiseProduct

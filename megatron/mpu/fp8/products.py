@@ -6,7 +6,6 @@ tensor is saved from forward to backward.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,6 @@ from megatron.mpu.fp8.casting import (
     swizzled,
 )
 from megatron.mpu.products import PlainProduct
-
-Cast = Callable[[Tensor, torch.dtype, bool], Scaled]
 
 
 class ScaledProduct(ABC):

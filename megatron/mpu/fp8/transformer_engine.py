@@ -41,9 +41,7 @@ class TransformerEngine:
         """
         forward = layout == "TN"
         out: Tensor
-        out, *_ = self.gemm(
-            a, b, out_dtype=dtype, layout=layout, grad=not forward, use_split_accumulator=not forward
-        )  # fmt: skip
+        out, *_ = self.gemm(a, b, out_dtype=dtype, layout=layout, grad=not forward, use_split_accumulator=not forward)
         return out
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.neox_arguments import UserError
@@ -11,16 +10,6 @@ from megatron.process.run_files import Problems, read_status
 
 MANIFEST, EPHEMERAL = "manifest.json", "ephemeral"  # of `megatron.checkpointing`, whose import takes seconds
 _TAG = re.compile(r"global_step(\d+)")
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A folder of checkpoints.
-
-    steps: N of each global_stepN that is not an ephemeral checkpoint, the newest first."""
-
-    save: Path
-    steps: tuple[int, ...]
 
 
 def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
@@ -37,12 +26,13 @@ def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
     return folder.absolute()
 
 
-def read_experiment(save: Path) -> Experiment:
-    """Returns the experiment in the folder `save`. Raises HubError if it holds no checkpoint."""
+def steps_in(save: Path) -> tuple[int, ...]:
+    """Returns N of each global_stepN in the folder `save` that is not an ephemeral checkpoint, the newest
+    first. Raises HubError if there is none."""
     steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
     if not steps:
         raise HubError(f"{save}: no checkpoint global_step<N> in this folder")
-    return Experiment(save, tuple(steps))
+    return tuple(steps)
 
 
 def _step(path: Path) -> int | None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,28 +41,23 @@ def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> Non
         export_hf(checkpoint, args, partial, tokenizer=tokenizer is None)
         if tokenizer is not None:
             add_tokenizer(partial, tokenizer)
-    facts = run_facts(checkpoint, args, {})
-    (partial / CONFIG).write_text(json.dumps(_configured_keys(args), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    facts = _with_curves(facts, partial)
-    write_card(partial, facts)
+    configured_keys = json.loads(args.to_json())["given"]
+    (partial / CONFIG).write_text(json.dumps(configured_keys, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    rewrite_card(checkpoint, partial, {})
     partial.rename(output)
 
 
 def rewrite_card(checkpoint: Path, folder: Path, scores: Mapping[str, float]) -> None:
-    """Writes the card of a converted folder again, now with the scores of its evaluation."""
+    """Writes the facts of the run into the card of a converted folder, in the place of earlier ones.
+
+    Rows logged after the checkpoint are left out. scores: of an evaluation of the folder."""
+    from megatron.checkpointing import read_manifest, step_of
     from megatron.checkpointing.saved_config import checkpoint_args
 
-    write_card(folder, _with_curves(run_facts(checkpoint, checkpoint_args(checkpoint), scores), folder))
-
-
-def run_facts(checkpoint: Path, args: "NeoXArgs", scores: Mapping[str, float]) -> RunFacts:
-    """Returns the facts of a checkpoint's run for its model card, without rows logged after the
-    checkpoint."""
-    from megatron.checkpointing import read_manifest, step_of
-
-    manifest, step = read_manifest(checkpoint), step_of(checkpoint)
+    args, manifest, step = checkpoint_args(checkpoint), read_manifest(checkpoint), step_of(checkpoint)
     rows = [row for row in _rows(checkpoint) if row.get("iteration", 0) <= step]
-    return RunFacts(step, args, _tokens(rows, step, manifest, args), manifest.data if manifest else {}, rows, scores)
+    tokens, data = _tokens(rows, step, manifest, args), manifest.data if manifest else {}
+    write_card(folder, RunFacts(step, args, tokens, data, rows, scores, draw_curves(folder, rows)))
 
 
 def neox_files(checkpoint: Path, repository: str, model: str) -> dict[str, LocalFile]:
@@ -107,10 +101,6 @@ and `load: checkpoints/{tag}-copy` in a configuration.
 """
 
 
-def _with_curves(facts: RunFacts, folder: Path) -> RunFacts:
-    return replace(facts, has_curves=draw_curves(folder, facts.rows))
-
-
 def _rows(checkpoint: Path) -> list[dict[str, Any]]:
     try:
         return open_run(checkpoint.parent).rows()
@@ -124,7 +114,3 @@ def _tokens(rows: list[dict[str, Any]], step: int, manifest: "Manifest | None", 
     if logged:
         return int(logged[-1])
     return manifest.consumed_samples * args.seq_length if manifest is not None and args.seq_length else None
-
-
-def _configured_keys(args: "NeoXArgs") -> dict[str, Any]:
-    return json.loads(args.to_json())["given"]

@@ -3,7 +3,7 @@
 import argparse
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 from megatron.neox_arguments import UserError
@@ -50,22 +50,17 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         "--local_tokenizer_path", "--local-tokenizer-path", metavar="FILE", help="the same; the one above comes first"
     )
     parser.add_argument(
-        "--conversion_script_path",
-        "--conversion-script-path",
-        type=_converter,
-        metavar="FILE",
+        "--conversion_script_path", "--conversion-script-path", type=_converter, metavar="FILE",
         help=f"{_CONVERTER}, wherever: the conversion is our own",
-    )
+    )  # fmt: skip
 
 
 def add_delay_flag(parser: argparse.ArgumentParser, waits: str) -> None:
     """Adds --upload-delay. waits: the delayed action, for the help text."""
     parser.add_argument(
-        "--upload-delay",
-        default="0",
-        metavar="SECONDS|random",
+        "--upload-delay", default="0", metavar="SECONDS|random",
         help=f"seconds before {waits}; random: up to 12 hours (0)",
-    )
+    )  # fmt: skip
 
 
 def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +146,8 @@ def tasks_of(options: argparse.Namespace, site: Mapping[str, str], checkpoint: P
     checkpoint: with --eval and no named tasks, `eval_tasks` of its run is used. Raises HubError for an
         evaluation without a converted model, and for logging of scores without an evaluation.
     """
-    tasks_requested = _names(options.eval_tasks or [site.get("NEOX_EVAL_TASKS", "")])
+    names = " ".join(options.eval_tasks or [site.get("NEOX_EVAL_TASKS", "")])
+    tasks_requested = tuple(names.replace(",", " ").split())
     if options.upload_neox_only and (options.eval or options.eval_tasks):
         raise HubError("--upload-neox-only makes no converted model, which --eval and --eval_tasks need; remove one")
     if options.eval and not tasks_requested:
@@ -161,10 +157,6 @@ def tasks_of(options: argparse.Namespace, site: Mapping[str, str], checkpoint: P
         flag = "--wandb_project" if options.wandb_project else "--wandb_entity"
         raise HubError(f"{flag}: without an evaluation there are no scores to log; add --eval, or remove {flag}")
     return tasks
-
-
-def _names(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(" ".join(words).replace(",", " ").split())
 
 
 def _tasks_of_run(checkpoint: Path | None) -> tuple[str, ...]:

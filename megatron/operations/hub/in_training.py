@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.launch.environment import install_root
 from megatron.neox_arguments import NeoXArgs
-from megatron.operations.hub.checkpoints import read_experiment
+from megatron.operations.hub.checkpoints import steps_in
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished
 from megatron.operations.hub.names import checked_id, neox_repository
@@ -156,7 +155,7 @@ class PushToHub(Callback):
 
     def _unpublished(self) -> list[int]:
         try:
-            steps = read_experiment(self.save).steps if self.save.is_dir() else ()
+            steps = steps_in(self.save) if self.save.is_dir() else ()
         except HubError:  # there is no checkpoint yet
             return []
         return [
@@ -166,17 +165,11 @@ class PushToHub(Callback):
 
     def _left(self) -> list[int]:
         """Steps that are queued or being uploaded, the newest first."""
-        if self._process is not None and self._process.poll() is not None:
-            self._handle_exit(self._process.returncode)
-        current = [self._step] if self._process is not None and self._step is not None else []
+        current = [self._step] if self._is_uploading() and self._step is not None else []
         return sorted({*self._waiting, *current}, reverse=True)
 
     def _go_on(self) -> None:
-        if self._process is not None:
-            if self._process.poll() is None:
-                return
-            self._handle_exit(self._process.returncode)
-        if not self._waiting:
+        if self._is_uploading() or not self._waiting:
             return
         self._step = self._waiting.pop()
         try:
@@ -185,26 +178,27 @@ class PushToHub(Callback):
             self._warn(f"cannot be started ({problem})")
 
     def _start(self, step: int) -> subprocess.Popen[bytes]:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            return self._popen([sys.executable, "-u", *self._words([step]), "--background"], log)
-
-    def _popen(self, command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Starts the command in a new session, so that signals to the run's session do not reach it.
+        """Starts the upload in a new session, so that signals to the run's session do not reach it.
 
         Its environment has no GPUs, and no variables of this rank.
         """
+        python_path = filter(None, [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")])
         env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _with_root(os.environ)}
-        return subprocess.Popen(
-            command, cwd=install_root(), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
+        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(python_path)}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-u", *self._words([step]), "--background"], cwd=install_root(), env=env,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
 
-    def _handle_exit(self, code: int) -> None:
-        self._process = None
-        if code:
-            self._warn(f"ended with code {code}: {_last_line(self.log)}")
+    def _is_uploading(self) -> bool:
+        """Whether an upload process runs. The failure of one that has ended is logged once."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            self._process = None
+            if code:
+                self._warn(f"ended with code {code}: {_last_line(self.log)}")
+        return self._process is not None
 
     def _warn(self, reason: str) -> None:
         assert self._run is not None and self._step is not None
@@ -238,10 +232,6 @@ class PushToHub(Callback):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _with_root(env: Mapping[str, str]) -> str:
-    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[3]), env.get("PYTHONPATH")]))
 
 
 def _last_line(log: Path) -> str:

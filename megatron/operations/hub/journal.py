@@ -46,8 +46,8 @@ class Journal:
     `gone`: the run has deleted the checkpoint.
     """
 
-    def __init__(self, path: Path, file: IO[str]) -> None:
-        self.path, self._file = path, file
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
         file.seek(0)  # read through this file object: closing another one would release the lock
         text = file.read()
         if text and not text.endswith("\n"):  # a process was ended within a line
@@ -95,7 +95,7 @@ def open_journal(save: Path, tag: str, say: Say) -> Iterator[Journal]:
             fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as problem:
             raise HubError(f"{path}: its file system supports no file locks ({problem.strerror})") from None
-        yield Journal(path, file)
+        yield Journal(file)
 
 
 def is_finished(save: Path, tag: str, repository: str, formats: str) -> bool:

@@ -60,11 +60,6 @@ def model_name(experiment: str, prefix: str | None = None, names: Mapping[str, s
     return name
 
 
-def repository_id(organisation: str, name: str) -> str:
-    """Returns ORGANISATION/NAME. Raises HubError for a name that the Hub does not accept."""
-    return checked_id(f"{organisation}/{name}", "the repository")
-
-
 def checked_id(repository: str, label: str) -> str:
     """Returns `repository` if it is a valid ORGANISATION/NAME on the Hub; else raises HubError.
 

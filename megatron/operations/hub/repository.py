@@ -1,8 +1,9 @@
 """One repository on the Hub: lists its revisions, and updates them without sending unchanged files."""
 
 import hashlib
+import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,9 @@ class Repository:
                 additions[name] = _addition(name, files[name])
                 action = f"{target}: sending {name} ({files[name].digest.size:,} bytes)"
                 self.say(action)
-                call(self.patience, action, partial(self._send, revision, additions[name]), self.say)
+                # Nothing is sent if the Hub keeps the file in git or has its content.
+                send = partial(self._api.preupload_lfs_files, self.name, additions=[additions[name]], revision=revision)
+                call(self.patience, action, send, self.say)
                 sent(name)
 
         def commit() -> str | None:
@@ -87,12 +90,9 @@ class Repository:
             # Listed again at each try: the commit may have succeeded although its answer was lost.
             operations: list[Any] = []
             for name in _difference(digests, self._list(revision)):
-                if name not in files:
-                    operations.append(CommitOperationDelete(path_in_repo=name))
-                    continue
-                if name not in additions:
+                if name in files and name not in additions:
                     additions[name] = _addition(name, files[name])
-                operations.append(additions[name])
+                operations.append(additions[name] if name in files else CommitOperationDelete(path_in_repo=name))
             if not operations:
                 return None
             return self._api.create_commit(
@@ -132,10 +132,6 @@ class Repository:
         if revision != MAIN and all(branch.name != revision for branch in refs.branches):
             self._api.create_branch(self.name, branch=revision, exist_ok=True)
 
-    def _send(self, revision: str, addition: Any) -> None:
-        """Sends one file, if the Hub stores it outside git and does not have its content yet."""
-        self._api.preupload_lfs_files(self.name, additions=[addition], revision=revision)
-
 
 def digest(content: Content, sha256: str | None = None) -> FileDigest:
     """Returns the digests by which the Hub identifies a file; its content is read once.
@@ -147,10 +143,11 @@ def digest(content: Content, sha256: str | None = None) -> FileDigest:
     if sha256 is not None and not small:
         return FileDigest(size, sha256, None)
     sha256_hash, blob_hash = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    for block in _blocks(content):
-        sha256_hash.update(block)
-        if small:
-            blob_hash.update(block)
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        while block := file.read(_BLOCK):
+            sha256_hash.update(block)
+            if small:
+                blob_hash.update(block)
     return FileDigest(size, sha256_hash.hexdigest(), blob_hash.hexdigest() if small else None)
 
 
@@ -158,15 +155,6 @@ def folder_files(folder: Path) -> dict[str, LocalFile]:
     """All files below a folder, by their relative names."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): LocalFile(path, digest(path)) for path in paths}
-
-
-def _blocks(content: Content) -> Iterable[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    with content.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
 
 
 def _addition(name: str, file: LocalFile) -> Any:

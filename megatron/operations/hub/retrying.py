@@ -62,10 +62,8 @@ def watch_answers() -> None:
     def client() -> Any:
         http_client = default_factory()
         http_client.timeout = _SECONDS
-        http_client.event_hooks = {
-            **http_client.event_hooks,
-            "response": [*http_client.event_hooks.get("response", []), _raise_busy],
-        }
+        hooks = http_client.event_hooks
+        http_client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _raise_busy]}
         return http_client
 
     huggingface_hub.set_client_factory(client)

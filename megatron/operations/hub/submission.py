@@ -17,29 +17,10 @@ from pathlib import Path
 from megatron.launch.environment import install_root
 from megatron.launch.site import checkpoint_folder, site_variables
 from megatron.neox_arguments import UserError
-from megatron.operations.hub.checkpoints import find_experiment, read_experiment
+from megatron.operations.hub import flags
+from megatron.operations.hub.checkpoints import find_experiment, steps_in
 from megatron.operations.hub.errors import HubError
-from megatron.operations.hub.flags import (
-    add_delay_flag,
-    add_evaluation_flags,
-    add_format_flags,
-    add_patience_flags,
-    add_place_flags,
-    add_tokenizer_flags,
-    delays_of,
-    formats_of,
-    patience_of,
-    tasks_of,
-    tokenizer_of,
-)
-from megatron.operations.hub.names import (
-    checked_id,
-    model_name,
-    neox_repository,
-    read_names,
-    repository_id,
-    run_name,
-)
+from megatron.operations.hub.names import checked_id, model_name, neox_repository, read_names, run_name
 from megatron.process import begin_process, end_process, run_command
 from megatron.process.command_parser import CommandParser
 
@@ -99,7 +80,7 @@ def target_repository(save: Path, organisation: str | None, site: Mapping[str, s
         if other_save != save.absolute() and name_or_none(other_save) == chosen:
             text = f"{save.absolute()} and {other_save} would both be {chosen!r} on the Hub"
             raise HubError(f"{text}; give one of them another name in the mapping file of NEOX_HUB_NAMES")
-    return repository_id(organisation, chosen)
+    return checked_id(f"{organisation}/{chosen}", "the repository")
 
 
 def _runs_below(root: str | None) -> list[Path]:
@@ -110,10 +91,10 @@ def _runs_below(root: str | None) -> list[Path]:
     return [path.parent for depth in ("*", "*/*", "*/*/*") for path in sorted(places.glob(f"{depth}/latest"))]
 
 
-def hub_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def hub_variables() -> dict[str, str]:
     """Returns the site's variables, overridden by NEOX_* variables of the environment."""
-    env = os.environ if env is None else env
-    return {**site_variables(env), **{name: value for name, value in env.items() if name.startswith("NEOX_") and value}}
+    own_variables = {name: value for name, value in os.environ.items() if name.startswith("NEOX_") and value}
+    return {**site_variables(os.environ), **own_variables}
 
 
 def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False) -> Chosen:
@@ -127,16 +108,16 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
         repository = checked_id(options.repository, "--repository")
     else:
         repository = target_repository(save, options.hf_org, site)
-    if formats_of(options) != "hf":
+    if flags.formats_of(options) != "hf":
         neox_repository(repository)
     name = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
     if options.neox_checkpoint is None:
-        return Chosen(save, name, read_experiment(save).steps, repository, site)
+        return Chosen(save, name, steps_in(save), repository, site)
     steps = []
     for tag in options.neox_checkpoint:
         step = tag.rstrip("/").rpartition("/")[2].removeprefix("global_step")
         if not step.isdecimal() or not may_be_empty and not (save / f"global_step{step}").is_dir():
-            saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in read_experiment(save).steps)
+            saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in steps_in(save))
             raise HubError(f"--neox_checkpoint {tag}: not in {save}, which holds {saved_tags}")
         steps.append(int(step))
     return Chosen(save, name, tuple(steps), repository, site)
@@ -144,21 +125,21 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
 
 def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Random) -> list[list[str]]:
     """Returns one sbatch command for each checkpoint. draw: generator of random delays. Raises HubError."""
-    tasks, patience = tasks_of(options, chosen.site, chosen.newest), patience_of(options)
+    tasks, patience = flags.tasks_of(options, chosen.site, chosen.newest), flags.patience_of(options)
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
-    words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
+    words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[flags.formats_of(options)]
     words += ["--eval_tasks", *tasks] if tasks else ["--skip-eval"]
     words += ["--force-eval-if-exists"] if tasks and options.force_eval else []
     include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
     words += ["--task_include_path", *include] if include else []
     words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
-    values_by_flag = {"tokenizer_hf_path": tokenizer_of(options), "wandb_project": options.wandb_project}
+    values_by_flag = {"tokenizer_hf_path": flags.tokenizer_of(options), "wandb_project": options.wandb_project}
     for flag, value in {**values_by_flag, "wandb_entity": options.wandb_entity}.items():
         words += [f"--{flag}", value] if value else []
     words += ["--max-retries", str(patience.max_retries), "--retry-min-wait", f"{patience.min_wait_s:g}"]
     words += ["--retry-max-wait", f"{patience.max_wait_s:g}"]
     lines = []
-    for step, delay in zip(chosen.steps, delays_of(options, len(chosen.steps), draw), strict=True):
+    for step, delay in zip(chosen.steps, flags.delays_of(options, len(chosen.steps), draw), strict=True):
         line = ["sbatch", f"--job-name=convert_{chosen.name}"]
         line += [] if options.no_singleton else ["--dependency=singleton"]
         line += [f"--begin=now+{delay}seconds"] if delay else []
@@ -172,16 +153,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog=_NAME, description=_HELP)
     parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
     parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
-    add_place_flags(parser)
-    add_delay_flag(parser, "the first job may start; each later job starts 30 s after the one before")
+    flags.add_place_flags(parser)
+    flags.add_delay_flag(parser, "the first job may start; each later job starts 30 s after the one before")
     parser.add_argument(
         "--delay-between-jobs", type=float, default=0.0, metavar="SECONDS", help="between two submissions (0)"
     )
     parser.add_argument("--no-singleton", action="store_true", help="jobs of the experiment may run at once")
-    add_format_flags(parser)
-    add_tokenizer_flags(parser)
-    add_evaluation_flags(parser)
-    add_patience_flags(parser)
+    flags.add_format_flags(parser)
+    flags.add_tokenizer_flags(parser)
+    flags.add_evaluation_flags(parser)
+    flags.add_patience_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch commands, submit nothing")
     parser.set_defaults(neox_checkpoint=None, repository=None)
     return parser.parse_intermixed_args(argv)  # the organisation may stand after flags
@@ -196,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = sbatch_lines(options, chosen, random.Random())
         print(f"{chosen.name}: {len(lines)} checkpoints to {chosen.repository}", flush=True)
         if options.eval:
-            print(f"{chosen.name}: evaluated by {' '.join(tasks_of(options, chosen.site, chosen.newest))}", flush=True)
+            tasks = flags.tasks_of(options, chosen.site, chosen.newest)
+            print(f"{chosen.name}: evaluated by {' '.join(tasks)}", flush=True)
         for number, line in enumerate(lines):
             if number and not options.dry_run:
                 time.sleep(options.delay_between_jobs)

@@ -5,7 +5,12 @@ The last checkpoint of a run is also sent as main. Every part checks the Hub and
 interrupted process can simply be started again.
 """
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.launch.environment import install_root
+from megatron.launch.typed_variables import CLUSTER_VARIABLES
 from megatron.neox_arguments import UserError
 from megatron.operations.hub.card import CARD
 from megatron.operations.hub.checkpoints import identity
 from megatron.operations.hub.errors import HubError
-from megatron.operations.hub.journal import FOLDER, FileDigest, Journal, open_journal
+from megatron.operations.hub.journal import FOLDER, Journal, open_journal
 from megatron.operations.hub.names import neox_repository
 from megatron.operations.hub.repository import MAIN, LocalFile, Repository, folder_files
-from megatron.operations.hub.retrying import Patience, Say
+from megatron.operations.hub.retrying import Patience, Say, hide_token
 
 Formats = Literal["both", "hf", "neox"]
 
@@ -33,7 +40,8 @@ class Upload:
     repository: ORGANISATION/NAME of the model.
     is_last: the step is `train_iters`, so it becomes the revision main too.
     scratch: folder for converted checkpoints until they are sent; None: `<save>/hub`.
-    tasks: tasks to evaluate after the upload; (): none.
+    tasks: tasks to evaluate after the upload; (): none. include: folders of the user's tasks. eval_limit:
+      number of documents of each task, for a trial.
     tokenizer: a folder, a file or a Hub name, published instead of the checkpoint's tokenizer.
     wandb_project, wandb_entity: where in Weights & Biases scores are logged.
     force_eval: evaluate even if scores of these tasks are known.
@@ -128,7 +136,8 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
     has_scores = not upload.tasks or (_scores(journal, upload, source) is not None and not upload.force_eval)
     if upload.tasks and has_scores and upload.tracking:
         say(f"{upload.tag}: its scores are known and are not logged again; --force-eval-if-exists evaluates and logs")
-    if converted_digests is not None and has_scores and _is_published(repository, upload, converted_digests):
+    lacks = partial(repository.lacks, files=converted_digests or {})
+    if converted_digests is not None and has_scores and not any(map(lacks, upload.revisions)):
         say(f"{upload.tag}: {repository.name} has it already")
     else:
         files = _converted(upload, checkpoint, folder, source, journal, say)
@@ -138,10 +147,6 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
             _send(repository, upload, folder_files(folder), journal, say)
     if not upload.keep_converted and folder.exists():
         shutil.rmtree(folder)
-
-
-def _is_published(repository: Repository, upload: Upload, files: Mapping[str, FileDigest]) -> bool:
-    return not any(repository.lacks(revision, files) for revision in upload.revisions)
 
 
 def _converted(
@@ -197,13 +202,48 @@ def _scores(journal: Journal, upload: Upload, source: str) -> dict[str, float] |
 def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say) -> None:
     """Evaluates the folder, and writes the scores into its card."""
     from megatron.operations.hub.conversion import rewrite_card
-    from megatron.operations.hub.scores import evaluate_folder
 
-    scores = evaluate_folder(folder, upload.tasks, upload.include, upload.eval_limit, upload.tracking, say)
+    scores = evaluate_folder(folder, upload, say)
     journal.add("scores", source=source, tasks=list(upload.tasks), values=scores)
     rewrite_card(checkpoint, folder, scores)
     say(f"{upload.tag}: scores are in {CARD}")
     _note(journal, source, folder_files(folder))
+
+
+def evaluate_folder(folder: Path, upload: Upload, say: Say) -> dict[str, float]:
+    """Evaluates a converted folder by eval.py in a subprocess, and returns the scores by `TASK_METRIC`, the
+    names a run logs. Raises HubError with eval.py's last lines."""
+    with tempfile.TemporaryDirectory() as results:
+        command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *upload.tasks]
+        command += ["--eval_include_path", *upload.include] if upload.include else []
+        command += ["--eval_limit", f"{upload.eval_limit:g}"] if upload.eval_limit is not None else []
+        command += ["--eval_output_dir", results]
+        keys = [f"{key}={json.dumps(value)}" for key, value in upload.tracking.items()]
+        command += ["--set", *keys] if keys else []
+        say(f"{folder.name}: evaluating {' '.join(upload.tasks)}")
+        child_env = {name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES}
+        done = subprocess.run(
+            command, cwd=install_root(), env=child_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
+        )  # fmt: skip
+        files = list(Path(results).glob("*eval_results_*.json"))
+        if done.returncode or not files:
+            lines = hide_token(done.stdout).strip().splitlines()[-3:]
+            raise HubError(f"{folder.name}: eval.py ended with code {done.returncode}: {' / '.join(lines)}")
+        say(hide_token(done.stdout).rstrip())
+        return read_scores(files[0])
+
+
+def read_scores(file: Path) -> dict[str, float]:
+    """The scores in a result file in lm-eval's format, without standard errors. A filter is part of the name
+    unless it is "none"."""
+    scores = {}
+    for task, values in json.loads(file.read_text(encoding="utf-8"))["results"].items():
+        for name, value in values.items():
+            metric, comma, kind = name.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                scores[f"{task}_{metric}" if kind == "none" else f"{task}_{metric}_{kind}"] = float(value)
+    return scores
 
 
 def _wait_for(checkpoint: Path, patience_s: float, say: Say) -> bool:

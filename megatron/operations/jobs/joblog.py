@@ -71,8 +71,10 @@ def read_log(path: Path) -> LogFacts | None:
     """The facts in a log; None if there is no log (yet)."""
     try:
         written = path.stat().st_mtime
-        tail = _tail(path, _TAIL)
-        head = _head(path)
+        with open_file(path) as file:
+            head = file.read(_HEAD)
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            tail = file.read(_TAIL)
         arguments = {name: _argument(head, name) for name in ("save", "log_dir")}
         submitted = _SUBMITTED.findall(tail)
         return LogFacts(
@@ -85,11 +87,7 @@ def read_log(path: Path) -> LogFacts | None:
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     """The last lines of a file, as `tail` counts them."""
-    data = b""
-    for block in _backwards(path):
-        data = block + data
-        if data.count(b"\n") > count or len(data) >= _SEARCHED:  # progress bars may fill gigabytes without a newline
-            break
+    data = _read_backwards(path, lambda data: data.count(b"\n") > count)
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
     return [line.decode(errors="replace") for line in lines[-count:]]
 
@@ -124,12 +122,7 @@ def error_lines(lines: list[str]) -> tuple[str, ...]:
 def _progress(path: Path, tail: bytes) -> Progress | None:
     matches = list(ITERATION.finditer(tail))
     if not matches:  # an evaluation may write long
-        data = b""
-        for block in _backwards(path):
-            data = block + data
-            if ITERATION.search(data) or len(data) >= _SEARCHED:
-                break
-        matches = list(ITERATION.finditer(data))
+        matches = list(ITERATION.finditer(_read_backwards(path, ITERATION.search)))
     if not matches:
         return None
     iteration, total, _, loss = matches[-1].groups()
@@ -154,25 +147,17 @@ def _argument(head: bytes, name: str) -> str | None:
     return match[1].decode(errors="replace") if match is not None and match[1] != b"None" else None
 
 
-def _head(path: Path) -> bytes:
+def _read_backwards(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
+    """Returns the end of a file, for which `is_enough` is true; at most about _SEARCHED bytes.
+
+    Blocks are read from the last on, each twice as long as the one before.
+    """
+    data, block = b"", 64 * 1024
     with open_file(path) as file:
-        return file.read(_HEAD)
-
-
-def _tail(path: Path, size: int) -> bytes:
-    with open_file(path) as file:
-        end = file.seek(0, 2)
-        file.seek(max(0, end - size))
-        return file.read(size)
-
-
-def _backwards(path: Path, block: int = 64 * 1024) -> Iterator[bytes]:
-    """Yields the blocks of a file from the last to the first; each block is twice as long as the one
-    before."""
-    with open_file(path) as file:
-        end = file.seek(0, 2)
-        while end > 0:
-            start = max(0, end - block)
+        start = file.seek(0, 2)
+        # Progress bars may fill gigabytes without a newline.
+        while start > 0 and len(data) < _SEARCHED and not is_enough(data):
+            end, start = start, max(0, start - block)
             file.seek(start)
-            yield file.read(end - start)
-            end, block = start, 2 * block
+            data, block = file.read(end - start) + data, 2 * block
+    return data

@@ -80,8 +80,7 @@ class Row:
             "id": job.id, "name": job.name, "user": job.user, "experiment": self.experiment, "state": job.state,
             "verdict": verdict.kind, "detail": verdict.detail or None, "silent_s": verdict.silent_s,
             "error_lines": list(verdict.error_lines), "iteration": done.iteration if done else None,
-            "total": done.total if done else None,
-            "loss": _finite(done.loss) if done else None,
+            "total": done.total if done else None, "loss": _finite(done.loss) if done else None,
             "tokens_per_s": _finite(self.tokens_per_s), "utilization": _finite(self.utilization), "eta_s": self.eta_s,
             "scores": {name: _finite(value) for name, value in self.scores.items()},
             "problems": list(self.problems), "nodes": job.nodes, "node_list": job.node_list or None,
@@ -118,7 +117,7 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
     logs = run.logs if run is not None else None
     done = log.progress if log is not None else None
     row = Row(job, verdict, save=save, logs=logs, progress=done, device=status.get("device"))
-    experiment_save = save or (_path(job, log.save) if log is not None and log.save else None)
+    experiment_save = save or (job.work_dir / log.save if log is not None and log.save else None)
     if experiment_save is not None:
         row = replace(row, experiment=experiment_of(experiment_save, _checkpoints(site, job.work_dir)))
     if run is None or (done is None and not job.local):
@@ -127,14 +126,12 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
     done = row.progress or _progress(metrics, status)
     if done is not None:  # a later job may have added rows
         metrics = [metrics_row for metrics_row in metrics if metrics_row["iteration"] <= done.iteration]
-    numbers: Mapping[str, Any] = next(
-        (metrics_row for metrics_row in reversed(metrics) if "runtime/tokens_per_sec" in metrics_row), {}
-    )
+    measured = (metrics_row for metrics_row in reversed(metrics) if "runtime/tokens_per_sec" in metrics_row)
+    numbers: Mapping[str, Any] = next(measured, {})
     return replace(
         row, progress=done, tokens_per_s=numbers.get("runtime/tokens_per_sec"),
         model_flops=numbers.get("runtime/model_flops_per_sec_per_gpu"),
-        utilization=numbers.get("runtime/model_flops_utilization"),
-        eta_s=_eta(done, verdict),
+        utilization=numbers.get("runtime/model_flops_utilization"), eta_s=_eta(done, verdict),
         scores={
             name.removeprefix(_SCORES): value
             for metrics_row in metrics for name, value in metrics_row.items() if name.startswith(_SCORES)
@@ -144,18 +141,10 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
 
 def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
     if choice.ids:
-        invalid = [
-            identifier
-            for identifier in choice.ids
-            if not re.fullmatch(_NUMBER, identifier) and not Path(identifier).exists()
-        ]
-        if invalid:
+        no_folders = [identifier for identifier in choice.ids if not Path(identifier).exists()]
+        numbers = [identifier for identifier in no_folders if re.fullmatch(_NUMBER, identifier)]
+        if invalid := [identifier for identifier in no_folders if identifier not in numbers]:
             raise LaunchError(f"{', '.join(invalid)}: neither a job number nor the folder of a run (`save`)")
-        numbers = [
-            identifier
-            for identifier in choice.ids
-            if re.fullmatch(_NUMBER, identifier) and not Path(identifier).exists()
-        ]
         if numbers and not slurm.is_here:
             raise LaunchError(
                 f"{', '.join(numbers)}: not a folder, and this machine has no Slurm (scontrol) to ask for a job"
@@ -171,7 +160,7 @@ def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
         except KeyError:
             raise LaunchError(f"--user {choice.user}: no such user on this machine") from None
     runs = find_runs(_checkpoints(site, Path.cwd()) or Path("checkpoints"), choice.max_age_s)
-    runs = [run for run in runs if run.user == (choice.user or _me())]
+    runs = [run for run in runs if run.user == (choice.user or user_name(os.getuid()))]
     try:
         jobs = slurm.jobs(choice.user, choice.max_age_s) if slurm.is_here else []
     except LaunchError as problem:
@@ -180,11 +169,6 @@ def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
         slurm.disable(problem)
         jobs = []
     return [*(job for job in jobs if choice.include_non_training or job.trains), *runs]
-
-
-def _me() -> str:
-    """The name of the current user, in the form of `Job.user`."""
-    return user_name(os.getuid())
 
 
 def _matches(row: Row, choice: Choice) -> bool:
@@ -199,8 +183,8 @@ def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
             return open_run(job.save)
         if log is None or log.save is None:
             return None
-        save = _path(job, log.save)
-        return RunFolder(save, _path(job, log.log_dir) if log.log_dir is not None else save / "logs")
+        save = job.work_dir / log.save
+        return RunFolder(save, job.work_dir / log.log_dir if log.log_dir is not None else save / "logs")
     except RunFolderError:
         return None
 
@@ -230,10 +214,6 @@ def _eta(done: Progress | None, verdict: Verdict) -> float | None:
 def _finite(value: float | None) -> float | None:
     """The number if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _path(job: Job, text: str) -> Path:
-    return job.work_dir / text
 
 
 def _checkpoints(site: Mapping[str, str], folder: Path) -> Path | None:

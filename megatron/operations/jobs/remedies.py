@@ -28,15 +28,30 @@ class Remedy:
     action: a description of it.
     helps: whether it makes sense to submit the run again.
     pairs, environment: configuration values and variables to add for the next try.
-    unset_variables, exclude: variables and nodes to leave out in the next try.
+    exclude: nodes to leave out in the next try.
     """
 
     action: str
     helps: bool = True
     pairs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    unset_variables: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a run, with the changes of all remedies so far."""
+
+    pairs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()  # nodes
+
+    def with_remedy(self, remedy: Remedy) -> "Attempt":
+        """The next submission, with this remedy's changes added."""
+        return Attempt(
+            (*self.pairs, *remedy.pairs), {**self.environment, **remedy.environment},
+            (*self.exclude, *remedy.exclude),
+        )  # fmt: skip
 
 
 def remedy(
@@ -78,9 +93,8 @@ def free_lock(
     host, number = holder.get("host", "another machine"), holder.get("job")
     unknown = f"{save}: cannot tell from here whether the lock is stale"
     if is_here(holder):
-        if alive(holder["pid"]):
-            text = f"{save}: the lock is not stale: process {holder['pid']} of this machine holds it"
-            return Remedy(text, helps=False)
+        if alive(pid := holder["pid"]):
+            return Remedy(f"{save}: the lock is not stale: process {pid} of this machine holds it", helps=False)
         evidence = "the process of this machine that had it is gone"
     elif number is None or slurm is None:
         return Remedy(f"{unknown}: check on {host}", helps=False)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.launch.environment import LaunchError
+from megatron.launch.slurm import to_end_of_line
 from megatron.process.run_files import open_file
 
 BATCH_FILE = "pretrain_neox.sbatch"
@@ -89,12 +90,9 @@ class Slurm:
     """
 
     def __init__(
-        self,
-        site: Mapping[str, str],
-        say: Callable[[str], None],
-        env: Mapping[str, str] = os.environ,
+        self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ,
         answers_s: float = ANSWERS_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """answers_s: seconds that each command of Slurm may take."""
         self._site, self._say, self._env, self._answers_s = site, say, dict(env), answers_s
         self._has_accounting = True
@@ -138,11 +136,18 @@ class Slurm:
 
     def _sacct_jobs(self, user: str, max_age_s: float, ids: Sequence[str]) -> list[Job] | None:
         """Jobs from sacct; None if there is no accounting."""
-        selection, sacct_options = f"--user={user}", [f"--user={user}", f"--starttime=now-{int(max_age_s)}seconds"]
-        if ids:
-            selection = "--jobs=" + ",".join(ids)
-            sacct_options = [selection]
-        command = ("sacct", "-X", "-P", "-n", f"--delimiter={_SEPARATOR}", f"--format={_FIELDS}", *sacct_options)
+        selection = f"--jobs={','.join(ids)}" if ids else f"--user={user}"
+        start_option = [] if ids else [f"--starttime=now-{int(max_age_s)}seconds"]
+        command = (
+            "sacct",
+            "-X",
+            "-P",
+            "-n",
+            f"--delimiter={_SEPARATOR}",
+            f"--format={_FIELDS}",
+            selection,
+            *start_option,
+        )
         try:
             done = self._run(*command)
         except FileNotFoundError:
@@ -151,12 +156,8 @@ class Slurm:
             reason = f"does not answer within {self._answers_s:g} s (--answers-within)"
         else:
             if not done.returncode:
-                rows = [line.split(_SEPARATOR) for line in done.stdout.splitlines()]
-                jobs = [
-                    job
-                    for row in rows
-                    if len(row) == len(_FIELDS.split(",")) and (job := _parse_sacct(row)) is not None
-                ]
+                rows = (line.split(_SEPARATOR) for line in done.stdout.splitlines())
+                jobs = [job for row in rows if (job := _parse_sacct(row)) is not None]
                 return self._with_queue(jobs, self._queue(selection), user, 0.0 if ids else time.time() - max_age_s)
             reason = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[0]
         self._has_accounting = False
@@ -246,23 +247,21 @@ def parse_scontrol(text: str) -> Job:
         match = re.search(rf"\b{name}=(\S*)", text)
         return match[1] if match is not None else ""
 
-    def line(name: str) -> str:  # the value may contain spaces
-        match = re.search(rf"\b{name}=(.*?)\s*$", text, re.MULTILINE)
-        return match[1] if match is not None else ""
-
-    log, number, task = line("StdOut"), field("JobId"), field("ArrayTaskId")
+    log, number, task = to_end_of_line("StdOut", text), field("JobId"), field("ArrayTaskId")
     if task:
         number = f"{field('ArrayJobId')}_{task if task.isdecimal() else f'[{task}]'}"  # as squeue and sacct write it
     return Job(
-        number, line("JobName"), field("UserId").partition("(")[0], field("JobState"),
+        number, to_end_of_line("JobName", text), field("UserId").partition("(")[0], field("JobState"),
         _time(field("SubmitTime")), _time(field("StartTime")), _time(field("EndTime")), field("ExitCode"),
-        _nodes(field("NumNodes")),
-        field("NodeList"), Path(line("WorkDir")), line("Command"), Path(log) if log else None, field("Reason"),
+        _nodes(field("NumNodes")), field("NodeList"), Path(to_end_of_line("WorkDir", text)),
+        to_end_of_line("Command", text), Path(log) if log else None, field("Reason"),
     )  # fmt: skip
 
 
 def _parse_sacct(row: Sequence[str]) -> Job | None:
     """The job in a row of sacct; None if its accounting record is still incomplete."""
+    if len(row) != len(_FIELDS.split(",")):
+        return None
     number, name, user, state, code, submit_time, start_time, end_time, nodes, node_list, work_dir, command = row
     if not work_dir:
         return None

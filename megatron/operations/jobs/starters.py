@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.launch.environment import LaunchError, install_root
-from megatron.operations.jobs.request import Attempt
+from megatron.launch.site import sbatch_options
+from megatron.operations.jobs.remedies import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
 
 _ENDS_S = 90.0  # Slurm's KillWait plus the batch file's work in that time
@@ -52,13 +53,10 @@ class SlurmStarter:
         self._options, self._site, self._slurm = tuple(options), site, slurm
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
-        words = self._words(attempt)
+        words, env = self._words(attempt), {**os.environ, **attempt.environment}
         if folder := self._site.get("NEOX_LOG_DIR"):
             (install_root() / folder).mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            words, cwd=install_root(), env={**env, **attempt.environment}, capture_output=True, text=True
-        )  # fmt: skip
+        done = subprocess.run(words, cwd=install_root(), env=env, capture_output=True, text=True)
         if done.returncode:
             raise LaunchError(f"{shlex.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip().partition(";")[0]
@@ -85,9 +83,7 @@ class SlurmStarter:
         return shlex.join(self._words(attempt))
 
     def _words(self, attempt: Attempt) -> list[str]:
-        site, options = self._site, [f"--nodes={self._nodes}"]
-        options += [f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}"] if "NEOX_GPUS_PER_NODE" in site else []
-        options += [f"--output={site['NEOX_LOG_DIR']}/%x-%j.out"] if "NEOX_LOG_DIR" in site else []
+        options = sbatch_options(self._nodes, self._site)
         options += [f"--exclude={','.join(attempt.exclude)}"] if attempt.exclude else []
         pairs = (*self._pairs, *attempt.pairs)
         return [
@@ -106,21 +102,19 @@ class LocalStarter:
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
 
     def start(self, attempt: Attempt) -> str:
-        env = {name: value for name, value in os.environ.items() if name not in attempt.unset_variables}
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{Path(self._configs[0]).stem}-local-{time.strftime('%Y%m%d-%H%M%S')}"
         log = self._folder / f"{name}-{os.getpid()}.{len(self._processes)}.out"
         with log.open("xb") as file:
             process = subprocess.Popen(
-                self._words(attempt), env={**env, **attempt.environment}, stdin=subprocess.DEVNULL, stdout=file,
+                self._words(attempt), env={**os.environ, **attempt.environment}, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=file, start_new_session=True,
             )  # fmt: skip
         self._processes[str(process.pid)] = (process, log, time.time())
         return str(process.pid)
 
     def announce(self, number: str) -> str:
-        ending = f"python tools/jobs.py cancel {self._save}" if self._save is not None else f"kill {number}"
-        return f"started process {number}; this ends it: {ending}"
+        return f"started process {number}; this ends it: {cancel_command(number, self._save)}"
 
     def job(self, number: str) -> Job:
         process, log, started = self._processes[number]
@@ -147,3 +141,8 @@ class LocalStarter:
         pairs = (*self._pairs, *attempt.pairs)
         script = [sys.executable, "-u", str(install_root() / "deepy.py"), str(install_root() / "train.py")]
         return [*script, *self._configs, *(("--set", *pairs) if pairs else ())]
+
+
+def cancel_command(number: str, save: str | Path | None) -> str:
+    """Returns the command that ends a run of this machine. save: its folder; None if it has none (yet)."""
+    return f"python tools/jobs.py cancel {save}" if save is not None else f"kill {number}"

@@ -1,21 +1,21 @@
-"""Submits a run and watches its first iterations; retries safe failures, and reports others to a person."""
+"""Submits a run and watches its first iterations; retries safe failures, and reports others to a person in a
+text of one page."""
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.site import site_nodes, starts_from_a_model
-from megatron.operations.jobs.failures import classify
+from megatron.operations.jobs.failures import UNKNOWN, Failure, classify
 from megatron.operations.jobs.joblog import last_lines
 from megatron.operations.jobs.overview import Row, row_of
-from megatron.operations.jobs.remedies import remedy
-from megatron.operations.jobs.report import share_of_peak, write_report
-from megatron.operations.jobs.request import Attempt, Request
+from megatron.operations.jobs.remedies import Attempt, remedy
 from megatron.operations.jobs.scheduler import Slurm
-from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter
+from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter, cancel_command
 from megatron.operations.jobs.table import duration
 from megatron.operations.jobs.verdict import STALE
 
@@ -26,14 +26,39 @@ FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
 _EVIDENCE = 400  # lines of a log's end
 _PATIENCE_S = 60.0  # from an apparent crash of a running job to the verdict: a library may only have warned
 _SAY_EVERY_S = 30.0
+_LAST = 25  # lines of a log shown where no line explains the failure
+_WIDTH = 200
+# Dense bf16 TFLOP/s of one device, from the vendors' data sheets, without variants of the same name that have
+# another peak (H100 PCIe, NVL).
+PEAKS = {"A40": 149.7, "A100": 312.0, "L40S": 362.0, "GH200": 989.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+_DIFFERENT_PEAK = ("PCIe", "NVL")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to submit.
+
+    configs: configuration files.
+    pairs: `key=value` that override them.
+    nodes: None for the site's number.
+    watch: number of iterations to wait for.
+    retries: maximum number of further tries.
+    interval_s: seconds between two checks.
+    local: start it on this machine, without a scheduler.
+    """
+
+    configs: tuple[str, ...]
+    pairs: tuple[str, ...] = ()
+    nodes: int | None = None
+    watch: int = 50
+    local: bool = False
+    retries: int = 2
+    sbatch_options: tuple[str, ...] = ()
+    interval_s: float = 5.0
 
 
 def submit(
-    request: Request,
-    slurm: Slurm,
-    site: Mapping[str, str],
-    succeed: Callable[[str], None],
-    say: Callable[[str], None],
+    request: Request, slurm: Slurm, site: Mapping[str, str], succeed: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
     """Submits the run and waits for its first iterations. Returns 0 on success; FOR_A_PERSON, with a report,
     if a person has to look. succeed: receives the line of success. say: receives all other messages.
@@ -46,14 +71,9 @@ def submit(
 
 
 def start_and_watch(
-    starter: Starter,
-    request: Request,
-    args: "NeoXArgs",
-    slurm: Slurm,
-    site: Mapping[str, str],
-    succeed: Callable[[str], None],
-    say: Callable[[str], None],
-) -> int:
+    starter: Starter, request: Request, args: "NeoXArgs", slurm: Slurm, site: Mapping[str, str],
+    succeed: Callable[[str], None], say: Callable[[str], None],
+) -> int:  # fmt: skip
     """Starts a run with a valid configuration, watches it, and retries safe failures. Returns `submit`'s
     codes, or INTERRUPTED after Ctrl-C, which ends the watching and not the run."""
     attempt, remedies_tried = Attempt(), list[str]()
@@ -187,3 +207,56 @@ def _success(row: Row, args: "NeoXArgs", base: int) -> str:
     parts += [share_of_peak(row)]
     parts += [f"{duration(row.eta_s)} to go"] if row.eta_s is not None else []
     return f"{row.job.id}: success: iteration {done.iteration}/{done.total}: {', '.join(parts)}; log {row.job.log}"
+
+
+def share_of_peak(row: Row) -> str:
+    """Returns a text with the model's FLOP/s as a share of the device's peak, or why it is unknown."""
+    if row.utilization is not None:
+        return f"{row.utilization:.1%} of peak (peak_theoretical_tflops)"
+    name = row.device or ""
+    words = name.replace("-", " ").split()
+    peak = next((value for model, value in PEAKS.items() if model in words), None)
+    has_other_peak = "H100" in words and any(variant in name for variant in _DIFFERENT_PEAK)
+    if peak is None or row.model_flops is None or has_other_peak:
+        return "share of peak unknown: set peak_theoretical_tflops"
+    return f"{row.model_flops / (peak * 1e12):.1%} of peak ({peak:g} dense bf16 TFLOP/s of {name})"
+
+
+def write_report(
+    request: Request, row: Row, failure: Failure, remedies_tried: Sequence[str], command: str, lines: Sequence[str]
+) -> tuple[Path, str]:
+    """Writes a one-page report beside the log, or in the current folder if that fails. Returns its file and
+    text."""
+    job, verdict = row.job, row.verdict
+    parts = [
+        f"run of {' '.join(request.configs)}: {failure.kind.name}",
+        "",
+        f"job      {job.id} ({job.name}), {job.state}"
+        + (f", exit code {job.exit_code}" if job.exit_code else "")
+        + (f", on {job.node_list}" if job.node_list else ""),
+        f"verdict  {verdict} {verdict.detail}".rstrip(),
+        f"command  {command}",
+        f"log      {job.log}",
+        f"time     {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+    ]
+    if row.progress is not None:
+        parts.append(f"reached  iteration {row.progress.iteration} of {row.progress.total}")
+    if job.is_active:
+        ending = cancel_command(job.id, row.save if job.local else job.id)
+        parts.append(f"it is still running; this ends it: {ending}")
+    parts += ["", "evidence in the log"]
+    parts += [f"  {line[:_WIDTH]}" for line in failure.lines or verdict.error_lines or ("nothing: there is no log",)]
+    parts += ["", "what was tried"]
+    parts += [f"  {line}" for line in remedies_tried or ("nothing: a retry cannot repair this failure",)]
+    parts += ["", "what to look at next", f"  {failure.kind.advice}"]
+    if failure.kind is UNKNOWN or not failure.lines:
+        parts += ["", "the log's last lines", *(f"  {line[:_WIDTH]}" for line in lines[-_LAST:])]
+    text = "\n".join(parts) + "\n"
+    name = f"{job.log.stem if job.log is not None else job.id}.report.txt"
+    for folder in (job.log.parent if job.log is not None else Path(), Path()):
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+            return folder / name, text
+        except OSError:
+            continue
+    return Path("(written nowhere)"), text

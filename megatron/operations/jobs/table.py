@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console, Group
@@ -19,9 +19,8 @@ _UNBOUNDED = 10_000  # columns of output that is not a terminal
 def console(file: IO[str] | None = None) -> Console:
     """A console for the terminal; for a pipe or file, one without colours and truncation."""
     file = file or sys.stdout
-    return Console(file=file, highlight=False) if file.isatty() else Console(
-        file=file, width=_UNBOUNDED, no_color=True, highlight=False
-    )  # fmt: skip
+    options: dict[str, Any] = {} if file.isatty() else {"width": _UNBOUNDED, "no_color": True}
+    return Console(file=file, highlight=False, **options)
 
 
 def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:

@@ -7,5 +7,3 @@ bokeh is imported only to draw.
 """
 
 from megatron.operations.report.page import ReportError, report_at_end, write_report
-
-__all__ = ["ReportError", "report_at_end", "write_report"]

@@ -176,9 +176,9 @@ def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
             members.append(name)
         elif name.startswith(_PLOTTED_PREFIXES):
             ungrouped.setdefault(name.partition("/")[2], []).append(name)
-    grouped += [
-        (Group(_capital(_LABELS.get(stem, _words(stem))), "", ()), members) for stem, members in ungrouped.items()
-    ]
+    for stem, members in ungrouped.items():
+        title = _LABELS.get(stem, _words(stem))
+        grouped.append((Group(title[:1].upper() + title[1:], "", ()), members))
     return [(group, sorted(members, key=_kind)) for group, members in grouped if members]
 
 
@@ -208,10 +208,6 @@ def _kind(name: str) -> int:
     """The sort key of a metric: training, validation, test, then all others."""
     kind = name.partition("/")[0]
     return list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS)
-
-
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def _words(stem: str) -> str:

@@ -47,18 +47,14 @@ def _starts(run: Run) -> Iterator[Event]:
     has_time, previous, last_iteration = "runtime/start_time" in run.series, None, 0.0
     for iteration, value in zip(*_columns(start_values), strict=True):
         if value != previous:
-            timestamp = _local(value) if has_time else ""
+            timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if has_time else ""
             number = int(restarts.get(iteration, 0))
             cause = f"restart {number} of deepy.py, " if number else "started again, " if previous is not None else ""
             if previous is None and last_iteration == 0 and not number:
                 yield Event(0, "start", "first start", timestamp)
             else:
-                yield Event(
-                    int(last_iteration),
-                    "restart",
-                    f"{cause}goes on after its row of iteration {int(last_iteration)}",
-                    timestamp,
-                )
+                text = f"{cause}goes on after its row of iteration {int(last_iteration)}"
+                yield Event(int(last_iteration), "restart", text, timestamp)
         previous, last_iteration = value, iteration
 
 
@@ -114,7 +110,3 @@ def _end(run: Run) -> Iterator[Event]:
         reason = f": {run.status['reason']}" if run.status.get("reason") else ""
         timestamp = local_time(run.status.get("time"))
         yield Event(int(run.status.get("iteration") or 0), "stop", f"{status}{reason}", timestamp)
-
-
-def _local(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

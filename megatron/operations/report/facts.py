@@ -10,6 +10,10 @@ from megatron.neox_arguments.reports.config_dump import flat_values, yaml_value
 from megatron.operations.report.run_data import Run
 
 Facts = list[tuple[str, str]]
+_LOSSES = {
+    "last training loss": "train/lm_loss", "last validation loss": "validation/lm_loss",
+    "last test loss": "test/lm_loss",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,78 +28,73 @@ class ConfigRow:
 def summary_facts(run: Run) -> Facts:
     """The state of a run, from its status, its summary and its last rows."""
     status, summary = run.status, run.summary
-    facts: Facts = []
-    _add(facts, "status", _status(run))
-    iteration, total = _iteration(run), status.get("train_iters") or summary.get("train_iters")
-    _add(facts, "iteration", f"{iteration:,}" + (f" of {total:,}" if total else ""))
-    _add(facts, "tokens", _count(_last(run, "tokens")))
-    for name in ("train/lm_loss", "validation/lm_loss", "test/lm_loss"):
-        if name in run.series:
-            kind = name.partition("/")[0]
-            _add(facts, f"last {'training' if kind == 'train' else kind} loss", f"{run.series[name].values[-1]:.4f}")
-    if best := summary.get("best"):
-        _add(facts, "best model", f"{best['metric']} {best['value']:.4f} at iteration {best['iteration']:,}")
-    if (seconds := summary.get("training_seconds")) is not None:
-        _add(facts, "time in steps", _duration(seconds))
-    if (seconds := summary.get("wall_clock_seconds")) is not None:
-        _add(facts, "time of the last start", _duration(seconds))
-    speed = summary.get("tokens_per_sec")
+    # Rows may be ahead of status.json, which is written less often.
+    iteration = max(int(_last(run, "iterations") or 0), int(status.get("iteration") or 0))
+    total = status.get("train_iters") or summary.get("train_iters")
+    best, speed = summary.get("best"), summary.get("tokens_per_sec")
     if speed is None and "runtime/tokens_per_sec" in run.series:
         speed = run.series["runtime/tokens_per_sec"].values[-1]
-    _add(facts, "tokens per second", f"{speed:,.0f}" if speed is not None else None)
-    _add(facts, "world size", summary.get("world_size"))
-    _add(facts, "parameters", _parameters(summary))
-    _add(facts, "skipped steps", summary.get("skipped_steps"))
-    return facts
+    return _facts(
+        ("status", _status(run)),
+        ("iteration", f"{iteration:,}" + (f" of {total:,}" if total else "")),
+        ("tokens", _count(_last(run, "tokens"))),
+        *((fact, f"{run.series[name].values[-1]:.4f}") for fact, name in _LOSSES.items() if name in run.series),
+        ("best model", f"{best['metric']} {best['value']:.4f} at iteration {best['iteration']:,}" if best else None),
+        ("time in steps", _duration(summary.get("training_seconds"))),
+        ("time of the last start", _duration(summary.get("wall_clock_seconds"))),
+        ("tokens per second", _count(speed)),
+        ("world size", summary.get("world_size")),
+        ("parameters", _parameters(summary)),
+        ("skipped steps", summary.get("skipped_steps")),
+    )
 
 
 def model_facts(run: Run) -> Facts:
     """The model, its parallel layout, and the versions of code that trained it."""
     summary, args = run.summary, run.args
     manifest = run.checkpoints[-1].manifest if run.checkpoints else {}
-    facts: Facts = []
+    model = None
     if args is not None:
         size = f"{args.num_layers} layers, hidden size {args.hidden_size}, {args.num_attention_heads} heads"
-        _add(facts, "model", f"{size}, sequences of {args.seq_length}")
-    _add(facts, "parameters", _parameters(summary))
-    _add(facts, "precision", summary.get("precision"))
-    _add(facts, "objective", summary.get("objective"))
+        model = f"{size}, sequences of {args.seq_length}"
     layout = summary.get("layout") or manifest.get("layout") or {}
-    _add(facts, "layout", ", ".join(f"{axis} {size}" for axis, size in layout.items()))
     batch = summary.get("effective_batch") or {}
-    _add(facts, "batch", ", ".join(f"{_words(name)} {value:,}" for name, value in batch.items()))
-    _add(facts, "engine", manifest.get("engine"))
-    _add(facts, "started from", summary.get("start_weights") or ("fresh weights" if summary else None))
     versions = summary.get("versions") or manifest.get("versions") or {}
-    _add(facts, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    _add(facts, "commit", summary.get("git_hash"))
-    _add(facts, "run", run.status.get("run_id") or summary.get("run_id"))
-    _add(facts, "save", run.folder.save)
-    _add(facts, "logs", run.folder.logs)
-    return facts
+    return _facts(
+        ("model", model),
+        ("parameters", _parameters(summary)),
+        ("precision", summary.get("precision")),
+        ("objective", summary.get("objective")),
+        ("layout", ", ".join(f"{axis} {size}" for axis, size in layout.items())),
+        ("batch", ", ".join(f"{_words(name)} {value:,}" for name, value in batch.items())),
+        ("engine", manifest.get("engine")),
+        ("started from", summary.get("start_weights") or ("fresh weights" if summary else None)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("commit", summary.get("git_hash")),
+        ("run", run.status.get("run_id") or summary.get("run_id")),
+        ("save", run.folder.save),
+        ("logs", run.folder.logs),
+    )
 
 
 def data_facts(run: Run) -> Facts:
     """Paths of the data, and the digests and sizes by which a checkpoint identifies them."""
-    facts: Facts = []
-    if run.args is not None:
-        for key, value in flat_values(run.args):
-            if key.endswith(("data_path", "data_paths")) and value:
-                _add(facts, key, yaml_value(value))
+    values = flat_values(run.args) if run.args is not None else []
+    paths = [(key, yaml_value(value)) for key, value in values if key.endswith(("data_path", "data_paths")) and value]
     if not run.checkpoints:
-        return facts
+        return _facts(*paths)
     manifest = run.checkpoints[-1].manifest
-    data = manifest["data"]
-    for name, digest in (data.get("files") or {}).items():
-        _add(facts, f"files of {name}", _digest(digest))
+    data, samples = manifest["data"], manifest.get("consumed_samples")
     laid_out = (data.get("laid_out") or {}).items()
     counts = (f"{name} {sum(ends[-1] for ends in members if ends):,}" for name, members in laid_out)
-    _add(facts, "samples laid out", ", ".join(counts))
-    _add(facts, "digest of samples read", data.get("consumed_sha256"))
-    _add(facts, "digest of the tokenizer", manifest.get("tokenizer"))
-    samples = manifest.get("consumed_samples")
-    _add(facts, "samples read at the last save", f"{samples:,}" if samples is not None else None)
-    return facts
+    return _facts(
+        *paths,
+        *((f"files of {name}", _digest(digest)) for name, digest in (data.get("files") or {}).items()),
+        ("samples laid out", ", ".join(counts)),
+        ("digest of samples read", data.get("consumed_sha256")),
+        ("digest of the tokenizer", manifest.get("tokenizer")),
+        ("samples read at the last save", f"{samples:,}" if samples is not None else None),
+    )
 
 
 def config_rows(args: NeoXArgs) -> tuple[list[ConfigRow], list[ConfigRow]]:
@@ -118,9 +117,9 @@ def scores_of(run: Run) -> dict[str, float]:
     return {name.removeprefix("eval_tasks/"): float(series.values[-1]) for name, series in scores}
 
 
-def _add(facts: Facts, name: str, value: Any) -> None:
-    if value not in (None, ""):
-        facts.append((name, str(value)))
+def _facts(*facts: tuple[str, Any]) -> Facts:
+    """Returns the facts that are known, as text."""
+    return [(name, str(value)) for name, value in facts if value not in (None, "")]
 
 
 def _status(run: Run) -> str:
@@ -128,11 +127,6 @@ def _status(run: Run) -> str:
     reason = run.status.get("reason") or ""
     timestamp = local_time(run.status.get("time"))
     return f"{status}{': ' if reason else ''}{reason}{f' ({timestamp})' if timestamp else ''}"
-
-
-def _iteration(run: Run) -> int:
-    """The last iteration; rows may be ahead of status.json, which is written less often."""
-    return max(int(_last(run, "iterations") or 0), int(run.status.get("iteration") or 0))
 
 
 def _last(run: Run, column: str) -> float | None:
@@ -151,7 +145,9 @@ def _count(value: float | None) -> str | None:
     return f"{value:,.0f}" if value is not None else None
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {remainder} s" if minutes else f"{seconds:.1f} s"

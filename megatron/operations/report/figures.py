@@ -1,30 +1,24 @@
 """Draws the plots of a report with bokeh. All plots share one range of iterations, so that they zoom
-together."""
+together.
+
+The load of experts is drawn as a map of iterations and experts for each run, one layer at a time.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from bokeh.models import (
-    BasicTickFormatter,
-    BoxZoomTool,
-    ColumnDataSource,
-    HoverTool,
-    NumeralTickFormatter,
-    PanTool,
-    Range1d,
-    ResetTool,
-    WheelZoomTool,
-)
-from bokeh.models.annotations import Legend, LegendItem
+from bokeh import models
+from bokeh.models.annotations import ColorBar, Legend, LegendItem
 from bokeh.plotting import figure
 
 from megatron.operations.report.curves import Curve, Plot
 from megatron.operations.report.events import Event, Kind
-from megatron.operations.report.router_loads import LoadMap
+from megatron.operations.report.router_loads import CODES, OCTAVES, LoadMap, code_of
 
 Scale = Literal["linear", "log"]
+SCALES: tuple[Scale, ...] = ("linear", "log")
 
 # Colours of matplotlib's tab10, ordered so that neighbours differ most; one for each run or metric
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
@@ -43,6 +37,11 @@ POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%
 EVENT = (("iteration", "@x{0,0}"), ("", "@text"))  # tooltip
 HEIGHT, LEGEND_ROW = 300, 21  # pixels: of a plot, and of each row of its legend above it
 LEGEND_CHARACTERS = 44  # of a row, to fit a narrow window
+IDLE = "#000000"
+# ColorBrewer's RdBu with a pale grey in the middle: seldom chosen, as the mean, often chosen.
+_STOPS = ("#1f63b5", "#4f9bd0", "#9ecae1", "#f2f2f2", "#fcae7b", "#ef5a3c", "#99000d")
+_NAMES = {0.125: "1/8", 0.25: "1/4", 0.5: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
+_SHORT, _TALL, _ROW, _MARGINS = 150, 520, 12, 60  # pixels: height of a map's frame (from, to), of an expert, of axes
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,19 @@ class PlotModels:
     models: tuple[Any, ...]
 
 
-def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> Range1d:
+def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models.Range1d:
     """Returns the range of iterations that covers all plots and maps. Needs at least one plot."""
     curves = [curve for plot in plots for curve in plot.curves]
     low = min(float(curve.iterations[0]) for curve in curves)
     high = max(float(curve.iterations[-1]) for curve in curves)
     room = 0.02 * (high - low) or 1.0
     ends = [load_map.first_iteration + (load_map.codes.shape[-1] - 0.5) * load_map.step for load_map in maps]
-    return Range1d(
-        start=min([low - room, *(load_map.first_iteration - 0.5 * load_map.step for load_map in maps)]),
-        end=max([high + room, *ends]),
-    )
+    starts = [load_map.first_iteration - 0.5 * load_map.step for load_map in maps]
+    return models.Range1d(start=min([low - room, *starts]), end=max([high + room, *ends]))
 
 
 def draw(
-    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: Range1d | None = None
+    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: models.Range1d | None = None
 ) -> list[PlotModels]:
     """Draws the plots; their models are named `plot-0`, `plot-0-log` and so on.
 
@@ -82,24 +79,23 @@ def draw(
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
         has_log = plot.title.partition(":")[0] == "Loss" and all((curve.values > 0).all() for curve in plot.curves)
-        models = []
-        scales: tuple[Scale, ...] = ("linear", "log") if has_log else ("linear",)
-        for scale in scales:
+        scale_models = []
+        for scale in SCALES if has_log else SCALES[:1]:
             model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale)
             model.name = f"plot-{number}" if scale == "linear" else f"plot-{number}-log"
             model.visible = scale == "linear"
-            models.append(model)
-        plot_models.append(PlotModels(plot, tuple(models)))
+            scale_models.append(model)
+        plot_models.append(PlotModels(plot, tuple(scale_models)))
     return plot_models
 
 
-def _source(curve: Curve) -> ColumnDataSource:
+def _source(curve: Curve) -> models.ColumnDataSource:
     """The points of a curve as 32-bit arrays, which bokeh embeds unchanged."""
     columns = {"x": curve.iterations.astype(np.int32), "y": curve.values.astype(np.float32)}
-    return ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
+    return models.ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
 
 
-def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kind, ColumnDataSource]]:
+def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kind, models.ColumnDataSource]]:
     """Yields (index of the run, kind, bokeh source with positions and texts) of events to draw."""
     for run, run_events in enumerate(events):
         for kind in EVENTS:
@@ -108,34 +104,39 @@ def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kin
             if selected:
                 texts = [f"{event.text} ({event.timestamp})" if event.timestamp else event.text for event in selected]
                 data = {"x": [event.iteration for event in selected], "text": texts}
-                yield run, kind, ColumnDataSource(data, name=f"event {kind}")
+                yield run, kind, models.ColumnDataSource(data, name=f"event {kind}")
+
+
+def _empty_figure(iteration_range: models.Range1d, y_label: str | None, grid_color: str | None, **options: Any) -> Any:
+    """Returns a bokeh figure over iterations, with the tools of every plot. options: passed to bokeh."""
+    tools = [models.PanTool(), models.BoxZoomTool(), models.WheelZoomTool(dimensions="width"), models.ResetTool()]
+    empty: Any = figure(
+        sizing_mode="stretch_width", x_range=iteration_range, min_border_right=12, active_drag="auto", tools=tools,
+        toolbar_location="right", x_axis_label="iteration", y_axis_label=y_label, **options,
+    )  # fmt: skip
+    empty.toolbar.logo, empty.toolbar.autohide = None, True
+    empty.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
+    empty.grid.grid_line_color, empty.outline_line_color = grid_color, None
+    return empty
 
 
 def _figure(
-    plot: Plot, sources: Sequence[ColumnDataSource], iteration_range: Range1d,
-    events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: Scale,
+    plot: Plot, sources: Sequence[models.ColumnDataSource], iteration_range: models.Range1d,
+    events: Sequence[tuple[int, Kind, models.ColumnDataSource]], several: bool, scale: Scale,
 ) -> Any:  # fmt: skip
     """Returns the bokeh figure of one plot. Its models of events are named `event KIND`.
 
     several: whether there are several runs; then colours stand for runs, else for metrics."""
-    plot_figure: Any = figure(
-        sizing_mode="stretch_width", x_range=iteration_range, y_axis_type=scale, min_border_right=12,
-        tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], active_drag="auto",
-        toolbar_location="right", x_axis_label="iteration", y_axis_label=plot.unit or None,
-    )  # fmt: skip
-    plot_figure.toolbar.logo, plot_figure.toolbar.autohide = None, True
-    plot_figure.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot_figure = _empty_figure(iteration_range, plot.unit or None, grid_color="#e8eaed", y_axis_type=scale)
     if scale == "linear":
-        plot_figure.yaxis.formatter = BasicTickFormatter(power_limit_high=9)
-    plot_figure.grid.grid_line_color, plot_figure.outline_line_color = "#e8eaed", None
+        plot_figure.yaxis.formatter = models.BasicTickFormatter(power_limit_high=9)
     spans = []
     for run, kind, source in events:
         _, color, dash = EVENTS[kind]
         color = COLORS[run % len(COLORS)] if several else color
         alpha = 0.7 if len(source.data["x"]) <= MANY_EVENTS else 0.25
-        span = plot_figure.vspan(
-            x="x", source=source, line_color=color, line_dash=dash, line_width=1.2, line_alpha=alpha
-        )
+        look = {"line_color": color, "line_dash": dash, "line_width": 1.2, "line_alpha": alpha}
+        span = plot_figure.vspan(x="x", source=source, **look)
         span.level, span.name = "underlay", f"event {kind}"  # curves lie over them
         spans.append(span)
     lines: dict[str, list[Any]] = {}
@@ -145,7 +146,7 @@ def _figure(
         if curve.mean is not None:  # the thinned curve is then a band that would hide other curves
             parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
             columns = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
-            mean = ColumnDataSource(columns, name="mean")
+            mean = models.ColumnDataSource(columns, name="mean")
             mean_line = plot_figure.line("x", "y", source=mean, line_color=color, line_width=2, level="annotation")
             parts.insert(0, mean_line)
         if len(curve.values) <= MARKED_POINTS:
@@ -156,7 +157,7 @@ def _figure(
         plot_figure.add_tools(_hover(spans, EVENT))
     values = np.concatenate([curve.values for curve in plot.curves])
     if scale == "log":  # bokeh computes no range for a plot that is hidden at first
-        plot_figure.y_range = Range1d(values.min() / 1.05, values.max() * 1.05)
+        plot_figure.y_range = models.Range1d(values.min() / 1.05, values.max() * 1.05)
     elif values.min() == values.max():  # bokeh's default would be an axis from value - 1 to value + 1
         plot_figure.y_range.default_span = 0.2 * abs(float(values[0])) or 1.0
     legend, rows = _legend(lines)
@@ -165,8 +166,8 @@ def _figure(
     return plot_figure
 
 
-def _hover(renderers: list[Any], tips: Sequence[tuple[str, str]]) -> HoverTool:
-    return HoverTool(renderers=renderers, tooltips=list(tips), formatters={"@y": "printf"}, visible=False)
+def _hover(renderers: list[Any], tips: Sequence[tuple[str, str]]) -> models.HoverTool:
+    return models.HoverTool(renderers=renderers, tooltips=list(tips), formatters={"@y": "printf"}, visible=False)
 
 
 def _escape_columns(text: str) -> str:
@@ -184,7 +185,57 @@ def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
     legend = Legend(
         items=items, ncols=columns, orientation="horizontal", location="top_left", click_policy="hide",
         border_line_color=None, padding=2,  # type: ignore[arg-type] # bokeh's stubs have no plain number
-        spacing=8, margin=2, label_text_font_size="12px", glyph_height=14,
-        glyph_width=18,
+        spacing=8, margin=2, label_text_font_size="12px", glyph_height=14, glyph_width=18,
     )  # fmt: skip
     return legend, -(-len(items) // columns)
+
+
+def draw_maps(maps: Sequence[LoadMap], iteration_range: models.Range1d) -> list[Any]:
+    """A figure for each map, named `load-0` and so on. Its renderers are named `layer N`; the first is
+    visible. iteration_range: shared by all plots."""
+    return [_map_figure(f"load-{number}", load_map, iteration_range) for number, load_map in enumerate(maps)]
+
+
+def palette() -> list[str]:
+    """The colours of codes 1 to CODES, as hexadecimal strings."""
+    stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in _STOPS]
+    colors = []
+    for i in range(CODES):
+        place, part = divmod(i * (len(stops) - 1) / (CODES - 1), 1)
+        low, high = stops[int(place)], stops[min(int(place) + 1, len(stops) - 1)]
+        mixed = (round(a + part * (b - a)) for a, b in zip(low, high, strict=True))
+        colors.append("#" + "".join(f"{channel:02x}" for channel in mixed))
+    return colors
+
+
+def _map_figure(name: str, load_map: LoadMap, iteration_range: models.Range1d) -> Any:
+    _, experts, columns = load_map.codes.shape
+    map_figure = _empty_figure(
+        iteration_range, "expert", grid_color=None, name=name, y_range=models.Range1d(start=-0.5, end=experts - 0.5),
+        height=min(max(_SHORT, _ROW * experts), _TALL) + _MARGINS,
+    )  # fmt: skip
+    map_figure.yaxis.ticker = models.BasicTicker(min_interval=1, num_minor_ticks=0)
+    colors = models.LinearColorMapper(palette=palette(), low=0.5, high=CODES + 0.5, low_color=IDLE)
+    for layer, codes in zip(load_map.layers, load_map.codes, strict=True):
+        left, width = load_map.first_iteration - load_map.step / 2, columns * load_map.step
+        place = {"x": [left], "y": [-0.5], "dw": [width], "dh": [experts]}
+        source = models.ColumnDataSource({"image": [codes], **place}, name="load")
+        image = map_figure.image("image", "x", "y", "dw", "dh", source=source, color_mapper=colors)
+        image.name, image.visible = f"layer {layer}", layer == load_map.layers[0]
+    map_figure.add_tools(_load_hover())
+    ticks: dict[Any, Any] = {code_of(load): text for load, text in _NAMES.items()}
+    bar = ColorBar(
+        color_mapper=colors, width=10, padding=4, border_line_color=None,
+        ticker=models.FixedTicker(ticks=list(ticks)), major_label_overrides=ticks,
+    )  # fmt: skip
+    map_figure.add_layout(bar, "right")
+    return map_figure
+
+
+def _load_hover() -> models.HoverTool:
+    """A tooltip that computes the load from its colour's code, exact to 1 %."""
+    place = f"(value - 1) / {CODES - 1} * {2 * OCTAVES} - {OCTAVES}"
+    bounds = f"value == 1 ? 'at most {2**-OCTAVES}' : value == {CODES} ? 'at least {2**OCTAVES}'"
+    code = f"return value == 0 ? 'no token' : {bounds} : Math.pow(2, {place}).toFixed(2)"
+    tips = [("iteration", "$x{0,0}"), ("expert", "$y{0}"), ("load", "@image{custom}")]
+    return models.HoverTool(tooltips=tips, formatters={"@image": models.CustomJSHover(code=code)}, visible=False)

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -57,13 +58,13 @@ def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
 def render(runs: Sequence[Run]) -> str:
     """Returns the page as text. Raises ReportError without bokeh."""
     require_bokeh()
-    from megatron.operations.report import figures, heat_map
+    from megatron.operations.report import figures
 
     plots, events = plots_of(runs), [events_of(run) for run in runs]
     maps = maps_of([run.load for run in runs]) if plots else []
     iteration_range = figures.iterations_of(plots, maps) if plots else None
     plot_models = figures.draw(plots, events, iteration_range)
-    load_figures = heat_map.draw_maps(maps, iteration_range) if iteration_range is not None else []
+    load_figures = figures.draw_maps(maps, iteration_range) if iteration_range is not None else []
     entries = [
         {"title": item.plot.title, "note": _note(item.plot), "places": [model.name for model in item.models]}
         for item in plot_models
@@ -91,6 +92,7 @@ def embedded(models: Sequence[Any]) -> dict[str, Any]:
     `bokeh` has the library's scripts, `data` the JSON for `Bokeh.embed.embed_items`. Each model is drawn into
     the element whose id is the model's name.
     """
+    from bokeh.core.json_encoder import serialize_json
     from bokeh.document import Document
     from bokeh.resources import Resources
 
@@ -104,7 +106,8 @@ def embedded(models: Sequence[Any]) -> dict[str, Any]:
         "items": [{"docid": "report", "roots": places, "root_ids": list(places)}],
     }
     scripts = Resources(mode="inline", components=["bokeh"], minified=True).js_raw
-    return {"bokeh": scripts, "data": _in_script(data)}
+    # No text in it can end or begin an HTML element.
+    return {"bokeh": scripts, "data": serialize_json(data, pretty=False).replace("<", "\\u003c")}
 
 
 def _place(folder: RunFolder, args: NeoXArgs | None) -> Path:
@@ -141,18 +144,15 @@ def _events_of_table(events: Sequence[Event]) -> Sequence[Event]:
     kept."""
     if len(events) <= MAX_EVENTS:
         return events
-    counts: dict[str, int] = {}
-    for event in events:
-        counts[event.kind] = counts.get(event.kind, 0) + 1
+    counts = Counter(event.kind for event in events)
     rare_first = sorted(events, key=lambda event: (counts[event.kind], event.iteration))
     return sorted(rare_first[:MAX_EVENTS], key=lambda event: event.iteration)
 
 
 def _note(plot: Plot) -> str:
     """Returns a note on a plot: number of drawn points, of all points, and of NaN or infinite values."""
-    num_drawn, num_points = (
-        sum(counts) for counts in zip(*((len(c.values), c.num_finite) for c in plot.curves), strict=True)
-    )
+    num_drawn = sum(len(curve.values) for curve in plot.curves)
+    num_points = sum(curve.num_finite for curve in plot.curves)
     note = f"{num_points:,} points"
     if num_drawn < num_points:
         note = f"{num_drawn:,} of {num_points:,} points: the lowest and highest of each stretch, and a mean"
@@ -185,13 +185,6 @@ def _scores(runs: Sequence[Run]) -> dict[str, list[str]]:
     scores_by_run = [scores_of(run) for run in runs]
     names = dict.fromkeys(name for scores in scores_by_run for name in scores)
     return {name: [f"{scores[name]:.4f}" if name in scores else "" for scores in scores_by_run] for name in names}
-
-
-def _in_script(data: Any) -> str:
-    """Serializes to JSON in which no text can end or begin an HTML element."""
-    from bokeh.core.json_encoder import serialize_json
-
-    return serialize_json(data, pretty=False).replace("<", "\\u003c")
 
 
 @cache

@@ -1,5 +1,9 @@
-"""Reads the data of a report from a run's folders: series of metrics, checkpoints, answers."""
+"""Reads the data of a report from a run's folders: series of metrics, checkpoints, answers.
 
+Of a model trained with rewards it reads the best and the worst answer of a few generations.
+"""
+
+import itertools
 import math
 import re
 from array import array
@@ -12,23 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.neox_arguments import NeoXArgs, UserError
-from megatron.operations.report.rollout_rows import GenerationRows, read_rollouts
 from megatron.operations.report.router_loads import RouterLoad, read_load
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
-from megatron.process.metrics_file import POSITION
-from megatron.process.run_files import (
-    DATA_SHAPE,
-    MANIFEST_SHAPE,
-    Problems,
-    Unfit,
-    fields_of,
-    open_file,
-    parse,
-    read_fields,
-    text,
-)
+from megatron.process import run_files
+from megatron.process.metrics_file import POSITION, ROLLOUTS_FILE, read_lines
+from megatron.process.run_files import Problems, Unfit, fields_of, open_file, parse, read_fields, text
 
 Numbers = NDArray[np.float64]
+MAX_GENERATIONS = 6  # generations, the first and the last among them
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,33 @@ class Answer:
     prompt: str
     before_training: str | None
     after_training: str | None
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """An answer with a reward, as the page shows it. rewards: text with the reward of each function."""
+
+    prompt: str
+    completion: str
+    reward: float
+    rewards: str
+
+
+@dataclass(frozen=True)
+class GenerationRows:
+    """A generation of answers.
+
+    iteration: of the first step that trains on them.
+    mean: mean of all known rewards.
+    answers: number of answers.
+    best, worst: None if no answer has a reward.
+    """
+
+    iteration: int
+    answers: int
+    mean: float | None
+    best: AnswerRow | None
+    worst: AnswerRow | None
 
 
 @dataclass(frozen=True)
@@ -143,12 +165,12 @@ def _checkpoints(save: Path | None, problems: Problems) -> Iterator[Checkpoint]:
         if not re.fullmatch(r"[0-9]{1,18}", step) or not folder.is_dir():
             continue
         file = folder / "manifest.json"
-        manifest = read_fields(file, MANIFEST_SHAPE, problems)
+        manifest = read_fields(file, run_files.MANIFEST_SHAPE, problems)
 
         def note(name: str, reason: str, file: Path = file) -> None:
             problems.note(file, f"data.{name}", reason)
 
-        manifest["data"] = fields_of(manifest.get("data") or {}, DATA_SHAPE, note)
+        manifest["data"] = fields_of(manifest.get("data") or {}, run_files.DATA_SHAPE, note)
         yield Checkpoint(int(step), manifest)
 
 
@@ -199,3 +221,46 @@ def _prompt(line: Mapping[str, Any]) -> str:
     if "messages" in line:
         return text("\n".join(f"{message['role']}: {message['content']}" for message in line["messages"]))
     return text(line["prompt"])
+
+
+def _message_text(value: Any) -> str:
+    """Returns a text unchanged; messages become one text, with a line `role: content` for each."""
+    if not isinstance(value, list):
+        return text(value)
+    if not all(isinstance(message, dict) for message in value):
+        raise Unfit("a text or messages")
+    return text("\n".join(f"{message.get('role')}: {message.get('content')}" for message in value))
+
+
+_SHAPE: run_files.Shape = {
+    "iteration": run_files.count, "generation": run_files.any_value,
+    "reward": run_files.number, "rewards": run_files.map_of(run_files.number),
+    "prompt": _message_text, "completion": _message_text, "messages": _message_text,
+}  # fmt: skip
+
+
+def read_rollouts(logs: Path, problems: Problems) -> list[GenerationRows]:
+    """Returns at most MAX_GENERATIONS generations of a run, evenly spaced, from the rollouts file in `logs`.
+
+    Without the file it returns []. problems: notes unusable lines."""
+    path = logs / ROLLOUTS_FILE
+    lines = (row for _, row in read_lines(path, problems)) if path.is_file() else iter(())
+    rows = (fields_of(row, _SHAPE, lambda name, reason: problems.note(path, name, reason)) for row in lines)
+    groups = itertools.groupby(rows, key=lambda row: (row["iteration"], row.get("generation")))
+    generations = [_generation(list(answers)) for _, answers in groups]
+    chosen = np.linspace(0, len(generations) - 1, min(len(generations), MAX_GENERATIONS))
+    return [generations[index] for index in chosen.round().astype(int)]
+
+
+def _generation(rows: Sequence[dict[str, Any]]) -> GenerationRows:
+    judged = [row for row in rows if row.get("reward") is not None]
+    mean = sum(row["reward"] for row in judged) / len(judged) if judged else None
+    best, worst = ((_answer(pick(judged, key=lambda row: row["reward"])) if judged else None) for pick in (max, min))
+    return GenerationRows(rows[0]["iteration"], len(rows), mean, best, worst)
+
+
+def _answer(row: dict[str, Any]) -> AnswerRow:
+    parts = row.get("rewards") or {}
+    words = [f"{name} {'none' if math.isnan(value) else f'{value:g}'}" for name, value in parts.items()]
+    written = row.get("messages") or row.get("completion") or ""
+    return AnswerRow(row.get("prompt") or "", written, row["reward"], ", ".join(words))

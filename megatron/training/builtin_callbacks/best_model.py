@@ -105,5 +105,4 @@ class BestModelCallback(Callback):
             return None
         if self.best is not None and not self.best.is_improvement(value):
             return None
-        run_id = self.training.checkpointer.run_id
-        return BestRecord(self.metric, self.mode, float(value), step.iteration, run_id)
+        return BestRecord(self.metric, self.mode, float(value), step.iteration, self.training.run_id)

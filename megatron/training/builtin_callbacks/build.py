@@ -1,12 +1,19 @@
-"""Builds the callbacks of a run: one list, in the order in which each of their methods is called."""
+"""Builds the callbacks of a run: one list, in the order in which each of their methods is called. And loads a
+user's own: classes in Python files that `callbacks` names."""
 
+import importlib.util
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from megatron.callbacks import Callback
 from megatron.distributed import run_on_each_rank
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
 from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
@@ -70,7 +77,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     args, groups, loop, logger = training.args, training.groups, training.loop, training.logger
     callbacks: list[Callback] = []  # those that call the others' methods hold the list itself
     best = [BestModelCallback(training)] if args.save_best is not None else []
-    loop.bar = bar = build_bar(training)
+    loop.bar = build_bar(training)
     stop = StopCallback(training, results.settle)
     metadata = run_metadata(args, groups, training.engine.stage)
     logger.info(metadata_line(metadata))
@@ -82,8 +89,8 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         groups, lambda: build_loggers(args, start_iteration, run_id, metadata, rank, logger.warning)
     )
     router_load = build_router_load(training)
-    trackers = Trackers(loggers, loop.stopwatch, training.watchdog)
-    log = LogCallback(training, bar, loop.stopwatch, [*probes, packing], trackers.on_settled)
+    trackers = Trackers(training, loggers)
+    log = LogCallback(training, [*probes, packing], trackers.on_settled)
 
     def settle() -> None:
         results.settle()
@@ -98,15 +105,64 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         log,  # takes the step's values, to be read when the next step has begun
         *router_load,  # likewise, the load of experts
         stop,  # decides whether this step is the last, and whether a save is due
-        ValidationCallback(training, bar, callbacks),  # calls on_validation_end
+        ValidationCallback(training, callbacks),  # calls on_validation_end
         *training.method.callbacks(training),
         *evaluations,  # eval_tasks, demo_prompts
         *best,  # keeps the model if validation or evaluation say so
         trackers,  # write the row, to which all above may have added
         *training.user_callbacks,
         SaveCallback(training, callbacks),  # calls on_save; all above have counted the step in their state
-        ProgressBarCallback(bar),
+        ProgressBarCallback(loop.bar),
         profiler,  # begins and ends its window between two steps
         HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last
     ]
     return callbacks
+
+
+def load_callbacks(args: NeoXArgs) -> list[Callback]:
+    """Returns one instance of each class that `callbacks` names (`FILE.py:CLASS`), in that order.
+
+    A file is imported once, even for several classes. Raises ConfigError if a file is missing or cannot be
+    imported, or if a class is missing, is no Callback or fails.
+    """
+    modules: dict[Path, ModuleType] = {}
+    loaded = []
+    for entry in args.callbacks:
+        file_name, _, class_name = entry.rpartition(":")
+        if not file_name or not class_name.isidentifier():
+            raise args.error("callbacks", f"{entry}: expected FILE.py:CLASS")
+        path = Path(file_name).expanduser().resolve()
+        if path not in modules:
+            modules[path] = _import_file(args, entry, path, len(modules))
+        loaded.append(_make_callback(args, entry, getattr(modules[path], class_name, None)))
+    return loaded
+
+
+def _import_file(args: NeoXArgs, entry: str, path: Path, number: int) -> ModuleType:
+    if not path.is_file():
+        raise args.error("callbacks", f"{entry}: {path}: no such file")
+    name = f"user_callbacks_{number}_{path.stem}"  # two folders may have files of one name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise args.error("callbacks", f"{entry}: {path}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles of the file look for it there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        raise args.error("callbacks", f"{entry}: {path} cannot be imported ({reason})") from problem
+    return module
+
+
+def _make_callback(args: NeoXArgs, entry: str, callback_class: object) -> Callback:
+    class_name = entry.rpartition(":")[2]
+    if callback_class is None:
+        raise args.error("callbacks", f"{entry}: the file has no class {class_name}")
+    if not inspect.isclass(callback_class) or not issubclass(callback_class, Callback):
+        raise args.error("callbacks", f"{entry}: {class_name} is not a subclass of megatron.callbacks.Callback")
+    try:
+        return callback_class()
+    except Exception as problem:
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        raise args.error("callbacks", f"{entry}: {class_name}() failed ({reason})") from problem

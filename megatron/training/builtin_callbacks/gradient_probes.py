@@ -1,6 +1,8 @@
 """Builds the probes that a configuration asks for, and shows a step's gradients to those that measure
 them."""
 
+from collections.abc import Sequence
+
 from megatron.callbacks import Callback, OnGradients, Parts, TrainingRun
 from megatron.data import Batch
 from megatron.training.metrics.device_metrics import build_device_metrics
@@ -8,6 +10,16 @@ from megatron.training.metrics.metric_probes import Probe
 from megatron.training.metrics.noise_scale import NoiseScale
 from megatron.training.metrics.parameter_norms import ParameterNorms
 from megatron.training.run import Training
+
+
+def joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
+    """Returns one function that calls all hooks; None without hooks."""
+
+    def on_gradients(parts: Parts) -> None:
+        for hook in hooks:
+            hook(parts)
+
+    return on_gradients if hooks else None
 
 
 class GradientProbes(Callback):
@@ -19,13 +31,7 @@ class GradientProbes(Callback):
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> OnGradients | None:
         """Returns the function that shows this step's gradients to the due probes; None where no probe is
         due."""
-        due_probes = [see for see, interval in self.probes if (run.iteration + 1) % interval == 0]
-
-        def show(parts: Parts) -> None:
-            for see in due_probes:
-                see(parts)
-
-        return show if due_probes else None
+        return joined([see for see, interval in self.probes if (run.iteration + 1) % interval == 0])
 
 
 def build_probes(training: Training) -> tuple[list[Probe], GradientProbes]:

@@ -14,12 +14,11 @@ from megatron.callbacks import Callback, TrainingRun
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
-from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
 from megatron.process.run_files import SUMMARY, Problems
 from megatron.training.builtin_callbacks.best_model import FOLDER, read_best
-from megatron.training.builtin_callbacks.status import note_failure, note_phases, write_ending, write_status
+from megatron.training.builtin_callbacks.status import note_failure, note_phases, say_ending, write_status
 from megatron.training.metrics.loggers import log_directory
 from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
@@ -61,10 +60,24 @@ class HistoryCallback(Callback):
         ending = self.training.loop.ending
         if ending is not None:
             self._write(*ending)
-            write_ending(self.training, *ending)
+            write_status(self.training, *ending)
+            say_ending(self.training, *ending)
 
     def _write(self, status: str, reason: str | None) -> None:
-        write_history(self.training, self.metadata, status, reason, time.monotonic() - self._start_time)
+        """Write both files on rank 0; nothing without `save`. All ranks call it together.
+
+        A write that fails is logged and does not change how the run ended. status, reason: as in status.json.
+        """
+        wall_clock = time.monotonic() - self._start_time
+
+        def write() -> None:
+            try:
+                _write(self.training, self.metadata, status, reason, wall_clock)
+            except (OSError, CheckpointError) as problem:
+                self.training.logger.warning(str(problem))
+
+        if self.training.args.save_dir is not None:
+            on_rank_zero(self.training.groups, write)
 
 
 def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[dict[str, Any]]:
@@ -72,13 +85,9 @@ def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[d
 
     Non-finite values become null.
     """
-    records = []
-    for row in rows:
-        retained = {name: value for name, value in row.items() if name in POSITION or name.startswith(_KINDS)}
-        records.append(
-            {**{name: _number(value) for name, value in retained.items()}, "trainable_share": trainable_share}
-        )
-    return records
+    known_metrics = [{name: row[name] for name in row if name in POSITION or name.startswith(_KINDS)} for row in rows]
+    share = {"trainable_share": trainable_share}
+    return [{name: _number(value) for name, value in row.items()} | share for row in known_metrics]
 
 
 def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -92,26 +101,8 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return seconds, tokens
 
 
-def write_history(
-    training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float
-) -> None:
-    """Write both files on rank 0; nothing without `save`. All ranks call it together. A write that fails is
-    logged and does not change how the run ended.
-
-    metadata: as `run_metadata`; status, reason: as in status.json; wall_clock: seconds of this start.
-    """
-
-    def write() -> None:
-        try:
-            _write(training, metadata, status, reason, wall_clock)
-        except (OSError, CheckpointError) as problem:
-            training.logger.warning(str(problem))
-
-    if training.args.save_dir is not None:
-        on_rank_zero(training.groups, write)
-
-
 def _write(training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float) -> None:
+    """Write both files. wall_clock: seconds of this start."""
     folder, run_id = log_directory(training.args), training.checkpointer.run_id
     assert folder is not None and training.args.save_dir is not None
     file = folder / METRICS_FILE
@@ -169,7 +160,7 @@ def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Map
             "metric": best.metric, "value": best.value, "iteration": best.iteration, "folder": FOLDER,
         },
         "final": {name: _number(value) for name, value in last.items()},
-        "start_weights": _start_weights(args),
+        "start_weights": None if args.load == args.save else args.load,  # None: freshly initialised
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "deepspeed")}},
         "git_hash": metadata["git_hash"],
     }  # fmt: skip
@@ -186,11 +177,6 @@ def _answers(training: Training) -> dict[str, float]:
     samples = [len(dataset[i].preference_labels) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
     name, answers = ("pairs", 2) if sample_kind(args) == "pairs" else ("examples", 1)
     return {name: sum(samples) / len(samples) / answers * args.train_batch_size}
-
-
-def _start_weights(args: NeoXArgs) -> str | None:
-    """Returns the weights that the run started from; None: freshly initialised weights."""
-    return None if args.load is None or args.load == args.save else args.load
 
 
 def _number(value: Any) -> Any:

@@ -4,13 +4,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 
 import torch
 from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import has_curriculum, rows_per_sample
-from megatron.training.loop_state import Stopwatch
 from megatron.training.method import LoggedSteps
 from megatron.training.metrics.flops import model_flops, neox_flops, readable_flops
 from megatron.training.metrics.host_copy import HostCopy
@@ -31,15 +31,12 @@ class LogCallback(Callback):
     def __init__(
         self,
         training: Training,
-        bar: tqdm,
-        stopwatch: Stopwatch,
         probes: Sequence[Probe] = (),
         on_settled: Callable[[Step], None] = lambda step: None,
     ) -> None:
         """probes: measure further metrics in logged steps; on_settled: called when a logged step's row has
         its values."""
-        self.training, self.bar, self.stopwatch = training, bar, stopwatch
-        self.probes, self._on_settled = probes, on_settled
+        self.training, self.probes, self._on_settled = training, probes, on_settled
         self.steps = 0
         # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
         self.tokens, self.length = 0, 0.0
@@ -55,7 +52,7 @@ class LogCallback(Callback):
         self.roles: list[str] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
-        self.pending: tuple[Step, HostCopy, float, list[str]] | None = None
+        self.pending: tuple[Step, HostCopy, list[int], float, list[str]] | None = None
         self._memory_was_logged = False
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -83,15 +80,15 @@ class LogCallback(Callback):
         ]
         self.probed, values = [], [skips, *map(torch.stack, (self.spikes, self.untrained, self.losses, last))]
         self.measured = list(self.metrics)
-        if self.measured:
-            metrics_by_step = torch.stack([torch.stack(step_values) for step_values in self.metrics.values()])
-            values.append(metrics_by_step.masked_fill(skips > 0, math.nan).nanmean(1))
+        stacked = [torch.stack(step_values) for step_values in self.metrics.values()]
+        values.append(torch.stack(stacked).masked_fill(skips > 0, math.nan).nanmean(1) if stacked else skips[:0])
         for probe in self.probes:
             names, measured = probe.values()
             self.probed += names
             values.append(measured.float().to(device))
-        reading = HostCopy(torch.cat(values))
-        self.pending, step.settled = (step, reading, self.stopwatch.lap() / self.steps, self.roles), False
+        reading, lengths = HostCopy(torch.cat(values)), [len(part) for part in values]
+        seconds = self.training.loop.stopwatch.lap() / self.steps
+        self.pending, step.settled = (step, reading, lengths, seconds, self.roles), False
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
         self.losses, self.metrics, self.skips, self.spikes, self.untrained, self.roles = [], {}, [], [], [], []
         self.steps, self.tokens, self.rows = 0, 0, 0
@@ -100,17 +97,14 @@ class LogCallback(Callback):
         """Finish the pending logged step: write its line, and its values into its row."""
         if self.pending is None:
             return
-        (step, reading, seconds, roles), self.pending = self.pending, None
-        values = reading.read()
-        end = len(values) - len(self.probed)
-        start = end - len(self.measured)
-        *step_values, norm, scale = values[:start]
-        steps = len(step_values) // 4
-        skips, spikes, no_tokens, losses = (step_values[n * steps : (n + 1) * steps] for n in range(4))
+        (step, reading, lengths, seconds, roles), self.pending = self.pending, None
+        values = iter(reading.read())
+        parts = [list(islice(values, length)) for length in lengths]
+        skips, spikes, no_tokens, losses, (norm, scale), measured, *probed = parts
         trained = [(role, loss) for role, loss, skipped in zip(roles, losses, skips, strict=True) if not skipped]
         loss, untrained = self.training.method.mean_loss(trained), int(sum(no_tokens))
         skipped = int(sum(skips)) - untrained
-        means = {name: value for name, value in zip(self.measured, values[start:end], strict=True) if value == value}
+        means = {name: value for name, value in zip(self.measured, measured, strict=True) if value == value}
         self._fill(step, loss, norm, scale, seconds)
         step.row["train/skipped_steps"] = skipped
         if untrained:
@@ -120,10 +114,11 @@ class LogCallback(Callback):
         step.row.update({f"train/{name}": value for name, value in means.items()})
         logged = LoggedSteps(step.iteration, roles, trained, self.training.schedule)
         step.row.update(self.training.method.row(self.training.args, logged))
-        step.row.update(zip(self.probed, values[end:], strict=True))
+        step.row.update(zip(self.probed, chain.from_iterable(probed), strict=True))
         if self.training.groups.world_rank == 0:
-            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            with self.bar.external_write_mode():
+            bar = self.training.loop.bar
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            with bar.external_write_mode():
                 self.training.logger.info(self._line(step, loss, seconds, means, skipped, untrained))
                 self._memory(step.iteration)
         step.settled = True

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from megatron.callbacks import Callback, TrainingRun
 from megatron.data import Batch, trains_preferences
-from megatron.data.packing_efficiency import count_places
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
@@ -29,7 +28,8 @@ class PackingEfficiency(Callback):
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
         """Count all, padded and trained positions of the step's rows, on the host."""
         if self.is_measured:
-            self.counts += torch.tensor(count_places(batches), dtype=torch.float64)
+            counts = [(batch.tokens.numel(), batch.padding, int(batch.loss_weights.sum())) for batch in batches]
+            self.counts += torch.tensor(counts, dtype=torch.float64).sum(dim=0)
 
     def values(self) -> tuple[list[str], Tensor]:
         """See `Probe.values`. Sums over all ranks, then starts a new count.

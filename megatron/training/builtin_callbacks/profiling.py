@@ -37,11 +37,7 @@ class StepProfiler(Callback):
     """
 
     def __init__(
-        self,
-        args: NeoXArgs,
-        groups: ParallelGroups,
-        logger: logging.Logger,
-        settle: Callable[[], None],
+        self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger, settle: Callable[[], None]
     ) -> None:
         """Open the folders of the files.
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments import NeoXArgs
-from megatron.process.metrics_file import JsonlLogger
+from megatron.process.metrics_file import LOAD_FILE, JsonlLogger
 from megatron.training.metrics.host_copy import HostCopy
-from megatron.training.metrics.loggers import build_load_file
+from megatron.training.metrics.loggers import build_jsonl
 from megatron.training.run import Training
 
 MOST_LINES = 500
@@ -72,7 +72,7 @@ def build_router_load(training: Training) -> list[RouterLoad]:
         if groups.world_rank > 0:
             return None
         run_id, start_iteration = training.checkpointer.run_id, training.progress.iteration
-        return build_load_file(training.args, start_iteration, run_id, training.logger.warning)
+        return build_jsonl(training.args, LOAD_FILE, start_iteration, run_id, training.logger.warning)
 
     file = run_on_each_rank(groups, build)
     return [RouterLoad(training, file, balance.layers)] if file is not None and balance is not None else []

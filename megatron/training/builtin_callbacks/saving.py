@@ -38,13 +38,8 @@ class SaveCallback(Callback):
 
     def is_ephemeral_due(self, iteration: int) -> bool:
         """Returns whether a checkpoint that lasts until the next one is written after this iteration."""
-        save_interval = self.training.args.ephemeral_save_interval
-        return (
-            self.training.args.save is not None
-            and save_interval is not None
-            and iteration > 0
-            and iteration % save_interval == 0
-        )
+        args, interval = self.training.args, self.training.args.ephemeral_save_interval
+        return args.save is not None and interval is not None and iteration > 0 and iteration % interval == 0
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Note the validation loss, by which `keep_best_n_checkpoints` chooses."""

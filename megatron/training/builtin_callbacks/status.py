@@ -25,13 +25,6 @@ def write_status(training: Training, status: str, reason: str | None) -> None:
     on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
 
 
-def write_ending(training: Training, status: str, reason: str | None) -> None:
-    """Write status.json and the last line of the log of a run that did not fail. All ranks call it
-    together."""
-    write_status(training, status, reason)
-    say_ending(training, status, reason)
-
-
 def say_ending(training: Training, status: str, reason: str | None) -> None:
     """Write the last line of the log of a run that did not fail."""
     suffix = f": {reason}" if reason is not None else ""

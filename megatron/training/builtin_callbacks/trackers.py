@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.distributed import Watchdog
-from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.loggers import MetricLogger, metrics
+from megatron.training.run import Training
 
 
 class Trackers(Callback):
@@ -14,8 +13,8 @@ class Trackers(Callback):
     A row is complete when the callbacks before this one have added their values, and the step is settled.
     """
 
-    def __init__(self, loggers: Sequence[MetricLogger], stopwatch: Stopwatch, watchdog: Watchdog) -> None:
-        self.loggers, self.stopwatch, self.watchdog = loggers, stopwatch, watchdog
+    def __init__(self, training: Training, loggers: Sequence[MetricLogger]) -> None:
+        self.training, self.loggers = training, loggers
         self._waiting: Step | None = None
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -34,12 +33,12 @@ class Trackers(Callback):
     def _write(self, step: Step) -> None:
         """Hand over a row, if it has metrics."""
         if metrics(step.row):
-            with self.stopwatch.pause():
+            with self.training.loop.stopwatch.pause():
                 for target in self.loggers:
                     target.write(step.row)
 
     def close(self) -> None:
         """Close every logger; each first writes its remaining rows."""
-        with self.watchdog.phase("closing the loggers"):
+        with self.training.watchdog.phase("closing the loggers"):
             for target in self.loggers:
                 target.close()

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from tqdm import tqdm
-
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import SampleSet, trains_preferences
 from megatron.process import StopRequested, stop_reason
@@ -12,7 +10,7 @@ from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.run import Training
 
 
-def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
+def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int]) -> None:
     """Write the loss on the validation ("valid") or test ("test") set to the log and the row; nothing without
     such a set."""
     dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[set_name]
@@ -27,7 +25,7 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
     line = f" {name} results at iteration {iteration} |{values} "
     entropy_lines = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
     rule = "-" * (len(line) + 1)
-    with bar.external_write_mode():
+    with training.loop.bar.external_write_mode():
         for text in (rule, line, rule, *entropy_lines):
             training.logger.info(text)
 
@@ -60,8 +58,8 @@ class ValidationCallback(Callback):
     After a stop signal it skips the remaining work, and the run ends with this step.
     """
 
-    def __init__(self, training: Training, bar: tqdm, callbacks: Sequence[Callback]) -> None:
-        self.training, self.bar, self.callbacks = training, bar, callbacks
+    def __init__(self, training: Training, callbacks: Sequence[Callback]) -> None:
+        self.training, self.callbacks = training, callbacks
 
     def is_due(self, iteration: int) -> bool:
         """Returns whether a validation follows the step of this number."""
@@ -81,7 +79,7 @@ class ValidationCallback(Callback):
         with run.pause():
             if self._runs_to_end(lambda: self._validate(step)):
                 for callback in self.callbacks:
-                    self.bar.clear()  # they may have bars of their own
+                    loop.bar.clear()  # they may have bars of their own
                     self._runs_to_end(lambda: callback.on_validation_end(run, step))  # noqa: B023 - called at once
             loop.agree_on_stop()
 
@@ -92,9 +90,9 @@ class ValidationCallback(Callback):
         return bool(args.eval_iters and (sets.valid or sets.test)) or not methods <= _NO_WORK
 
     def _validate(self, step: Step) -> None:
-        validate(self.training, "valid", step.iteration, step.row, self.bar)
+        validate(self.training, "valid", step.iteration, step.row)
         if step.iteration == self.training.args.train_iters:
-            validate(self.training, "test", step.iteration, step.row, self.bar)
+            validate(self.training, "test", step.iteration, step.row)
 
     def _runs_to_end(self, work: Callable[[], None]) -> bool:
         """Run `work`, a part of the validation; return False if a stop signal ended it on all ranks.

@@ -58,7 +58,7 @@ class BackgroundWriter:
 
         In a collective, the thread would make the interpreter's clean-up abort with exit code 134.
         """
-        if self.busy:
+        if self._thread is not None and self._thread.is_alive():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

@@ -1,17 +1,27 @@
-"""Identifies the base weights below adapters, so that a checkpoint that holds only adapters finds them."""
+"""Sets the initial values of adapters (`lora`), and identifies the base weights below them.
+
+So a checkpoint that holds only adapters finds its base weights.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
 from megatron.checkpointing.adapters import base_record, known_digests
 from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.data.files import sha256
 from megatron.distributed import on_rank_zero, run_on_all_ranks
+from megatron.model.init import parameters_with_specs
+from megatron.model.lora import begun_names, begun_values
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.checkpoint.source import CheckpointSource
+from megatron.training.engine import Engine
 
 
 def weight_digests(args: NeoXArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, str]:
@@ -68,3 +78,35 @@ def _find_base(path: str | None, is_requested: bool, place: str) -> CheckpointSo
     return CheckpointSource(
         find_checkpoint(path) if is_requested and read_manifest(path) is None else Path(path), False
     )
+
+
+@torch.no_grad()
+def begin_adapters(engine: Engine) -> None:
+    """Set the initial values of adapters that depend on the model's weights, one layer after another.
+
+    These are DoRA's magnitudes and the copies of `modules_to_save`. All ranks call it together.
+    """
+    groups, stage = engine.groups, engine.stage
+    params = parameters_with_specs(stage, engine.args)
+    names = {
+        layer: begun_names(name for param_layer, name, *_ in params if param_layer == layer) for layer, *_ in params
+    }
+    names = {layer: layer_names for layer, layer_names in names.items() if layer_names}
+    if not names:
+        return
+    initial_values: dict[int, dict[str, Tensor]] = {}
+    for layer, weights in engine.gather_weights(dict.fromkeys(names, 0), lambda value: value.clone()):
+        module = stage.layers[str(layer)] if str(layer) in stage.layers else None
+        values = begun_values(
+            module, {name: w.to(groups.device) for name, w in weights.items()}, groups.group("tensor")
+        )
+        initial_values[layer] = {name: value.float().contiguous() for name, value in values.items()}
+    data = groups.group("data")
+    if data is not None:
+        for layer, name, _, spec in params:
+            if name not in names.get(layer, ()):
+                continue
+            shape = spec.local_shape(groups.size("tensor"))
+            value = initial_values.setdefault(layer, {}).setdefault(name, torch.empty(shape, device=groups.device))
+            dist.broadcast(value, groups.members["data"][0], group=data)
+    engine.set_weights(initial_values)

@@ -58,10 +58,8 @@ def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
     checkpoint; None if all have enough."""
     for machine in sorted({rank.machine for rank in ranks}):
         machine_ranks = [rank for rank in ranks if rank.machine == machine]
-        free, num_bytes = (
-            min(rank.free for rank in machine_ranks),
-            sum(max(0, rank.size - rank.held) for rank in machine_ranks),
-        )
+        free = min(rank.free for rank in machine_ranks)
+        num_bytes = sum(max(0, rank.size - rank.held) for rank in machine_ranks)
         if num_bytes > _COPY_AT_MOST * free:
             return (
                 f"{machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
@@ -156,9 +154,8 @@ class _Pages:
         page_bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         page_bytes[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
         locking.lock(page_bytes.data_ptr(), size)
-        weakref.finalize(
-            self, locking.unlock, page_bytes.data_ptr()
-        ).atexit = False  # the end of a process unlocks, too
+        unlocking = weakref.finalize(self, locking.unlock, page_bytes.data_ptr())
+        unlocking.atexit = False  # the end of a process unlocks, too
 
 
 def host_copies(device: torch.device) -> HostCopies:

@@ -42,13 +42,11 @@ from megatron.model.quantized import take_quantized
 from megatron.model.weight_map import adapter_params, base_params
 from megatron.mpu import DTYPES, ParamSpec
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.checkpoint.base_weights import base_source, describe_base
+from megatron.training.checkpoint.base_weights import base_source, begin_adapters, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
-from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.run_parts import Origin, RunParts
+from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.checkpoint.same_run import check_same_run
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
-from megatron.training.initial_adapters import begin_adapters
 from megatron.training.schedules import resumed_schedule
 
 _Load = Callable[..., dict[int, dict[str, Tensor]]]
@@ -122,11 +120,7 @@ class CheckpointLoader:
         return checkpoint
 
     def _load_weights(
-        self,
-        path: Path,
-        checkpoint: OpenCheckpoint | None,
-        load: _Load = load_weights,
-        begins: bool = False,
+        self, path: Path, checkpoint: OpenCheckpoint | None, load: _Load = load_weights, begins: bool = False
     ) -> bool:
         """Load the weights at `path`; return whether the model got a fresh score head.
 
@@ -183,7 +177,9 @@ class CheckpointLoader:
         model."""
         manifest = None if checkpoint is None else checkpoint.manifest
         new_head = begins and bool(self.args.score_head)
-        new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
+        new_head = new_head and not on_rank_zero(
+            self.groups, lambda: has_hf_score(path) if self.source.is_hf else has_score_head(path, self.args)
+        )
         if manifest is not None:
             check_model(adapter_model(manifest), self.args, str(path), new_head)
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
@@ -217,9 +213,6 @@ class CheckpointLoader:
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
         return new_head
-
-    def _has_score(self, path: Path) -> bool:
-        return has_hf_score(path) if self.source.is_hf else has_score_head(path, self.args)
 
     def _restore(self, path: Path, goes_on: bool) -> TrainingProgress:
         args = self.args

@@ -18,11 +18,11 @@ from megatron.checkpointing import (
     read_manifest,
     responsible_key,
 )
-from megatron.data import Datasets, DataState, order_sha256, path_key
+from megatron.data import DataState, path_key
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.progress import MethodState
+from megatron.training.checkpoint.run_parts import MethodState
 from megatron.training.checkpoint.source import CheckpointSource
 
 _TOKENIZER_KEYS = ("vocab_file", "tokenizer_type", "merge_file", "eod_token")
@@ -54,23 +54,11 @@ def begun_of(manifest: Manifest | None, method: MethodState) -> DataState:
     return DataState(manifest.iteration, manifest.consumed_samples, segment_ends, further)
 
 
-def data_record(files: Mapping[str, Any], order: Mapping[str, Any], datasets: Datasets, consumed: int) -> dict:
-    """Returns the manifest's record of the data. files: `data_fingerprint`; order: `order_keys`."""
-    has_samples = datasets.train is not None and consumed <= len(datasets.train)
-    digest = order_sha256(datasets.train, consumed) if has_samples and datasets.train is not None else None
-    return {"files": files, "order": order, "laid_out": datasets.segment_ends, "consumed_sha256": digest}
-
-
 def check_same_run(
-    args: NeoXArgs,
-    path: Path,
-    manifest: Manifest,
-    goes_on: bool,
-    record: Mapping[str, Any],
-    tokenizer: Tokenizer,
+    args: NeoXArgs, path: Path, manifest: Manifest, goes_on: bool, record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Raise CheckpointError for a checkpoint of another run, or of other data. record: `data_record` of this
-    one at the checkpoint's `consumed_samples`."""
+    """Raise CheckpointError for a checkpoint of another run, or of other data. record: `RunParts.data_record`
+    at the checkpoint's `consumed_samples`."""
     check_model(manifest.model, args, str(path))
     run_words = f"the run of {path}"
     saved, now = manifest.model.get("lora"), model_keys(args)["lora"]

@@ -46,7 +46,7 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
-from megatron.checkpointing.families import hf_config
+from megatron.checkpointing.families.convert import hf_config
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
@@ -61,10 +61,8 @@ from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
-from megatron.training.checkpoint.lock import lock_folder
-from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
-from megatron.training.checkpoint.progress import TrainingProgress
-from megatron.training.checkpoint.run_parts import Origin, RunParts
+from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, lock_folder, serialised
+from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.metrics.run_metadata import local_sizes
 
 

@@ -13,15 +13,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from megatron.checkpointing import OpenCheckpoint
+from megatron.checkpointing import OpenCheckpoint, load_tensors
 from megatron.data import Batch
 from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
@@ -32,20 +36,17 @@ from megatron.objectives import Objective
 from megatron.training.deepspeed.attach import attach_deepspeed, name_device, plain_mpu, shard_at_once
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
-from megatron.training.deepspeed.optimizer_parts import OptimizerParts
-from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
-from megatron.training.deepspeed.pipeline import PipeStage, leave_out_timers, truncate_backward, wrap_pipeline
+from megatron.training.deepspeed.optimizer_parts import OptimizerParts, owned_parameters
+from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state, on_cpu_adam
+from megatron.training.deepspeed.pipeline import PipeStage, truncate_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
-from megatron.training.deepspeed.sharded_state import ShardedState
-from megatron.training.deepspeed.state import EngineState
-from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
-from megatron.training.engine_base import EngineBase
-from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
-from megatron.training.step_loss import StepLoss
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class DeepSpeedEngine(EngineBase):
+class DeepSpeedEngine(Engine):
     """`Engine` in any layout, by DeepSpeed."""
 
     name = "deepspeed"
@@ -67,10 +68,8 @@ class DeepSpeedEngine(EngineBase):
         take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
         init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # all it trains is of one type
         trained_params = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
-        self.watch = GradientWatch(list(trained_params), groups.device, most_skips(args))
+        self._watch_losses(list(trained_params))
         self.watch.watch(list(trained_params.values()))
-        self._loss = StepLoss(objective, groups, self.watch)
-        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
         optimizer = build_sharded_optimizer(stage, args, groups)
@@ -88,11 +87,11 @@ class DeepSpeedEngine(EngineBase):
                 mpu=mpu,
                 dist_init_required=False,
             )[0]
-        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        if isinstance(scaler, DynamicLossScaler):
+        self._scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
+        if isinstance(self._scaler, DynamicLossScaler):
             # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX
             # allows.
-            scaler.raise_error_at_min_scale = False
+            self._scaler.raise_error_at_min_scale = False
         if self.spikes is not None:
             guard_steps(self._ds, optimizer, self.spikes, self._loss_so_far)
         if self.zero_stage > 0:  # around the guard, which wants to know the verdict
@@ -101,13 +100,12 @@ class DeepSpeedEngine(EngineBase):
             if is_never_trained(param):  # it casts whole modules
                 param.data = param.data.float()
         if self._pipe is not None:
-            leave_out_timers(self._ds)
+            self._ds.timers = NoopTimer()  # its own leak two CUDA events a step unless it prints them
             truncate_backward(self._ds, stage, ordered)
         items = {id(item[2]): item for item in self._params}
         trained = [items[id(p)] for p in ordered if id(p) in items]  # the others are placeholders
-        self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
-        self._state = EngineState(self._ds, groups, self.dtype, self.zero_stage)
-        self._owned = ShardedState(stage, args, self._ds.optimizer, groups, self.zero_stage)
+        owned = owned_parameters(stage, args, groups, self.zero_stage)
+        self._parts = OptimizerParts(trained, owned, self._ds.optimizer, groups, self.dtype, self.zero_stage)
         if self.dtype != torch.float32:
             self._master_from_init()
 
@@ -122,11 +120,8 @@ class DeepSpeedEngine(EngineBase):
         stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
         if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
             masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
-            native_note = (
-                "engine: native keeps them in fp32"
-                if args.params_dtype == "bf16"
-                else "bf16 on engine: native does not"
-            )
+            is_bf16 = args.params_dtype == "bf16"
+            native_note = "engine: native keeps them in fp32" if is_bf16 else "bf16 on engine: native does not"
             stage_notes.append(f"mamba_selective_fp32_params: {masters}; {native_note}")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
@@ -143,10 +138,8 @@ class DeepSpeedEngine(EngineBase):
         self._on_gradients = on_gradients
         batches = self.complete(batches)
         self._count_micro_batches(len(batches))
-        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
-        self.watch.begin(weight)
-        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        scaler_before = dict(vars(scaler)) if scaler is not None else {}
+        weight = self._begin_losses(batches)
+        scaler_before = {} if self._scaler is None else dict(vars(self._scaler))
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight
         # instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
@@ -168,8 +161,8 @@ class DeepSpeedEngine(EngineBase):
             untrained = skipped and not bool(weight.any())
             if untrained:
                 norm = 0.0
-            if untrained and scaler is not None:
-                vars(scaler).update(scaler_before)  # it took the step for an overflow
+            if untrained and self._scaler is not None:
+                vars(self._scaler).update(scaler_before)  # it took the step for an overflow
         left_out = skipped | untrained | spike
         if not isinstance(left_out, Tensor):
             left_out = torch.full((), left_out, device=self.groups.device)
@@ -207,7 +200,7 @@ class DeepSpeedEngine(EngineBase):
         """Judge the gradients and pass them to callbacks, between backward and update."""
         self.watch.judge()
         if self._on_gradients is not None:
-            self._on_gradients(self._owned.gradients(self._loss_scale or 1.0))
+            self._on_gradients(self._parts.gradients(self._loss_scale or 1.0))
 
     def _clip_or_drop(self) -> None:
         """Clip gradients, or drop non-finite ones, as the ZeRO optimizers do in their step."""
@@ -288,16 +281,14 @@ class DeepSpeedEngine(EngineBase):
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        layer_params: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for layer, name, param in stage_parameters(self.stage, copies=True):
-            if name_filter is None or name_filter(name):
-                layer_params.setdefault(layer, []).append((name, param))
+        params = stage_parameters(self.stage, copies=True)
         for layer, writer in writer_of.items():
             is_writer, tensors = writer == self.groups.rank("data"), {}
-            for name, param in layer_params.get(layer, []):
-                with self._gathered([param]):
-                    if is_writer:
-                        tensors[name] = copy(param)
+            for param_layer, name, param in params:
+                if param_layer == layer and (name_filter is None or name_filter(name)):
+                    with self._gathered([param]):
+                        if is_writer:
+                            tensors[name] = copy(param)
             if is_writer:
                 yield layer, tensors
 
@@ -308,19 +299,53 @@ class DeepSpeedEngine(EngineBase):
         self._parts.restore(read)
 
     def model_state(self) -> dict[str, Any]:
+        """Returns DeepSpeed's part of a `mp_rank_RR_model_states.pt`, and the state of fp16's loss scale.
+
+        It has no weights, and the optimizer's state only without ZeRO. The loss scale is {} in other
+        precisions.
+        """
+        state = self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
+        scaler = {key: getattr(self._scaler, key) for key in _SCALER if hasattr(self._scaler, key)}
         window = self.spikes.state() if self.spikes is not None else []
-        return {**self._state.model_state(), "spike_window": window}
+        return {**state, "loss_scaler": scaler, "spike_window": window}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        self._state.load(state)
-        if self.spikes is not None:
-            self.spikes.restore(state.get("spike_window", []))
+        super().load_model_state(state)
+        self._ds.global_steps, self._ds.global_samples = state["iteration"], state["consumed_samples"]
+        self._ds.skipped_steps = state["skipped_steps"]
+        for key, value in state.get("loss_scaler", {}).items():
+            if hasattr(self._scaler, key):
+                setattr(self._scaler, key, value)
 
     def layout_state(self) -> dict[str, Any] | None:
-        return self._state.zero_state() if self.zero_stage > 0 else None
+        """Returns this rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; None without ZeRO."""
+        if self.zero_stage == 0:
+            return None
+        return {
+            "optimizer_state_dict": self._ds.optimizer.state_dict(),
+            "ds_config": self._ds.config,
+            "ds_version": version("deepspeed"),
+        }
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
-        self._state.load_optimizer_state(state, checkpoint, name)
+        """Restore this rank's optimizer state, fp32 master weights included."""
+        optimizer = self._ds.optimizer
+        if self.zero_stage == 0:
+            optimizer.load_state_dict(fitting_state(state["optimizer"], optimizer))
+            return
+        safe = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)
+        saved = load_tensors(checkpoint.file(name), extra_safe=safe)["optimizer_state_dict"]
+        base = "optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"
+        everyone: list[Any] = [None] * self.groups.size("data")
+        everyone[self.groups.rank("data")] = {**saved, base: fitting_state(saved[base], optimizer.optimizer)}
+        optimizer.load_state_dict(
+            state_dict_list=everyone,
+            load_optimizer_states=True,
+            load_from_fp32_weights=True,
+            checkpoint_folder=None,
+            load_serial=None,
+            param_shapes=self._ds._get_zero_param_shapes(),
+        )
 
     def tensors(self) -> dict[str, list[Tensor]]:
         params = [getattr(param, "ds_tensor", param) for param in self.stage.parameters()]
@@ -332,10 +357,10 @@ class DeepSpeedEngine(EngineBase):
         return {"weights": params, "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:
-        return self._owned.weights()
+        return self._parts.weights()
 
     def sharded_states(self) -> dict[str, Parts]:
-        return self._owned.states()
+        return self._parts.states()
 
     def close(self) -> None:
         if deepspeed.comm.comm.comms_logger.enabled:

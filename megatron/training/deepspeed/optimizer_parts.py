@@ -1,5 +1,7 @@
-"""Gathers the optimizer's state by parameter from any ZeRO stage for a checkpoint, and restores it in any
-layout."""
+"""Finds the part of gradients, weights and optimizer state that a rank holds, in any ZeRO stage.
+
+Gathers the state by parameter for a checkpoint, and restores it in any layout.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,28 +11,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.checkpointing import MASTER
+from megatron.model import Stage
+from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.deepspeed.optimizers import fitting_step
-from megatron.training.engine import HostCopy, State
+from megatron.training.engine import HostCopy, Parts, State
 
 NamedParameter = tuple[int, str, nn.Parameter]
+
+
+def owned_parameters(stage: Stage, args: NeoXArgs, groups: ParallelGroups, zero_stage: int) -> list[NamedParameter]:
+    """Returns the trained parameters whose elements count on this rank, when each element of the model counts
+    on exactly one rank.
+
+    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without
+    ZeRO.
+    """
+    first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
+    return [
+        (layer, name, param)
+        for layer, name, param, spec in parameters_with_specs(stage, args)
+        if param.requires_grad
+        and (first_tensor or spec.axis is not None)
+        and spec.is_first_copy(groups)
+        and (zero_stage > 0 or first_data)
+    ]
 
 
 class OptimizerParts:
     """Reads and writes this rank's part of each parameter's state.
 
     params: of this rank's stage, by layer and name in the weight map; in order of the optimizer's groups.
+    owned: `owned_parameters`. A sum over their parts on all ranks is a sum over the model, in any layout.
     """
 
     def __init__(
         self,
         params: Sequence[NamedParameter],
+        owned: Sequence[NamedParameter],
         optimizer: Any,
         groups: ParallelGroups,
         dtype: torch.dtype,
         zero_stage: int,
     ) -> None:
-        self.params, self._optimizer, self.groups, self._stage = list(params), optimizer, groups, zero_stage
+        self.params, self._owned = list(params), owned
+        self._optimizer, self.groups, self._stage = optimizer, groups, zero_stage
         self._base = optimizer if zero_stage == 0 else optimizer.optimizer
         self._has_master = dtype != torch.float32
 
@@ -43,13 +69,10 @@ class OptimizerParts:
         data group iterate to the end together. A rank holds no more than one layer that it writes, and one
         parameter on its device.
         """
-        layer_params: dict[int, list[NamedParameter]] = {}
-        for item in self.params:
-            layer_params.setdefault(item[0], []).append(item)
         for layer, writer in writer_of.items():
-            is_writer = writer == self.groups.rank("data")
-            states = {name: self._collect(param, writer, copy) for _, name, param in layer_params.get(layer, [])}
-            if is_writer:
+            params = [(name, param) for param_layer, name, param in self.params if param_layer == layer]
+            states = {name: self._collect(param, writer, copy) for name, param in params}
+            if writer == self.groups.rank("data"):
                 yield layer, states
 
     def _collect(self, param: nn.Parameter, writer: int, copy: HostCopy) -> State:
@@ -57,7 +80,7 @@ class OptimizerParts:
         the writer."""
         shape = tuple(getattr(param, "ds_shape", param.shape))
         is_writer, state = writer == self.groups.rank("data"), {}
-        for key in self._keys(param):
+        for key in [*([MASTER] if self._has_master else []), *self._keys()]:
             part = self._part(param, key)
             if self._stage == 0 or self.groups.group("data") is None:
                 if is_writer:
@@ -95,10 +118,8 @@ class OptimizerParts:
         ranks."""
         return next((state for state in self._base.state.values() if state), {})
 
-    def _keys(self, param: nn.Parameter) -> list[str]:
-        state = self._any_state()
-        keys = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0]
-        return [*([MASTER] if self._has_master else []), *keys]
+    def _keys(self) -> list[str]:
+        return [key for key, value in self._any_state().items() if isinstance(value, Tensor) and value.dim() > 0]
 
     def _step(self, param: nn.Parameter) -> Any:
         holder = self._holder(param)
@@ -111,19 +132,74 @@ class OptimizerParts:
         holder = self._holder(param)
         if holder is None:
             return None
-        values = holder if key == MASTER else self._base.state[holder][key]
+        values = holder.detach() if key == MASTER else self._base.state[holder][key]
         if self._stage == 0:
             return 0, values.reshape(-1)
         if self._stage == 3:
             _, start, count = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
-            offset = self.groups.rank("data") * count
-            real = max(0, min(count, param.ds_numel - offset))
-            return min(offset, param.ds_numel), values.narrow(0, start, real)
+            first_element = min(self.groups.rank("data") * count, param.ds_numel)
+            return first_element, self._real(param, values.narrow(0, start, count))
         mapping = param._hp_mapping
         lp_address, hp_address = mapping.lp_fragment_address, mapping.hp_fragment_address
         if key == MASTER:
             return lp_address.start, mapping.hp_fragment.detach()
         return lp_address.start, values.narrow(0, hp_address.start, hp_address.numel)
+
+    def _real(self, param: Any, part: Tensor) -> Tensor:
+        """Returns a stage-3 partition without the padding that gives all ranks equal sizes."""
+        return part.narrow(0, 0, max(0, min(part.numel(), param.ds_numel - self.groups.rank("data") * part.numel())))
+
+    # -- each element on one rank ----------------------------------------------------------------------------
+
+    def gradients(self, loss_scale: float) -> Parts:
+        """Returns the gradients of the full batch, not clipped, divided by `loss_scale`. Call it between
+        backward and update."""
+        parts: Parts = []
+        for layer, name, param in self._owned:
+            grad: Tensor | None
+            if self._stage == 0:
+                grad = param.grad
+            elif self._stage == 3:
+                grad = self._real(param, self._optimizer.get_local_fp32_grad_for_param(param))
+            else:
+                grad = self._stage_1_gradient(param)
+            if grad is not None:
+                parts.append(((layer, name), grad if loss_scale == 1.0 else grad / loss_scale))
+        return parts
+
+    @staticmethod
+    def _stage_1_gradient(param: Any) -> Tensor | None:
+        mapping = param._hp_mapping
+        if mapping is None:
+            return None
+        grad = mapping.get_lp_grad_fragment(param._index_in_param_group).flatten()
+        part = mapping.lp_fragment_address
+        # The bf16 optimizer keeps the whole gradient on every data rank, the others their own part.
+        return grad.narrow(0, part.start, part.numel) if grad.numel() == param.numel() else grad
+
+    def weights(self) -> Parts:
+        """Returns fp32 master values."""
+        return self._owned_parts(MASTER)
+
+    def states(self) -> dict[str, Parts]:
+        """Returns the tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
+        for holder, state in self._base.state.items():
+            if state:
+                keys = [key for key in self._keys() if state[key].numel() == holder.numel()]
+                return {key: self._owned_parts(key) for key in keys}
+        return {}
+
+    def _owned_parts(self, key: str) -> Parts:
+        parts = [
+            ((layer, name), self._part(param, key))
+            for layer, name, param in self._owned
+            if key == MASTER or key in self._base.state.get(self._holder(param), {})  # else it had no gradient yet
+        ]
+        values = [(name, part[1]) for name, part in parts if part is not None]
+        # Those of stage 3 are measured on the device, also where they are kept off it.
+        return values if self._stage < 3 else [(name, value.to(self.groups.device)) for name, value in values]
+
+    # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def set_master(self, param: nn.Parameter, offset: int, values: Tensor) -> None:
@@ -136,8 +212,6 @@ class OptimizerParts:
         low, high = max(start, offset), min(start + target.numel(), offset + values.numel())
         if low < high:
             target[low - start : high - start].copy_(values.flatten()[low - offset : high - offset])
-
-    # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def restore(self, read: Callable[[int, str], State]) -> None:

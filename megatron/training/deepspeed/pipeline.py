@@ -9,7 +9,6 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from megatron.data import Batch
@@ -17,7 +16,7 @@ from megatron.model import HiddenStates, Stage
 from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.step_loss import StepLoss
+from megatron.training.engine import StepLoss
 
 
 class PipeStage(nn.Module):
@@ -64,11 +63,7 @@ class TiedPipelineModule(PipelineModule):
 
 
 def wrap_pipeline(
-    stage: Stage,
-    loss: StepLoss,
-    groups: ParallelGroups,
-    args: NeoXArgs,
-    optimized: Sequence[nn.Parameter],
+    stage: Stage, loss: StepLoss, groups: ParallelGroups, args: NeoXArgs, optimized: Sequence[nn.Parameter]
 ) -> tuple[PipeStage, TiedPipelineModule]:
     """Returns the stage in the form that DeepSpeed's pipeline engine runs. optimized: parameters of the
     optimizer, placeholders too."""
@@ -85,12 +80,6 @@ def wrap_pipeline(
     copies = [(param, spec.stages(groups)) for _, _, param, spec in ordered]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
-
-
-def leave_out_timers(ds: Any) -> None:
-    """Disable the timers of DeepSpeed's pipeline engine: they leak two CUDA events a step unless it prints
-    them."""
-    ds.timers = NoopTimer()
 
 
 def truncate_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:

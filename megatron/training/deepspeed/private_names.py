@@ -65,21 +65,20 @@ _RELIED_ON = (
     ("deepspeed.runtime.pipe.module:PipelineModule", "get_tied_weights_and_groups()", "sum gradients of copies"),
     (_ZERO_1_2, "grad_accum", "find the gradients of copies"),
     (_BF16, "_hp_grad", "find the gradients of copies"),
-    # state
     (_ENGINE, "_common_checkpoint_state()", "write what GPT-NeoX's files hold"),
     (_ENGINE, "_get_zero_param_shapes()", "read the state of 8-bit Adam"),
     (_FP16, "cur_scale cur_iter last_overflow_iter cur_hysteresis", "go on with the loss scale"),
     # optimizers
     ("deepspeed.ops.adam.cpu_adam", "ds_opt_adam", "give its step counts back as it counts"),
-    # owned, optimizer_parts: which part of a parameter this rank holds
+    # optimizer_parts: which part of a parameter this rank holds
     ("deepspeed.runtime.base_optimizer", "_hp_mapping", "find weights and moments of ZeRO 1 and 2"),
     (_FRAGMENT, "hp_fragment hp_fragment_address param_group_index", "find weights and moments of ZeRO 1 and 2"),
     (_FRAGMENT, "lp_fragment_address get_lp_grad_fragment()", "find gradients of ZeRO 1 and 2"),
     ("deepspeed.utils.mixed_precision_linkage", "_index_in_param_group", "find gradients of ZeRO 1 and 2"),
     (_ZERO_3, "get_local_fp32_grad_for_param()", "find gradients of ZeRO 3"),
-    (_ZERO_3, "get_local_fp32_param() fp32_partitioned_groups_flat", "find weights and moments of ZeRO 3"),
+    (_ZERO_3, "fp32_partitioned_groups_flat", "find weights and moments of ZeRO 3"),
     (_ZERO_3, "grad_position get_param_id()", "find weights and moments of ZeRO 3"),
-    ("deepspeed.runtime.zero.partition_parameters", "ds_shape ds_numel ds_process_group", "find the padding of ZeRO 3"),
+    ("deepspeed.runtime.zero.partition_parameters", "ds_shape ds_numel", "find the padding of ZeRO 3"),
 )
 PRIVATE_NAMES = tuple(
     Private(location, name, purpose) for location, names, purpose in _RELIED_ON for name in names.split()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import say
-from megatron.process.metrics_file import LOAD_FILE, METRICS_FILE, POSITION, JsonlLogger
+from megatron.process.metrics_file import METRICS_FILE, POSITION, JsonlLogger
 
 MetricRow = Mapping[str, float | int]
 
@@ -99,7 +99,7 @@ class WandbLogger:
                 config=dict(config),
             )
         except wandb.Error as problem:
-            raise _cannot_start(args, "use_wandb", problem, "wandb_mode") from problem
+            raise args.error("use_wandb", f"{problem} (or set wandb_mode: offline)") from problem
 
     def write(self, row: MetricRow) -> None:
         self._run.log(metrics(row), step=int(row["iteration"]))
@@ -140,7 +140,7 @@ class CometLogger:
                 ),
             )
         except Exception as problem:  # Comet's, of requests, ValueError
-            raise _cannot_start(args, "use_comet", problem, "comet_mode") from problem
+            raise args.error("use_comet", f"{problem} (or set comet_mode: offline)") from problem
         self._experiment.log_parameters(dict(config))
         self._experiment.log_others(dict(args.comet_others or {}))
 
@@ -149,10 +149,6 @@ class CometLogger:
 
     def close(self) -> None:
         self._experiment.end()
-
-
-def _cannot_start(args: NeoXArgs, key: str, problem: Exception, mode: str) -> ConfigError:
-    return args.error(key, f"{problem} (or set {mode}: offline)")
 
 
 def log_directory(args: NeoXArgs) -> Path | None:
@@ -181,23 +177,20 @@ def build_loggers(
     config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
-    directory = log_directory(args)
-    loggers: list[MetricLogger] = []
-    with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
-        if directory is not None:
-            loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id, say))
-    return loggers + [TolerantTracker(target, say) for target in build_trackers(args, iteration, run_id, config)]
+    rows = build_jsonl(args, METRICS_FILE, iteration, run_id, say)
+    trackers = [TolerantTracker(target, say) for target in build_trackers(args, iteration, run_id, config)]
+    return [*([rows] if rows is not None else []), *trackers]
 
 
-def build_load_file(
-    args: NeoXArgs, iteration: int, run_id: str, say: Callable[[str], None] = say
+def build_jsonl(
+    args: NeoXArgs, name: str, iteration: int, run_id: str, say: Callable[[str], None]
 ) -> JsonlLogger | None:
-    """Returns the file for the load of experts; None without a log folder. Raises ConfigError."""
+    """Returns the file `name` in the log folder; None without that folder. Raises ConfigError."""
     directory = log_directory(args)
     if directory is None:
         return None
     with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
-        return JsonlLogger(directory / LOAD_FILE, iteration, run_id, say)
+        return JsonlLogger(directory / name, iteration, run_id, say)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
             return
         self._set_part(storage, "weights")
         if tensor.requires_grad and id(tensor) not in self._hooked and not self._compiled:
-            self._hooked[id(tensor)] = tensor.register_hook(self._note_gradient)
+            self._hooked[id(tensor)] = tensor.register_hook(lambda grad: self._label([grad], "gradients"))
 
     def _label(self, tensors: Iterable[Tensor], part: str) -> None:
         for tensor in tensors:
@@ -174,9 +174,6 @@ class MemoryTracker(TorchDispatchMode):
     def _note_inputs(self, module: nn.Module, hook_args: tuple[Any, ...]) -> None:
         _, inputs, *_ = hook_args
         self._label((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "buffers")
-
-    def _note_gradient(self, gradient: Tensor) -> None:
-        self._label([gradient], "gradients")
 
     def _begin_update(self, optimizer: Optimizer, *hook_args: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -55,11 +55,8 @@ class NoiseScale:
         self._mean, self._count = {}, 0
         self._small = torch.zeros_like(self._small)
 
-    def value(self) -> Tensor | None:
-        """Returns the noise scale, fp64 scalar on the device; None before the first n steps."""
-        return None if self._averages is None else self._averages[0] / self._averages[1]
-
     def values(self) -> tuple[list[str], Tensor]:
-        """Returns `train/noise_scale`, once there is an estimate."""
-        value = self.value()
-        return ([], torch.zeros(0)) if value is None else (["train/noise_scale"], value.view(1))
+        """Returns `train/noise_scale`, fp64 on the device; nothing before the first n steps."""
+        if self._averages is None:
+            return [], torch.zeros(0)
+        return ["train/noise_scale"], (self._averages[0] / self._averages[1]).view(1)

@@ -21,15 +21,10 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
     if args.git_hash is not None:
         return args.git_hash
     try:
+        command = ["git", "-C", str(package), "rev-parse"]
         top, commit = (
-            subprocess.run(
-                ["git", "-C", str(package), "rev-parse", *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-            for arguments in (["--show-toplevel"], ["--short", "HEAD"])
+            subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (["--show-toplevel"], ["--short", "HEAD"])
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -64,7 +59,7 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
 def _specs(args: NeoXArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
     """Returns the weights of a stage, packed ones too, and whether they are trained."""
     specs = named_params(args)
-    packed = [(specs[layer, name], False) for layer, name, _ in quantized_linears(stage)]
+    packed = [(specs[layer, name], False) for layer, name, *_ in quantized_linears(stage)]
     return [*((spec, param.requires_grad) for _, _, param, spec in parameters_with_specs(stage, args)), *packed]
 
 

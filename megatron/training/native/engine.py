@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, OpenCheckpoint
+from megatron.checkpointing import MASTER, CheckpointError, OpenCheckpoint
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
@@ -15,19 +15,15 @@ from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective
-from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
-from megatron.training.engine_base import EngineBase
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits
-from megatron.training.native.optimizer_state import OptimizerState
-from megatron.training.native.shards import ReplicatedWeights, Weights
+from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
-from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import state_tensors
-from megatron.training.step_loss import StepLoss
 
 
-class NativeEngine(EngineBase):
+class NativeEngine(Engine):
     """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
 
     The host never waits for the device between two logged steps, except with `skip_step_above_sigma`, which
@@ -52,11 +48,8 @@ class NativeEngine(EngineBase):
         # While its weights are gathered a stage has other parameters than these.
         shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
         self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
-        self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
-        self._loss = StepLoss(objective, groups, self.watch)
+        self._watch_losses([f"{s.layer}.{s.name}" for s in trained])
         self._update = Update(self.shards, stage, args, groups, self.watch)
-        self._state = OptimizerState(self.shards, self._update.state, self.dtype)
-        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
@@ -75,8 +68,7 @@ class NativeEngine(EngineBase):
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         batches = self.complete(batches)
-        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
-        self.watch.begin(weight)
+        weight = self._begin_losses(batches)
         self._loss.begin(1.0 / weight.clamp(min=1.0))
         if not self._stage.training:
             self._stage.train()
@@ -136,29 +128,66 @@ class NativeEngine(EngineBase):
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        self.finish_update()
-        shards = [item for item in self._shard_of if name_filter is None or name_filter(item[1])]
-        return self._state.gather_weights(shards, writer_of, copy)
+        for layer, worker, writes in self._written_layers(writer_of):
+            tensors: dict[str, Tensor] = {}
+            for shard_layer, name, shard in self._shard_of:
+                if shard_layer == layer and (name_filter is None or name_filter(name)):
+                    full = self.shards.gather(shard, shard.local.detach().to(shard.dtype(self.dtype)), worker)
+                    if full is not None:
+                        tensors[name] = copy(full)
+            if writes:
+                yield layer, tensors
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
-        self.finish_update()
-        return self._state.gather(writer_of, copy)
+        """A rank holds no more than one layer that it writes, and one parameter on its device."""
+        for layer, worker, writes in self._written_layers(writer_of):
+            states = {s.name: self._full_state(s, worker, copy) for s in self.shards.trained if s.layer == layer}
+            if writes:
+                yield layer, states
 
+    def _written_layers(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
+        """Yields (layer, worker that writes it, whether that is this rank) of the layers that workers write.
+
+        Weights and states are those after the last step.
+        """
+        self.finish_update()
+        for layer, writer in writer_of.items():
+            worker = self.shards.worker_of(writer)
+            if worker is not None:
+                yield layer, worker, worker == self.shards.workers[0]
+
+    def _full_state(self, shard: Shard, worker: int, copy: HostCopy) -> State:
+        """Returns the full state of this tensor rank's part; {} on data ranks other than the worker."""
+        is_worker, full = worker == self.shards.workers[0], {}
+        state = self._update.state.get(shard.local, {})
+        parts = {MASTER: shard.local.detach()} if self.dtype != torch.float32 else {}
+        parts |= {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        for key, part in parts.items():
+            value = self.shards.gather(shard, part, worker)
+            if is_worker:
+                assert value is not None
+                full[key] = copy(value)
+        if is_worker and "step" in state:
+            full["step"] = copy(state["step"])
+        return full
+
+    @torch.no_grad()
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self.finish_update()
-        self._state.restore(read)
+        for shard in self.shards.trained:
+            state = read(shard.layer, shard.name)
+            if state:
+                self._update.state[shard.local] = {
+                    key: value.to(shard.local.device, torch.float32, copy=True)
+                    if key == "step"
+                    else shard.slice_of(value).to(shard.local.device, copy=True)
+                    for key, value in state.items()
+                }
 
     def model_state(self) -> dict[str, Any]:
         window = self.spikes.state() if self.spikes is not None else []
         # The first two stand in files of GPT-NeoX, where weights and moments have files of their own as well.
         return {"module": None, "optimizer": None, "loss_scaler": {}, "spike_window": window}
-
-    def load_model_state(self, state: Mapping[str, Any]) -> None:
-        if self.spikes is not None:
-            self.spikes.restore(state.get("spike_window", []))
-
-    def layout_state(self) -> dict[str, Any] | None:
-        return None
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise CheckpointError(

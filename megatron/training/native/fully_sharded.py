@@ -13,9 +13,8 @@ from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
 from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
-from megatron.mpu.torch_versions import all_gather_single
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.native.shards import ExpertParts, GradientBucket, Shard
+from megatron.training.native.shards import ExpertParts, GradientBucket, RowParts, Shard
 
 
 class ShardedWeights:
@@ -39,12 +38,13 @@ class ShardedWeights:
     def __init__(
         self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
     ) -> None:
-        self._stage, self._zero_stage, self._device = stage, zero_stage, groups.device
+        self._stage, self._zero_stage = stage, zero_stage
         mesh = _mesh(groups, args.zero_optimization["zero_hpz_partition_size"] if zero_stage == 3 else 1)
         self._group = mesh.get_group(-1)
         self._members = dist.get_process_group_ranks(self._group)
         self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
-        self._experts = ExpertParts(groups)
+        self._parts = RowParts(self._group, self._members, self._rank, groups.device, 1, sharded=True)
+        self._experts = ExpertParts(groups, sharded=True)
         expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
         self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes: biases of attention may be fp32.
@@ -88,34 +88,25 @@ class ShardedWeights:
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
         replicated = [shard.param for shard in self.trained if shard.local is shard.param]
-        self._replicated = (
-            GradientBucket(replicated, groups.group("data"), groups.device, lambda: None) if replicated else None
-        )
+        self._replicated = GradientBucket(replicated, groups.group("data"), groups.device, lambda: None)
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
         if not spec.trained or self._is_replicated(param):
             return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
         local = nn.Parameter(_local(param), param.requires_grad)
         if self._experts.is_expert_weight(spec):
-            replicas = self._experts.replicas
-            start = min(groups.rank("expert_data") * -(-param.shape[0] // replicas), param.shape[0])
-            return self._experts.shard(layer, spec, param, local, groups, (start, 0))
-        start = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
+            return self._experts.shard(layer, spec, param, local, groups)
+        start = min(self._rank * self._parts.rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
         return Shard(layer, spec, param, local, start, param.shape, groups.rank("data") // self._size)
 
     def _is_replicated(self, param: Tensor) -> bool:
         return is_precise(param) and self._dtype != torch.float32
 
-    def _rows(self, shape: torch.Size) -> int:
-        """Returns the rows of a parameter on every rank but the last ones, which may have fewer."""
-        return -(-shape[0] // self._size)
-
     def begin_micro_batch(self, last: bool) -> None:
         root = self._root
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
-        if self._replicated is not None:
-            self._replicated.begin_micro_batch()
+        self._replicated.begin_micro_batch()
 
     @property
     def _root(self) -> FSDPModule:
@@ -125,7 +116,7 @@ class ShardedWeights:
     def gradients(self) -> list[Tensor | None]:
         for module in self._modules:  # frozen ones have no backward, after which they would be
             module.reshard()
-        replicated = {} if self._replicated is None else self._replicated.reduced()
+        replicated = self._replicated.reduced()
         return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
 
     def _gradient(self, shard: Shard) -> Tensor | None:
@@ -134,17 +125,15 @@ class ShardedWeights:
     def clear_gradients(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             shard.param.grad = None
-        if self._replicated is not None:
-            self._replicated.clear()
+        self._replicated.clear()
 
     def gradient_memory(self) -> list[Tensor | None]:
         sharded = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
-        return sharded if self._replicated is None else [*sharded, self._replicated.flat]
+        return [*sharded, self._replicated.flat]
 
     def close(self) -> None:
         self.clear_gradients(self.trained)
-        if self._replicated is not None:
-            self._replicated.close()
+        self._replicated.close()
 
     def publish(self, shards: Sequence[Shard]) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
@@ -156,21 +145,10 @@ class ShardedWeights:
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         if shard.local is shard.param:
             return part if writer in (None, self._rank) else None
-        if self._experts.is_expert_weight(shard.spec):
-            return self._experts.gather(shard, part, writer, sharded=True)
-        row = shard.shape.numel() // shard.shape[0]
-        sent = torch.zeros(self._rows(shard.shape) * row, dtype=part.dtype, device=self._device)
-        sent[: part.numel()].copy_(part.reshape(-1))
-        if writer is None:
-            gathered = torch.empty(self._size * sent.numel(), dtype=part.dtype, device=self._device)
-            all_gather_single(gathered, sent, group=self._group)
-        else:
-            parts = [torch.empty_like(sent) for _ in range(self._size)] if writer == self._rank else None
-            dist.gather(sent, parts, dst=self._members[writer], group=self._group)
-            if parts is None:
-                return None
-            gathered = torch.cat(parts)
-        return gathered[: shard.shape.numel()].view(shard.shape)
+        return self._parts_of(shard).gather(shard, part, writer)
+
+    def _parts_of(self, shard: Shard) -> RowParts:
+        return self._experts if self._experts.is_expert_weight(shard.spec) else self._parts
 
     def worker_of(self, data_rank: int) -> int | None:
         worker = data_rank - self._first_data_rank
@@ -181,17 +159,7 @@ class ShardedWeights:
             part = torch.empty_like(shard.local) if full is None else full.contiguous()
             dist.broadcast(part, self._members[source], group=self._group)
             return part
-        if self._experts.is_expert_weight(shard.spec):
-            return self._experts.scatter(shard, full, source, sharded=True)
-        row = shard.shape.numel() // shard.shape[0]
-        part = torch.empty(self._rows(shard.shape) * row, device=self._device)
-        parts = None
-        if full is not None:
-            padded = torch.zeros(self._size * part.numel(), device=self._device)
-            padded[: full.numel()].copy_(full.reshape(-1))
-            parts = list(padded.chunk(self._size))
-        dist.scatter(part, parts, src=self._members[source], group=self._group)
-        return part[: shard.local.numel()].view(shard.local.shape)
+        return self._parts_of(shard).scatter(shard, full, source)
 
 
 def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:

@@ -40,16 +40,13 @@ class FusedAdamW(torch.optim.Optimizer):
         device = self.param_groups[0]["params"][0].device
         self._unit_scale, self._zero_skip = torch.ones((), device=device), torch.zeros((), device=device)
         self._moments = torch.float32 if streams is None else torch.bfloat16
-        held = [[master for master in group["params"] if master.numel()] for group in self.param_groups]
-        group_streams = [[] if streams is None else [streams[master] for master in masters] for masters in held]
-        # On the device once, so that a step copies nothing there.
-        numbers = [
-            torch.tensor([s.number for s in streams_of_group], dtype=torch.int64, device=device)
-            for streams_of_group in group_streams
-        ]
-        self._parts = list(
-            zip(held, numbers, [[s.start for s in streams_of_group] for streams_of_group in group_streams], strict=True)
-        )
+        self._parts: list[tuple[list[nn.Parameter], Tensor, list[int]]] = []
+        for group in self.param_groups:
+            masters = [master for master in group["params"] if master.numel()]
+            own_streams = [] if streams is None else [streams[master] for master in masters]
+            # On the device once, so that a step copies nothing there.
+            numbers = torch.tensor([stream.number for stream in own_streams], dtype=torch.int64, device=device)
+            self._parts.append((masters, numbers, [stream.start for stream in own_streams]))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -59,7 +56,9 @@ class FusedAdamW(torch.optim.Optimizer):
             if not masters:
                 continue
             for master in masters:
-                self._fill_state(master)
+                if not self.state[master]:
+                    zeros = {key: torch.zeros_like(master, dtype=self._moments) for key in ("exp_avg", "exp_avg_sq")}
+                    self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
             weights = [self._weights[master] for master in masters] if self._weights else []
             states = [self.state[master] for master in masters]
             popped = [self.gradients.pop(master, None) for master in masters]
@@ -72,11 +71,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 weights, self._unit_scale if scale is None else scale, self._zero_skip if skip is None else skip,
                 streams, firsts, group["lr"], *group["betas"], group["eps"], group["weight_decay"],
             )  # fmt: skip
-
-    def _fill_state(self, master: Tensor) -> None:
-        if not self.state[master]:
-            zeros = {key: torch.zeros_like(master, dtype=self._moments) for key in ("exp_avg", "exp_avg_sq")}
-            self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
 
 @torch.library.custom_op("megatron::adamw", mutates_args=("masters", "exp_avgs", "exp_avg_sqs", "steps", "out"))

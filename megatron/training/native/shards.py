@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs
 from megatron.mpu import ParallelGroups, ParamSpec
+from megatron.mpu.torch_versions import all_gather_single
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -103,72 +104,84 @@ class Weights(Protocol):
         """Returns the worker number of a data rank; None if it does not share work with this rank."""
 
 
-class ExpertParts:
-    """Gathers and scatters expert weights, whose rows expert parallelism splits over data ranks.
+class RowParts:
+    """Gathers and scatters weights whose rows are split over the ranks of a group.
 
-    A rank has all rows of its experts, or only some of them if the replicas of the experts split the rows
-    again.
+    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `sharded`, the ranks
+    with one block split its rows again, and the last ones may have fewer; else each has all of them.
     """
 
-    def __init__(self, groups: ParallelGroups) -> None:
-        self._group, self._members = groups.group("data"), groups.members["data"]
-        self._rank, self._device = groups.rank("data"), groups.device
-        self.expert, self.replicas = groups.size("expert"), groups.size("expert_data")
+    def __init__(
+        self, group: dist.ProcessGroup | None, members: Sequence[int], rank: int, device: torch.device, blocks: int,
+        sharded: bool,
+    ) -> None:  # fmt: skip
+        self._group, self._members, self._rank, self._device = group, members, rank, device
+        self.blocks, self.replicas, self._sharded = blocks, len(members) // blocks, sharded
 
-    def is_expert_weight(self, spec: ParamSpec) -> bool:
-        """Returns whether expert parallelism splits this parameter."""
-        return self.expert > 1 and spec.experts is not None
+    def rows(self, shape: torch.Size) -> int:
+        """Returns the rows of a weight that each rank sends, padded where it has fewer."""
+        rows = shape[0] // self.blocks
+        return -(-rows // self.replicas) if self._sharded else rows
 
-    def shard(
-        self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups,
-        rows: tuple[int, int] | None = None,
-    ) -> Shard:  # fmt: skip
-        """Returns the shard of an expert weight. rows: (first row, replica) of `local` within this rank's
-        experts; None: it has all rows."""
-        shape = torch.Size(spec.local_shape(groups.size("tensor")))
-        first_row, replica = (0, groups.rank("expert_data")) if rows is None else rows
-        start = spec.expert_rows(groups)[0] + first_row
-        return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
-
-    def _rows(self, shard: Shard, sharded: bool) -> int:
-        """Returns the rows that each rank sends: all rows of its experts, or of this replica if `sharded`."""
-        rows = shard.shape[0] // self.expert
-        return -(-rows // self.replicas) if sharded else rows
-
-    def gather(self, shard: Shard, part: Tensor, writer: int | None, sharded: bool = False) -> Tensor | None:
-        """See `Weights.gather`. sharded: replicas split the rows of their experts; else each has all rows."""
-        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, sharded)
-        sent = torch.zeros(rows * width, dtype=part.dtype, device=self._device)
+    def gather(self, shard: Shard, part: Tensor, writer: int | None) -> Tensor | None:
+        """See `Weights.gather`."""
+        row = shard.shape.numel() // shard.shape[0]
+        sent = torch.zeros(self.rows(shard.shape) * row, dtype=part.dtype, device=self._device)
         sent[: part.numel()].copy_(part.reshape(-1))
-        parts = None
         if writer is None:
-            parts = [torch.empty_like(sent) for _ in self._members]
-            dist.all_gather(parts, sent, group=self._group)
+            gathered = torch.empty(len(self._members) * sent.numel(), dtype=part.dtype, device=self._device)
+            all_gather_single(gathered, sent, group=self._group)
+            if self.blocks == 1:
+                return gathered[: shard.shape.numel()].view(shard.shape)
+            parts = list(gathered.view(len(self._members), sent.numel()))
         else:
-            parts = [torch.empty_like(sent) for _ in self._members] if writer == self._rank else None
-            dist.gather(sent, parts, dst=self._members[writer], group=self._group)
-        if parts is None:
-            return None
-        size = shard.shape.numel() // self.expert
-        copies = range(self.replicas if sharded else 1)
-        expert_values = [
-            torch.cat([parts[i * self.expert + expert_index] for i in copies])[:size]
-            for expert_index in range(self.expert)
-        ]
-        return torch.cat(expert_values).view(shard.shape)
+            received = [torch.empty_like(sent) for _ in self._members] if writer == self._rank else None
+            dist.gather(sent, received, dst=self._members[writer], group=self._group)
+            if received is None:
+                return None
+            parts = received
+        size = shard.shape.numel() // self.blocks
+        parts = parts if self._sharded else parts[: self.blocks]
+        values = [torch.cat(parts[block :: self.blocks])[:size] for block in range(self.blocks)]
+        return (values[0] if self.blocks == 1 else torch.cat(values)).view(shard.shape)
 
-    def scatter(self, shard: Shard, full: Tensor | None, source: int, sharded: bool = False) -> Tensor:
-        """See `Weights.scatter`. sharded: as for `gather`."""
-        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, sharded)
-        part, parts = torch.empty(rows * width, device=self._device), None
+    def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
+        """See `Weights.scatter`."""
+        size = self.rows(shard.shape) * (shard.shape.numel() // shard.shape[0])
+        part, parts = torch.empty(size, device=self._device), None
         if full is not None:
             parts = []
             for i in range(self.replicas):
-                for expert_rows in full.reshape(self.expert, -1):
-                    replica_rows = expert_rows[i * rows * width if sharded else 0 :][: rows * width]
-                    parts.append(F.pad(replica_rows, (0, rows * width - len(replica_rows))).contiguous())
+                for values in full.reshape(self.blocks, -1):
+                    own_values = values[i * size if self._sharded else 0 :][:size]
+                    parts.append(F.pad(own_values, (0, size - len(own_values))).contiguous())
         dist.scatter(part, parts, src=self._members[source], group=self._group)
         return part[: shard.local.numel()].view(shard.local.shape)
+
+
+class ExpertParts(RowParts):
+    """Gathers and scatters expert weights, of which expert parallelism gives each data rank a block of rows.
+
+    sharded: the replicas of the experts split the rows again.
+    """
+
+    def __init__(self, groups: ParallelGroups, sharded: bool) -> None:
+        data, members, rank = groups.group("data"), groups.members["data"], groups.rank("data")
+        super().__init__(data, members, rank, groups.device, groups.size("expert"), sharded)
+
+    def is_expert_weight(self, spec: ParamSpec) -> bool:
+        """Returns whether expert parallelism splits this parameter."""
+        return self.blocks > 1 and spec.experts is not None
+
+    def shard(
+        self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups
+    ) -> Shard:
+        """Returns the shard of an expert weight."""
+        shape, replica = torch.Size(spec.local_shape(groups.size("tensor"))), groups.rank("expert_data")
+        start = spec.expert_rows(groups)[0]
+        if self._sharded:
+            start, replica = start + min(replica * self.rows(shape), shape[0] // self.blocks), 0
+        return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
 
 
 class ReplicatedWeights:
@@ -183,7 +196,7 @@ class ReplicatedWeights:
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
         self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups)
+        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups, sharded=False)
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
@@ -339,7 +352,7 @@ class GradientBucket:
     def reduced(self) -> dict[nn.Parameter, Tensor]:
         """Sum the gradients over ranks, and return them by parameter."""
         self.zero_empty()
-        if self.group is not None:
+        if self.group is not None and self._params:
             dist.all_reduce(self.flat, group=self.group)
         return dict(zip(self._params, self.views, strict=True))
 

@@ -19,9 +19,7 @@ LEFT_OFF = {
 }
 
 
-def resolve_update_keys(
-    args: NeoXArgs, groups: ParallelGroups, engine: str, log: Callable[[str], None] | None
-) -> NeoXArgs:
+def resolve_update_keys(args: NeoXArgs, groups: ParallelGroups, engine: str, log: Callable[[str], None]) -> NeoXArgs:
     """Returns the configuration with `auto` of `fused_update` and `overlap_optimizer_with_forward` replaced
     by the choice, which is logged.
 
@@ -30,14 +28,14 @@ def resolve_update_keys(
     """
     if args.optimizer_state_dtype == "bf16" and (problem := _moments(args, groups, engine)) is not None:
         raise args.error("optimizer_state_dtype", f"bf16 needs {problem}; write fp32")
-    for key, problem_of in (("fused_update", _fused), ("overlap_optimizer_with_forward", _overlapped)):
-        args = _resolved(args, key, problem_of(args, groups, engine), groups, engine, log)
-    return args
+    args = _resolved(args, "fused_update", _fused(args, groups, engine), groups, engine, log)
+    problem = None if engine == "native" else "engine: native"
+    return _resolved(args, "overlap_optimizer_with_forward", problem, groups, engine, log)
 
 
 def _resolved(
     args: NeoXArgs, key: str, problem: str | None, groups: ParallelGroups, engine: str,
-    log: Callable[[str], None] | None,
+    log: Callable[[str], None],
 ) -> NeoXArgs:  # fmt: skip
     """Returns the configuration with the key resolved to true or false.
 
@@ -56,8 +54,7 @@ def _resolved(
         reason = "it needs a GPU to be faster"
     else:
         reason = LEFT_OFF.get(key) or not_run_on(f"{key}: true", capability_of(groups.device))
-    if log is not None:
-        log(f"{key}: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
+    log(f"{key}: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
     return args.settle(key, reason is None)
 
 
@@ -83,7 +80,3 @@ def _moments(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
     if groups.device.type == "cuda" and (find_spec("triton") is None or not has_compiler(groups.device)):
         return "Triton and a C compiler"
     return None
-
-
-def _overlapped(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
-    return None if engine == "native" else "engine: native"

@@ -37,7 +37,7 @@ from megatron.training.precision_policy import choose_precision
 
 _DESCRIPTION = "about.json"
 # The sections of keys that define the model's function
-_OWNERS = tuple(
+MODEL_SECTIONS = tuple(
     c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
 )
 _INDEPENDENT = (
@@ -58,7 +58,7 @@ def forward_keys(args: NeoXArgs) -> dict[str, Any]:
     keys = {
         name: thaw(getattr(args, name))
         for name, key in keys_of(type(args)).items()
-        if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _INDEPENDENT
+        if key.owner in MODEL_SECTIONS and key.standing.startswith("honoured") and name not in _INDEPENDENT
     }
     if rope_length_limit(args) is not None:
         keys["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row

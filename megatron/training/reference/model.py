@@ -7,7 +7,7 @@ the engine before its own checkpoint. With `lora` the reference is the model wit
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,7 +35,7 @@ from megatron.model import build_stage, eager_blocks, forward_only, materialize
 from megatron.model.init import stage_parameters
 from megatron.model.lora import without_adapters
 from megatron.model.norms import Norm
-from megatron.model.pipeline_forward import Read
+from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import (
@@ -46,8 +46,8 @@ from megatron.neox_arguments.values.losses import (
 )
 from megatron.objectives import HeadUse, label_logprobs
 from megatron.process import StopRequested, look_for_stop
-from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.resume import CheckpointLoader
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
 from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine
@@ -187,17 +187,13 @@ def _cost_of_copy(engine: Engine) -> str:
 class ReferenceModel:
     """A model whose outputs losses compare with (`objectives.Reference`).
 
-    run: `engine.forward_only` of the model. score: returns log p(label) of batches.
+    run: `engine.forward_only` of the model. logprobs: see `Reference`.
     """
 
     device: torch.device
-    run: Callable[[list[Batch], Read, Callable[[Batch], tuple[int, ...]]], list[torch.Tensor]]
-    score: Callable[[list[Batch]], list[torch.Tensor]]
+    run: Callable[[list[Batch], Read, Shape], list[torch.Tensor]]
+    logprobs: Callable[[list[Batch]], list[torch.Tensor]]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """See `Reference`."""
-        return self.score(batches)
 
     def outputs(self, batches: list[Batch]) -> list[HeadUse]:
         """See `Reference`."""
@@ -218,12 +214,8 @@ class ReferenceModel:
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """Returns a function for `Engine.use_reference` that compares batches with a frozen copy of the engine's
     weights."""
-    args, groups, weights, own_stage = (
-        engine.args,
-        engine.groups.with_replicated_experts(),
-        engine.weights(),
-        engine.stage,
-    )
+    args, groups = engine.args, engine.groups.with_replicated_experts()
+    weights, own_stage = engine.weights(), engine.stage
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     for copy, own_module in zip(stage.modules(), own_stage.modules(), strict=True):
         if isinstance(copy, Linear) and isinstance(own_module, Linear):
@@ -238,14 +230,14 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     group, columns, temperature = groups.group("tensor"), args.softmax_rows, loss_temperature(args)
     read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
 
-    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+    def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
         with nullcontext() if own_stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
             return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
 
-    def score(batches: list[Batch]) -> list[torch.Tensor]:
+    def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
         return run(batches, read, lambda batch: tuple(batch.tokens.shape))
 
-    return _compared(engine, ReferenceModel(groups.device, run, score))
+    return _compared(engine, ReferenceModel(groups.device, run, logprobs))
 
 
 def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
@@ -253,16 +245,16 @@ def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch
     off."""
     stage = engine.stage
 
-    def score(batches: list[Batch]) -> list[torch.Tensor]:
+    def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
         with without_adapters(stage):
             return engine.step_logprobs(batches)
 
-    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+    def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
         with without_adapters(stage):
             return engine.forward_only(batches, read, shape)
 
     context = partial(without_adapters, stage)  # the head's copy too
-    return _compared(engine, ReferenceModel(engine.groups.device, run, score, context))
+    return _compared(engine, ReferenceModel(engine.groups.device, run, logprobs, context))
 
 
 def _compared(engine: Engine, reference: ReferenceModel) -> Callable[[list[Batch]], list[Batch]]:
@@ -293,7 +285,7 @@ class _ReferenceCache:
 
     def check(self, datasets: Datasets) -> None:
         """Score some rows again. Raises DataError where the cache has other values."""
-        dataset, random = next(iter(self._sets(datasets).values())), np.random.default_rng(self.args.seed)
+        dataset, random = datasets.get(self.sets[0]), np.random.default_rng(self.args.seed)
         if dataset is None or not len(self.scores):
             return
         numbers = random.choice(len(dataset), min(len(dataset), _CHECKED), replace=False).tolist()
@@ -323,7 +315,7 @@ class _ReferenceCache:
         """Returns the datasets with reference scores. Missing scores are computed, saved and logged."""
         per_eval = self.args.eval_iters * self.args.train_batch_size
         num_samples = {"train": None, "valid": per_eval, "test": per_eval}
-        sets = self._sets(datasets)
+        sets = {name: datasets.get(name) for name in self.sets}
         counts = [0, 0]
         for name, dataset in sets.items():
             limit = num_samples.get(name)
@@ -333,14 +325,8 @@ class _ReferenceCache:
                     counts[i] += count
         computed, cached = counts
         self.logger.info(f"reference: {computed} rows computed, {cached} found in {self.folder}")
-        return datasets.with_sets({name: self._referenced(dataset) for name, dataset in sets.items()})
-
-    def _sets(self, datasets: Datasets) -> dict[str, SampleSet | None]:
-        """Returns the sets with answers or sequences that are compared with the reference."""
-        return {name: datasets.get(name) for name in self.sets}
-
-    def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
-        return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
+        scored = {name: None if d is None else ReferenceScoredDataset(d, self.scores) for name, d in sets.items()}
+        return datasets.with_sets(scored)
 
     def _fill_unless_complete(
         self, name: str, dataset: SampleSet, size: int, set_contents: SetContents
@@ -403,16 +389,14 @@ class _ReferenceCache:
         batches = max(self._from_data_ranks(-(-len(samples) // size)))
         samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))
         sums = [torch.zeros(0)]
-        for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
-            sums += [part.cpu() for part in self.engine.scores([self.collate(items) for items in chunk])]
+        at_once = 4 * self.groups.size("pipe") * size  # enough to keep the stages of a pipeline busy
+        for start in range(0, len(samples), at_once):
+            chunk = samples[start : start + at_once]
+            micro_batches = [self.collate(chunk[i : i + size]) for i in range(0, len(chunk), size)]
+            sums += [part.cpu() for part in self.engine.scores(micro_batches)]
         scores = np.empty(len(rows), np.float32)
         scores[order] = torch.cat(sums).numpy()
         return scores
-
-    def _chunks(self, batches: list[list]) -> Iterator[list[list]]:
-        """Yields chunks of micro-batches, large enough to keep the stages of a pipeline busy."""
-        at_once = 4 * self.groups.size("pipe")
-        return (batches[i : i + at_once] for i in range(0, len(batches), at_once))
 
     def _from_data_ranks(self, value: object) -> list:
         return run_on_all_ranks_of(self.groups.group("data"), self.groups.size("data"), lambda: value)

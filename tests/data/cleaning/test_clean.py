@@ -166,7 +166,7 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
                 raise Killed
         os.rename(old_path, new_path)
 
-    monkeypatch.setattr("megatron.data.cleaning.output_folder.os.replace", replace)
+    monkeypatch.setattr("megatron.data.cleaning.publishing.os.replace", replace)
     for number in (2, 4, 3):  # the last is the metadata
         moved.clear()
         kill_at = number
@@ -217,7 +217,7 @@ def test_torch_s_signatures_are_the_same_and_go_on_where_there_is_no_device(sour
         patch.setattr(tool, "resources_of", lambda flags: tool.Resources(2, "cpu"))
         clean(tmp_path / "torch", source, "--minhash")
         patch.setattr(tool, "resources_of", lambda flags: tool.Resources(1, "cpu"))
-        patch.setattr("megatron.data.cleaning.job.sign_on_device", lambda *args: 1 / 0)
+        patch.setattr("megatron.data.cleaning.deduplication.sign_on_device", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             clean(tmp_path / "begun", source, "--minhash")
     clean(tmp_path / "begun", source, "--minhash")

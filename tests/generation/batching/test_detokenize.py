@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.generation.batching.detokenize import IncrementalDetokenizer
+from megatron.generation.batching.sequence import IncrementalDetokenizer
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
 from tests.generation.runs import TOKENIZER
 

@@ -6,10 +6,10 @@ import pytest
 
 from megatron.generation.batching.block_allocator import BlockAllocator
 from megatron.generation.batching.requests import Event, Request
+from megatron.generation.serving.app import parse_update
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.loop import Dispatcher, StepOutcomes
 from megatron.generation.serving.request_queue import Load, RequestQueue, StepCommands, Updated
-from megatron.generation.serving.weight_fetch import parse_update
 from megatron.generation.weight_updates import WeightUpdate
 
 UPDATE = WeightUpdate("folder", 3)

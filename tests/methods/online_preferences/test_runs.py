@@ -10,10 +10,10 @@ import pytest
 
 from megatron.data import rows_per_sample
 from megatron.methods.reinforcement.judging import compare
-from megatron.methods.reinforcement.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
+from megatron.methods.reinforcement.rewards.functions import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives.preference import DIFFERENCE
-from megatron.operations.report.rollout_rows import read_rollouts
+from megatron.operations.report.run_data import read_rollouts
 from megatron.process.run_files import Problems
 from tests.marks import with_more
 from tests.methods.reinforcement import toy
@@ -163,7 +163,7 @@ def test_verdicts_do_not_depend_on_the_order(task: dict[str, Any]) -> None:
         for swapped in ([False] * 4, [True] * 4, [True, False, False, True]):
             result = compare(completions, swapped, judge.score)
             assert result.parts == {"right": [1.0, 0.0, 0.0, 1.0, None, None, None, None]} and not result.failures
-    failed = Scores({"j": [None, 0.0, 1.0, 1.0]}, [Failure("j", 1, "why"), Failure("j", None, "all")], 0.0)
+    failed = Scores({"j": [None, 0.0, 1.0, 1.0]}, [Failure("j", 1, "why"), Failure("j", None, "all")])
     result = compare(completions, [False, True, False, True], lambda pairs: failed)
     assert result.parts == {"j": [None, None, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]}
     assert [failure.row for failure in result.failures] == [2, None]

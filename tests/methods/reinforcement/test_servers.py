@@ -23,7 +23,7 @@ import transformers
 
 from megatron.data.files import sha256
 from megatron.generation.weight_updates import WeightUpdate
-from megatron.methods.reinforcement.server_addresses import rollout_servers
+from megatron.methods.reinforcement.keys import rollout_servers
 from megatron.methods.reinforcement.server_calls import Connection, ServerError
 from megatron.methods.reinforcement.weight_server import WeightServer
 from megatron.neox_arguments import ConfigError, NeoXArgs

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.methods.reinforcement.rewards import Failure
-from megatron.methods.reinforcement.unrewarded import failure_of_all
+from megatron.methods.reinforcement.judging import failure_of_all
+from megatron.methods.reinforcement.rewards.functions import Failure
 from tests.methods.reinforcement.test_rollouts import task, with_keys
 from tests.methods.reinforcement.toy import rollouts_of, steps_of
 from tests.pool import run_ranks

@@ -22,7 +22,7 @@ from megatron.methods.unlearning.objective import set_of
 from megatron.methods.unlearning.schedule import begins_burst, is_ascent
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training
-from megatron.training.checkpoint.progress import TrainingProgress
+from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.schedules import Schedule
 from tests.pool import run_ranks
 from tests.training import runs

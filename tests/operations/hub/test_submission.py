@@ -186,7 +186,7 @@ def test_as_it_is_typed(experiment: Path) -> None:
 ])  # fmt: skip
 def test_names_of_experiments(experiment: str, name: str) -> None:
     assert names.model_name(experiment, "sfm") == name
-    validate_repo_id(names.repository_id("geodesic-research", name))
+    validate_repo_id(names.checked_id(f"geodesic-research/{name}", "the repository"))
 
 
 @pytest.mark.parametrize(("experiment", "problem"), [

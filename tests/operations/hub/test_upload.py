@@ -25,8 +25,7 @@ from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished, open_journal
 from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
-from megatron.operations.hub.scores import evaluate_folder, read_scores
-from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
+from megatron.operations.hub.upload import Formats, Upload, evaluate_folder, publish_checkpoint, read_scores
 from tests.checkpointing.test_huggingface import TOKENIZER
 from tests.launch.runs import ROOT, wait_for
 from tests.operations.hub.conftest import COMMAND
@@ -263,10 +262,10 @@ def test_scores_go_to_weights_and_biases(last: Upload, tmp_path: Path, monkeypat
         (results / "eval_results_1.json").write_text('{"results": {"piqa": {"acc,none": 0.5}}}')
         return subprocess.CompletedProcess(command, 0, "")
 
-    monkeypatch.setattr("megatron.operations.hub.scores.subprocess.run", run)
+    monkeypatch.setattr("megatron.operations.hub.upload.subprocess.run", run)
     monkeypatch.setenv("TOTAL_GPUS", "4")
-    upload = replace(last, wandb_project="Our Evals", wandb_entity="us")
-    assert evaluate_folder(tmp_path, ["piqa"], (), None, upload.tracking, print) == {"piqa_acc": 0.5}
+    upload = replace(last, tasks=("piqa",), wandb_project="Our Evals", wandb_entity="us")
+    assert evaluate_folder(tmp_path, upload, print) == {"piqa_acc": 0.5}
     args = parse_script(calls[0]["command"][2:], "eval.py", lambda name: config(LLAMA))
     assert (args.use_wandb, args.wandb_project, args.wandb_team) == (True, "Our Evals", "us")
     assert args.wandb_run_name == "tiny=run_global_step5" and "TOTAL_GPUS" not in calls[0]["env"]
@@ -281,7 +280,7 @@ def test_known_scores_are_made_again_only_if_forced(last: Upload, save: Path, mo
         evaluations.append(len(evaluations) / 2)
         return {"piqa_acc": evaluations[-1]}
 
-    monkeypatch.setattr("megatron.operations.hub.scores.evaluate_folder", evaluate)
+    monkeypatch.setattr("megatron.operations.hub.upload.evaluate_folder", evaluate)
     upload = replace(last, formats="hf", tasks=("piqa",), wandb_project="evals")
     for force, count, forced_hint in ((False, 1, False), (False, 1, True), (True, 2, False)):
         messages: list[str] = []

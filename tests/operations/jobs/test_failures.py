@@ -14,12 +14,10 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_node, classify
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.remedies import Remedy, free_lock, remedy
-from megatron.operations.jobs.report import share_of_peak, write_report
-from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, continued_log, parse_scontrol
-from megatron.operations.jobs.submission import _target
+from megatron.operations.jobs.submission import Request, _target, share_of_peak, write_report
 from megatron.operations.jobs.verdict import CRASHED, Verdict
-from megatron.training.checkpoint.lock import lock_folder
+from megatron.training.checkpoint.pieces import lock_folder
 from tests.training.runs import BASE
 
 JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/nowhere/a.out"))

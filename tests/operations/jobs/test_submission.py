@@ -10,10 +10,10 @@ import yaml
 from megatron.launch.environment import LaunchError
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.jobs import submission
-from megatron.operations.jobs.request import Attempt, Request
+from megatron.operations.jobs.remedies import Attempt
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.starters import SlurmStarter
-from megatron.operations.jobs.submission import start_and_watch, submit
+from megatron.operations.jobs.submission import Request, start_and_watch, submit
 from tests.launch.runs import write_program
 from tests.operations.jobs.test_joblog import LINE
 from tests.training.runs import BASE

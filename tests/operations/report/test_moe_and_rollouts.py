@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron.operations.report import write_report
-from megatron.operations.report.heat_map import palette
-from megatron.operations.report.rollout_rows import MAX_GENERATIONS, read_rollouts
+from megatron.operations.report.figures import palette
 from megatron.operations.report.router_loads import CODES, LoadMap, RouterLoad, code_of, encode, maps_of, read_load
+from megatron.operations.report.run_data import MAX_GENERATIONS, read_rollouts
 from megatron.process.run_files import Problems
 from tests.methods.reinforcement.toy import full_run, write_task
 from tests.operations.report.pages import figures, rows_of, titles, write_run

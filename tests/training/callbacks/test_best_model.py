@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from megatron.callbacks import Step
 from megatron.checkpointing import find_checkpoint
-from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import export_hf
+from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.training.builtin_callbacks.best_model import BestModelCallback

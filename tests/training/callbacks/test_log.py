@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tqdm import tqdm
 
+import megatron.training.run
 from megatron.callbacks import Step, StepResult
 from megatron.distributed import configure_logging
 from megatron.model.moe import RoutingCounts
@@ -23,15 +23,15 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.process import metrics_file
 from megatron.process.metrics_file import JsonlLogger, read_lines, read_lines_backwards
 from megatron.process.run_files import Problems
-from megatron.training import loop_state, train
+from megatron.training import train
 from megatron.training.builtin_callbacks import router_load
 from megatron.training.builtin_callbacks.history import history, training_time
 from megatron.training.builtin_callbacks.log import LogCallback
 from megatron.training.builtin_callbacks.router_load import MOST_LINES, RouterLoad, interval
-from megatron.training.loop_state import Stopwatch
 from megatron.training.method import find_method
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
+from megatron.training.run import LoopState, Stopwatch
 from tests.pool import run_ranks
 from tests.training.callbacks.test_stopping import run_with_signal
 from tests.training.checkpoint.test_resume import metrics
@@ -61,7 +61,8 @@ def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[s
                                     logger=SimpleNamespace(info=lines.append), method=find_method(args),
                                     watchdog=SimpleNamespace(restarts=0))  # fmt: skip
     clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
-    log = LogCallback(training, tqdm(disable=True), clock)
+    training.loop = LoopState(stopwatch=clock)
+    log = LogCallback(training)
     for i, result in enumerate(results, 1):
         log.on_step_end(training, step := Step(i, 8 * i, 32, result))
     log.settle()
@@ -137,7 +138,7 @@ def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
 def run_by_a_clock(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: by its clock a step takes a second, a save a hundred."""
     clock = [0.0]
-    loop_state.time = SimpleNamespace(perf_counter=lambda: sum(clock))  # type: ignore[assignment]
+    megatron.training.run.time = SimpleNamespace(perf_counter=lambda: sum(clock))  # type: ignore[assignment]
     training = begin(values)
     save = training.checkpointer.save
 

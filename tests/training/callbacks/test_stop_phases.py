@@ -85,7 +85,7 @@ PHASES = {
     "test": Phase(text(**VALIDATES), "megatron.training.evaluation:_values", 11, STEPS),
     "validation of pairs": Phase(
         lambda folder: compared(folder, {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "eval_iters": 3}),
-        "megatron.training.engine_base:EngineBase.forward_only", 2, 0,
+        "megatron.training.engine:Engine.forward_only", 2, 0,
     ),
     "index maps": Phase(text(eval_iters=1), "megatron.data.text_sets:build_maps", 1, 0, USR1, saves=False),
     "reference": Phase(

@@ -17,7 +17,7 @@ from megatron.mpu import ParallelGroups
 from megatron.process import stop_signals
 from megatron.training import train
 from megatron.training.builtin_callbacks import stopping
-from megatron.training.loop_state import LoopState
+from megatron.training.run import LoopState
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, before_steps, begin, config, run_to_end
 

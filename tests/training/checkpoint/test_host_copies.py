@@ -200,7 +200,7 @@ def test_no_value_is_read_on_the_way() -> None:
     param = nn.Parameter(torch.empty(4, 3, device="meta"))
     state = {key: torch.empty_like(param) for key in ("exp_avg", "exp_avg_sq")}
     optimizer = SimpleNamespace(state={param: {**state, "step": torch.empty((), device="meta")}})
-    parts = OptimizerParts([(2, "w", param)], optimizer, ParallelGroups.single(), torch.float32, 0)
+    parts = OptimizerParts([(2, "w", param)], [], optimizer, ParallelGroups.single(), torch.float32, 0)
     [(layer, states)] = parts.gather({2: 0}, lambda tensor: tensor)
     shapes = {key: tuple(value.shape) for key, value in states["w"].items()}
     assert layer == 2 and shapes == {"exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": ()}

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from megatron.checkpointing import CheckpointError, Manifest, ParallelLayout, mo
 from megatron.data import build_datasets, data_fingerprint, order_keys
 from megatron.neox_arguments import load
 from megatron.tokenizer import build_tokenizer, with_vocabulary
-from megatron.training.checkpoint.same_run import begun_of, check_same_run, data_record
+from megatron.training.checkpoint.run_parts import RunParts
+from megatron.training.checkpoint.same_run import begun_of, check_same_run
 from megatron.training.method import Method
 from tests.training.runs import GOLDEN, NEOX, config
 
@@ -44,7 +46,9 @@ class Run:
     def record(self, manifest: Manifest | None = None) -> dict[str, Any]:
         state = begun_of(manifest, Method())
         datasets = build_datasets(self.args, train_batch_size=8, on_one_rank=lambda work: work(), data_state=state)
-        return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, 40)
+        files, order = data_fingerprint(self.args), order_keys(self.args)
+        parts: Any = SimpleNamespace(files=files, order=order, datasets=datasets)
+        return RunParts.data_record(parts, 40)
 
     def manifest(self) -> Manifest:
         result = Manifest(

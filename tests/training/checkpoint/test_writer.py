@@ -21,7 +21,7 @@ from megatron.checkpointing import CheckpointError, Manifest, load_tensors, read
 from megatron.checkpointing.remote_staging import _locked
 from megatron.training import train
 from megatron.training.builtin_callbacks.saving import SaveCallback
-from megatron.training.checkpoint.lock import lock_folder
+from megatron.training.checkpoint.pieces import lock_folder
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import change_file, losses, metrics, refused, stop_after, warnings_of
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, cells, config, output_of_run, run_to_end

@@ -11,8 +11,8 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
-from megatron.training.native.optimizers import build_native_optimizer
 from megatron.training.native.shards import ReplicatedWeights
+from megatron.training.native.update import build_native_optimizer
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
 from tests.training.runs import LAYOUTS as TWO_RANK_LAYOUTS
@@ -125,7 +125,7 @@ def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[
                 generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
                 full = torch.randn(held.spec.shape, generator=generator)
                 held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
-            engine._update.optimizers[0].step()
+            engine._update._parts[0].optimizer.step()
             engine.shards.publish(engine.shards.trained)
         results[model] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
     return results

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.methods.reinforcement.environments.host import are_messages
 from megatron.methods.reinforcement.rewards.functions import RewardError
 from megatron.methods.reinforcement.rewards.lane import is_load_answer, is_reward
 from megatron.methods.reinforcement.rewards.worker_process import Messages, WorkerLost, WorkerProcess
@@ -47,7 +48,7 @@ class Environments:
         self.entry, self.timeout_s, self.workers, self._variables = entry, timeout_s, workers, variables
         self._class = {"file": str(Path(file).expanduser().resolve()), "name": name}
         self._numbers = itertools.count()
-        self._calls = threading.Semaphore(workers)
+        self.calls = threading.Semaphore(workers)  # taken by each call to a conversation's process
         self._lock = threading.Lock()  # of what follows
         self._host: WorkerProcess | None = None
         self._closed = False
@@ -90,20 +91,6 @@ class Environments:
                 parent_end.close()
                 raise EnvironmentFailure(f"could not be started: {problem}") from None
         return Environment(self, host, number, Messages(parent_end))
-
-    def call(
-        self, messages: Messages, message: dict[str, Any], good: Callable[[dict[str, Any]], bool]
-    ) -> dict[str, Any]:
-        """Sends a message to the process of a conversation, and returns its answer.
-
-        good: returns whether an answer has the right form. Raises EnvironmentFailure without an answer in
-        time."""
-        with self._calls:
-            try:
-                messages.send(message)
-                return messages.receive(self.timeout_s, lambda answer: good(answer) or _is_raised(answer))
-            except WorkerLost as lost:
-                raise EnvironmentFailure(str(lost)) from None
 
     def end(self, host: WorkerProcess, number: int) -> None:
         """Ends a conversation's process."""
@@ -168,8 +155,17 @@ class Environment:
         self._environments.end(self._host, self._number)
 
     def _call(self, message: dict[str, Any], good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Sends a message to the process of this conversation, and returns its answer.
+
+        good: returns whether an answer has the right form."""
         self._lost = True  # until it has answered
-        answer = self._environments.call(self._messages, message, good)
+        with self._environments.calls:
+            try:
+                self._messages.send(message)
+                wait_s = self._environments.timeout_s
+                answer = self._messages.receive(wait_s, lambda answer: good(answer) or _is_raised(answer))
+            except WorkerLost as lost:
+                raise EnvironmentFailure(str(lost)) from None
         self._lost = False
         if "raised" in answer:
             raise EnvironmentFailure(answer["raised"])
@@ -183,17 +179,8 @@ def _is_raised(answer: dict[str, Any]) -> bool:
 def _is_observation(answer: dict[str, Any], *fields: str) -> bool:
     """Returns whether an answer has exactly `fields`, and its observation is None, a text or messages."""
     observation = answer.get("observation")
-    messages = observation if isinstance(observation, list) else []
-    return (
-        answer.keys() == set(fields)
-        and isinstance(observation, str | list | None)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in messages
-        )
-    )
+    is_valid = are_messages(observation) if isinstance(observation, list) else isinstance(observation, str | None)
+    return answer.keys() == set(fields) and is_valid
 
 
 def _is_outcome(answer: dict[str, Any]) -> bool:

@@ -173,11 +173,7 @@ def _observation(value: Any, method: str) -> str | list[Any] | None:
     if value is None:
         return None
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
-    good = all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    if not good:
+    if not are_messages(messages):
         raise NotUsable(f"{method} returned {short(value)} as observation, not a text or list of messages")
     if method == "step" and any(message["role"] == "assistant" for message in messages):
         raise NotUsable("step returned a message of the model's own role assistant; use another, such as user")
@@ -188,6 +184,14 @@ def _observation(value: Any, method: str) -> str | list[Any] | None:
             problem = f"{method} returned {short(message['content'])}, which is not valid Unicode"
             raise NotUsable(f"{problem}; decode bytes with errors='replace'") from None
     return value
+
+
+def are_messages(messages: list[Any]) -> bool:
+    """Returns whether all are messages, each with a role and a text."""
+    return all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    )
 
 
 def main() -> None:

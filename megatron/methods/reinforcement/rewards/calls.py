@@ -54,16 +54,10 @@ def load_judge(file: str, name: str) -> Function:
         raise NotUsable(f"judge {name}: {problem}; declare it as {name}(prompts, completions)") from None
 
     def judge(pairs: list[Any]) -> list[tuple[float | None, str | None]]:
-        all_columns = [columns for _, _, _, columns, _ in pairs]
-        names = (
-            {name for columns in all_columns for name in columns if name not in _RENAMED_COLUMNS}
-            if with_columns
-            else ()
-        )
         verdicts = function(
             prompts=[prompt for prompt, *_ in pairs],
             completions=[list(texts) for _, texts, *_ in pairs],
-            **{name: [columns.get(name) for columns in all_columns] for name in names},
+            **(_columns(pairs) if with_columns else {}),
         )
         return [_verdict(*judged) for judged in _checked(_awaited_result(verdicts), len(pairs))]
 
@@ -124,10 +118,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
-    """Returns the keyword arguments that TRL would pass to a reward function for these completions.
-
-    Each column becomes a list, with None for rows without it."""
-    names = {name: None for _, _, _, columns, _ in completions for name in columns if name not in _RENAMED_COLUMNS}
+    """Returns the keyword arguments that TRL would pass to a reward function for these completions."""
     return {
         "prompts": [prompt for prompt, *_ in completions],
         "completions": [
@@ -135,12 +126,14 @@ def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
             for prompt, text, _, _, messages in completions
         ],
         "completion_ids": [ids for _, _, ids, *_ in completions],
-        **{name: [columns.get(name) for _, _, _, columns, _ in completions] for name in names},
+        **_columns(completions),
     }
 
 
-async def _awaited(rewards: Any) -> Any:
-    return await rewards
+def _columns(completions: list[Any]) -> dict[str, list[Any]]:
+    """Returns each column as a list, with None for rows without it."""
+    names = {name: None for _, _, _, columns, _ in completions for name in columns if name not in _RENAMED_COLUMNS}
+    return {name: [columns.get(name) for _, _, _, columns, _ in completions] for name in names}
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:
@@ -162,7 +155,10 @@ def _awaited_result(values: Any) -> Any:
     if inspect.isawaitable(values):
         import asyncio  # half of what the worker would import
 
-        return asyncio.run(_awaited(values))
+        async def awaited() -> Any:
+            return await values
+
+        return asyncio.run(awaited())
     return values
 
 
@@ -177,8 +173,7 @@ def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]
 
     problem: says why a value is not a reward; else None."""
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
-        problem = f"returned {short(rewards)}, not a list of numbers"
-        return [(None, problem)] * number
+        return [(None, f"returned {short(rewards)}, not a list of numbers")] * number
     rewards = list(rewards)
     if len(rewards) != number:
         return [(None, f"returned {len(rewards)} values for {number} completions")] * number

@@ -1,8 +1,10 @@
 """Compares two formulas: as rational numbers, else with 50 digits, at points that answers cannot predict."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from hashlib import sha256
+from operator import add, mul, sub, truediv
 from typing import Any
 
 from megatron.methods.reinforcement.rewards.formulas import Formula
@@ -11,6 +13,7 @@ _BITS = 20_000  # of the numbers in a calculation: 9^9^9 is not calculated
 _PLACES = 5
 _DIGITS = 50
 _ARGUMENT = 5000  # of exp, and of a power's logarithm: larger values mean nothing here and take long
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "/": truediv}
 _INVERSES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
 
 
@@ -54,8 +57,7 @@ def rational(formula: Formula, values: Mapping[str, Fraction]) -> Fraction:
         raise Undefined("division by 0")
     if formula.operation == "^":
         return _bounded(_power(left, right))
-    operations = {"+": left.__add__, "-": left.__sub__, "*": left.__mul__, "/": left.__truediv__}
-    return _bounded(operations[formula.operation](right))
+    return _bounded(_ARITHMETIC[formula.operation](left, right))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -85,10 +87,8 @@ def _coordinate(name: str, place: int) -> Fraction:
 
 
 def _equal_at(formula: Formula, other_formula: Formula, values: Mapping[str, Fraction]) -> bool | None:
-    try:
+    with suppress(NotRational, Undefined):  # perhaps only one of them: seen below
         return rational(formula, values) == rational(other_formula, values)
-    except (NotRational, Undefined):
-        pass  # perhaps only one of them: seen below
     left, right = _value(formula, values), _value(other_formula, values)
     if left is None or right is None:
         return None if left is right else False
@@ -121,14 +121,8 @@ def _calculated(formula: Formula, values: Mapping[str, Fraction], mp: Any) -> An
 
 
 def _operated(operation: str, parts: list[Any], mp: Any) -> Any:
-    if operation == "+":
-        return parts[0] + parts[1]
-    if operation == "-":
-        return parts[0] - parts[1]
-    if operation == "*":
-        return parts[0] * parts[1]
-    if operation == "/":
-        return parts[0] / parts[1]
+    if operation in _ARITHMETIC:
+        return _ARITHMETIC[operation](*parts)
     if operation == "abs":
         return abs(parts[0])
     if operation == "^" and parts[0] == 0:

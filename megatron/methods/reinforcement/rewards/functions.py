@@ -1,16 +1,15 @@
 """`RewardFunctions`: the reward functions of a run, spread over worker processes."""
 
 import json
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.methods.reinforcement.rewards.lane import Judged, Lane, NotLoaded
-from megatron.methods.reinforcement.rewards.scores import Completion, Failure, Scores
 from megatron.methods.reinforcement.rewards.verifiers import VERIFIERS
 from megatron.neox_arguments import UserError
 
@@ -19,6 +18,60 @@ T = TypeVar("T")
 
 class RewardError(UserError, ValueError):
     """Raised if a reward function cannot be used; the message begins with its entry in the configuration."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to be judged, or two to be compared.
+
+    prompt: a string or a list of messages, as in the prompt file.
+    completion: a text; for a pairwise judge two texts.
+    columns: the other fields of the prompt's row, JSON values.
+    messages: the conversation with an environment, whose last model text is `completion`; None without an
+        environment.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    completion: str | tuple[str, str]
+    completion_ids: list[int]
+    columns: Mapping[str, Any]
+    messages: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A function's failure to give a completion a reward.
+
+    row: the completion's index; None if only the call with all completions at once failed.
+    reason: one line.
+    """
+
+    function: str
+    row: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of some completions.
+
+    parts: for each function one reward per completion; None if it gave none or failed.
+    """
+
+    parts: dict[str, list[float | None]]
+    failures: list[Failure]
+
+    def total(self, weights: Sequence[float]) -> list[float | None]:
+        """Returns the weighted sum of each completion's rewards; None if it has no reward, as in TRL.
+
+        weights: one per function, in the order of `parts`. Raises ValueError for a wrong number of them."""
+        if len(weights) != len(self.parts):
+            raise ValueError(f"{len(weights)} weights for {len(self.parts)} reward functions")
+        totals: list[float | None] = []
+        for rewards in zip(*self.parts.values(), strict=True):
+            weighted = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
+            totals.append(sum(weighted) if weighted else None)
+        return totals
 
 
 class RewardFunctions:
@@ -75,8 +128,7 @@ class RewardFunctions:
 
     def score(self, completions: Sequence[Completion]) -> Scores:
         """Scores completions with all functions. Their exceptions are returned as failures, not raised."""
-        started = time.monotonic()
-        judged = self._judge(completions) if completions else {key: {} for key in self._entries}
+        judged = self._judge(completions) if completions and self._entries else {key: {} for key in self._entries}
         rows = range(len(completions))
         failures = [
             Failure(key, row if row in rows else None, problem)
@@ -85,7 +137,7 @@ class RewardFunctions:
             if problem is not None
         ]
         parts = {key: [judged_rows[row][0] for row in rows] for key, judged_rows in judged.items()}
-        return Scores(parts, failures, time.monotonic() - started)
+        return Scores(parts, failures)
 
     def close(self) -> None:
         """Ends the workers; `score` cannot be called afterwards."""
@@ -96,22 +148,12 @@ class RewardFunctions:
         """Returns (reward, problem) by function and row.
 
         The row ALL_ROWS has the problem if only the call with all completions failed."""
-        rows = [
-            [
-                judged_completion.prompt,
-                judged_completion.completion,
-                judged_completion.completion_ids,
-                dict(judged_completion.columns),
-                judged_completion.messages,
-            ]
-            for judged_completion in completions
-        ]
+        rows = [[c.prompt, c.completion, c.completion_ids, dict(c.columns), c.messages] for c in completions]
         message = json.dumps({"completions": rows}).encode()
         shares = [range(number, len(rows), len(self._lanes)) for number in range(len(self._lanes))]
         judged: dict[str, dict[int, Judged]] = {key: {} for key in self._entries}
-        for lane_judged in self._in_threads(
-            partial(Lane.judge, completions=message, number=len(rows)), self._lanes, shares
-        ):
+        judge = partial(Lane.judge, completions=message, number=len(rows))
+        for lane_judged in self._in_threads(judge, self._lanes, shares):
             for key, judged_rows in lane_judged.items():
                 judged[key].update(judged_rows)
         return {key: dict(sorted(judged_rows.items())) for key, judged_rows in judged.items()}

@@ -105,6 +105,7 @@ class Lane:
                 return dict(zip(rows, reply, strict=True))
             reason = reply
         except WorkerLost as lost:
+            self._stop()
             reason = str(lost)
         except NotLoaded as problem:
             return {row: (None, f"could not be loaded: {problem.reason}") for row in rows}
@@ -137,6 +138,7 @@ class Lane:
                     if elapsed > limit_s - 1e-3:
                         break
             except WorkerLost as lost:
+                self._stop()
                 judged.append((None, str(lost)))
                 elapsed += self._timeout_s
             except NotLoaded as problem:
@@ -146,20 +148,12 @@ class Lane:
     def _call(self, key: str, rows: Sequence[int], in_one_call: bool) -> None:
         self.start()
         assert self._worker is not None
-        try:
-            self._worker.send({"call": key, "rows": list(rows), "together": in_one_call})
-        except WorkerLost:
-            self._stop()
-            raise
+        self._worker.send({"call": key, "rows": list(rows), "together": in_one_call})
 
     def _receive(self, seconds: float, number: int) -> list[Judged] | str:
         """Waits for the answer to a call. Returns (reward, problem) of `number` rows, or why it failed."""
         assert self._worker is not None
-        try:
-            reply = self._worker.receive(seconds, lambda answer: is_verdict(answer, number))
-        except WorkerLost:
-            self._stop()
-            raise
+        reply = self._worker.receive(seconds, lambda answer: is_verdict(answer, number))
         return [(value, problem) for value, problem in reply["judged"]] if "judged" in reply else reply["raised"]
 
     def _stop(self) -> None:

@@ -115,12 +115,9 @@ def update(target: Any, source: Any) -> Any:
         table = {name: update(target[name], item) if name in target else item for name, item in source.items()}
         target.clear()
         target.update(table)
-    elif isinstance(target, set):
+    elif isinstance(target, set | collections.deque):
         target.clear()
-        target.update(source)
-    elif isinstance(target, collections.deque):
-        target.clear()
-        target.extend(source)
+        (target.update if isinstance(target, set) else target.extend)(source)
     else:
         return source
     return target

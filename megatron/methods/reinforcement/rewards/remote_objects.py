@@ -20,6 +20,7 @@ _LARGEST = 32 << 20  # bytes of a message
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
 _UNARY = ("neg", "pos", "abs", "invert")
+_ACCESSES = ("setattr", "delattr", "getitem", "setitem", "delitem", "next")
 _FORWARDED_DUNDERS = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__enter__", "__exit__")
 _MUTABLE = (list, dict, set, bytearray, tuple, collections.OrderedDict, collections.Counter, collections.deque)
 
@@ -133,10 +134,8 @@ class Peer:
 
     def encode(self, value: Any) -> Any:
         """Converts a value to JSON: plain data as a copy, any other object as its number on its own side."""
-        try:
+        with contextlib.suppress(NoData):
             return to_json(value, self.encode)
-        except NoData:
-            pass
         if type(value) is Proxy:
             return {"yours": value._number}
         return self._reference(value)
@@ -204,21 +203,6 @@ class Proxy:
             raise AttributeError(name)
         return self._do("getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._do("setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._do("delattr", name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._do("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._do("setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._do("delitem", key)
-
     def __iter__(self) -> Iterator[Any]:
         iterator = self._do("iter")
         while True:
@@ -227,9 +211,6 @@ class Proxy:
             except StopIteration:
                 return
             yield value
-
-    def __next__(self) -> Any:
-        return self._do("next")
 
     def __contains__(self, value: Any) -> bool:
         try:
@@ -264,15 +245,6 @@ class Proxy:
     def __instancecheck__(self, value: Any) -> bool:
         return self._do("isinstance", value) is True
 
-    def __int__(self) -> int:
-        return int(self._plain_value())
-
-    def __float__(self) -> float:
-        return float(self._plain_value())
-
-    def __complex__(self) -> complex:
-        return complex(self._plain_value())
-
     def __index__(self) -> int:
         return operator.index(self._plain_value())
 
@@ -301,16 +273,22 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
     return lambda self, operand: OPERATIONS[name](operand, self._plain_value())
 
 
-def _unary(name: str) -> Callable[[Any], Any]:
-    return lambda self: self._do(name)
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._do(name, *arguments)
+
+
+def _converted(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: kind(self._plain_value())
 
 
 for _name in (*_COMPARISONS, *_BINARY):
     setattr(Proxy, f"__{_name}__", _binary(_name))
 for _name in _BINARY:
     setattr(Proxy, f"__r{_name}__", _reflected(_name))
-for _name in _UNARY:
-    setattr(Proxy, f"__{_name}__", _unary(_name))
+for _name in (*_UNARY, *_ACCESSES):
+    setattr(Proxy, f"__{_name}__", _forwarded(_name))
+for _kind in (int, float, complex):
+    setattr(Proxy, f"__{_kind.__name__}__", _converted(_kind))
 
 
 def _exception(name: str, base: str) -> type[BaseException]:

@@ -3,12 +3,11 @@
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron.methods.reinforcement.rewards.answers import answer, fenced_block, marked_answer
 from megatron.methods.reinforcement.rewards.equality import NotRational, Undefined, equal, rational
 from megatron.methods.reinforcement.rewards.formulas import NoFormula, parse
 from megatron.methods.reinforcement.rewards.programs import prepare_programs, run_program
@@ -19,6 +18,7 @@ _NUMBER = re.compile(
     r"(?<![\w)])-?\\[dtc]?frac\s*\{-?\d+\}\s*\{\d+\}"
     r"|(?:(?<![\w).])[-−])?\$?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?"
 )
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def json_value(completion: str, columns: Columns) -> float:
     A row may have only one of the two fields, as a JSON value or as text. Of the completion the last fenced
     JSON block counts, else the full text."""
     try:
-        value = _parsed_json(_block_or_text(completion, ("json",)))
+        value = _parsed_json(fenced_block(completion, ("json",)))
     except (ValueError, RecursionError):
         return 0.0
     expected, schema = columns.get("answer"), columns.get("schema")
@@ -93,10 +93,54 @@ def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
             compile(tests, "tests", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # whatever answers do
             raise ValueError(f"the row's tests are not valid Python: {problem}") from None
-        program = _block_or_text(completion, ("python", "py", "python3"))
+        program = fenced_block(completion, ("python", "py", "python3"))
         return float(run_program(program, tests, timeout_s, hidden))
 
     return code
+
+
+def marked_answer(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{...}`, else of the last `<answer>...</answer>`.
+
+    Without these it returns the text after the last `####`; without any mark None."""
+    if (boxed := _boxed(text)) is not None:
+        return boxed.strip()
+    if (tagged := _tagged(text)) is not None:
+        return tagged.strip()
+    _, mark, tail = text.rpartition("####")
+    return tail.strip() if mark else None
+
+
+def answer(text: str) -> str:
+    """Returns the marked answer, else the full text."""
+    marked = marked_answer(text)
+    return text.strip() if marked is None else marked
+
+
+def fenced_block(text: str, languages: Collection[str]) -> str:
+    """Returns the content of the last block fenced by ``` whose language is in `languages` or not given, else
+    the full text."""
+    blocks = [content for language, content in _FENCE.findall(text) if language.lower() in {"", *languages}]
+    return blocks[-1] if blocks else text
+
+
+def _tagged(text: str) -> str | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end] if start >= 0 else None
+
+
+def _boxed(text: str) -> str | None:
+    """Returns the content of the `\\boxed{...}` that opens last and is closed; None if there is none."""
+    last, content, opened = -1, None, []
+    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace[1] is not None))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and start > last:
+                last, content = start, text[start : brace.start()]
+    return content
 
 
 def _expected(columns: Columns) -> str:
@@ -115,8 +159,7 @@ def _number(text: str) -> Fraction | None:
     """Converts the marked answer, or the full text without one, to a number.
 
     If it is not a number as a whole, the last number in it counts; None if it has none."""
-    marked = marked_answer(text)
-    text = text.strip() if marked is None else marked
+    text = answer(text)
     last = [match.group() for match in _NUMBER.finditer(text[-10_000:])][-1:]
     for part in (text, *last):
         try:
@@ -126,11 +169,6 @@ def _number(text: str) -> Fraction | None:
         except (NoFormula, NotRational):
             continue
     return None
-
-
-def _block_or_text(text: str, languages: tuple[str, ...]) -> str:
-    block = fenced_block(text, languages)
-    return text if block is None else block
 
 
 def _parsed_json(text: str) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,8 @@ class WorkerProcess(Messages):
 
         grace_s: seconds that the process may take to end by itself first."""
         self._socket.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         self._process.send_signal(END)  # its keeper
         try:
             self._process.wait(_ENDS_S)

@@ -15,7 +15,7 @@ from megatron.methods.reinforcement.environments.environments import (
     Environments,
     Outcome,
 )
-from megatron.methods.reinforcement.rewards import RewardError
+from megatron.methods.reinforcement.rewards.functions import RewardError
 from tests.launch.runs import alive, wait_for
 
 FILE = Path(__file__).with_name("user_environments.py")

@@ -15,8 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron.methods.reinforcement.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.methods.reinforcement.rewards.calls import trl_arguments
+from megatron.methods.reinforcement.rewards.functions import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.methods.reinforcement.rewards.lane import is_verdict
 from megatron.methods.reinforcement.rewards.worker_process import environment
 from tests.launch.runs import alive, wait_for
@@ -169,7 +169,7 @@ def test_other_functions_keep_their_rewards() -> None:
         result = functions.score(completions)
     assert result.parts == {"row_values": [1.0, None, 2.0], "length": [4.0] * 3, "exact_match": [1.0] * 3}
     assert result.total([1.0, 0.5, 2.0]) == [5.0, 4.0, 6.0]
-    scores = Scores({"a": [1.0, None, None], "b": [None, None, 0.0]}, [], 0.0)
+    scores = Scores({"a": [1.0, None, None], "b": [None, None, 0.0]}, [])
     assert scores.total([2.0, 3.0]) == [2.0, None, 0.0]
     with pytest.raises(ValueError, match="1 weights for 2 reward functions"):
         scores.total([1.0])
@@ -252,7 +252,7 @@ def test_no_worker_outlives_its_parent(number: signal.Signals) -> None:
     script = f"""
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it leaves behind without
-from megatron.methods.reinforcement.rewards import Completion, RewardFunctions
+from megatron.methods.reinforcement.rewards.functions import Completion, RewardFunctions
 functions = RewardFunctions(["{FILE}:spins"], timeout_s=60)
 functions.check()
 functions.score([Completion("p", "c", [], {{}})])

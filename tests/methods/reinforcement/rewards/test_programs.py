@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.methods.reinforcement.rewards import Completion, RewardFunctions
+from megatron.methods.reinforcement.rewards.functions import Completion, RewardFunctions
 from megatron.methods.reinforcement.rewards.programs import NoIsolation, prepare_programs, run_program, start_trial
 from tests.launch.runs import wait_for
 
@@ -208,7 +208,7 @@ def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
 def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
     script = (
-        "from megatron.methods.reinforcement.rewards import RewardFunctions\n"
+        "from megatron.methods.reinforcement.rewards.functions import RewardFunctions\n"
         "try: RewardFunctions(['code'], timeout_s=10).check()\n"
         "except Exception as problem: print(type(problem).__name__, problem)\n"
     )

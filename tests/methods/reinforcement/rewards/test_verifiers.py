@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron.methods.reinforcement.rewards import Completion, RewardError, RewardFunctions
-from megatron.methods.reinforcement.rewards.answers import answer, fenced_block, marked_answer
-from megatron.methods.reinforcement.rewards.verifiers import arithmetic, exact_match, expression, json_value
+from megatron.methods.reinforcement.rewards.functions import Completion, RewardError, RewardFunctions
+from megatron.methods.reinforcement.rewards.verifiers import (
+    answer,
+    arithmetic,
+    exact_match,
+    expression,
+    fenced_block,
+    json_value,
+    marked_answer,
+)
 
 FRACTION = r"\boxed{\frac{3}{4}}"
 LONG = "(" * 400 + "1" + ")" * 400
@@ -52,7 +59,7 @@ def test_marked_answers(text: str, marked: str | None) -> None:
     ("```Python title=x\na\n  ```", "a\n"), ("```python\nnever closed", None), ("none", None),
 ])  # fmt: skip
 def test_fenced_blocks(text: str, block: str | None) -> None:
-    assert fenced_block(text, ("python", "py")) == block
+    assert fenced_block(text, ("python", "py")) == (text if block is None else block)
 
 
 Verdicts = dict[Callable[..., float | None], list[tuple[str, Any]]]
