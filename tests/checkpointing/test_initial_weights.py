@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def saved(rank: int, world_size: int, values: dict) -> None:
     """For the pool: a run's weights before its first step, in its `save`."""
     training = begin(values)
-    training.checkpointer.save(training.progress)
+    training.checkpointer.save(training.progress, in_background=False)
     training.close()
 
 

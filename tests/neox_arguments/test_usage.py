@@ -27,11 +27,16 @@ def parsed(path: Path) -> ast.AST:
 def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """`args.name`, `self.args.name`, `self._args.name` and `getattr(args, "name")`, with their lines.
 
-    `ToyKeys.read_from(args)`, and a variable that is set to it, count as args."""
+    `ToyKeys.read_from(args)`, a variable that is set to it, and a parameter of type ToyKeys count as args."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and is_keys(node.value)]
-            names = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+            names = {
+                name for node in ast.walk(function) if isinstance(node, ast.Assign) for name in keys_variables(node)
+            }
+            parameters = [*function.args.args, *function.args.kwonlyargs]
+            names |= {
+                each.arg for each in parameters if each.annotation and ast.unparse(each.annotation).endswith("Keys")
+            }
             for node in ast.walk(function):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
                     yield node.attr, node.lineno
@@ -41,6 +46,15 @@ def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             if len(node.args) > 1 and is_args(node.args[0]) and isinstance(node.args[1], ast.Constant):
                 yield str(node.args[1].value), node.lineno
+
+
+def keys_variables(assign: ast.Assign) -> Iterator[str]:
+    """The variables that are set to `ToyKeys.read_from(args)`, alone or in a tuple."""
+    for target in assign.targets:
+        pairs = [(target, assign.value)]
+        if isinstance(target, ast.Tuple) and isinstance(assign.value, ast.Tuple):
+            pairs = list(zip(target.elts, assign.value.elts, strict=True))
+        yield from (name.id for name, value in pairs if isinstance(name, ast.Name) and is_keys(value))
 
 
 def is_args(node: ast.AST) -> bool:
@@ -93,10 +107,12 @@ def needs_a_reader(declared: Key) -> bool:
 def test_the_scan_sees_what_it_should():
     tree = ast.parse(
         "args.one\nself.args.two\nself._args.three\ngetattr(args, 'four')\nother.five\nargs.six()\n"
-        "def f():\n    x = Keys.read_from(args)\n    x.seven\nKeys.read_from(args).eight\nx.nine"
+        "def f():\n    x = Keys.read_from(args)\n    x.seven\nKeys.read_from(args).eight\nx.ten\n"
+        "def h():\n    u, v = Keys.read_from(args), 1\n    u.eleven\n    v.ten\n"
+        "def g(y: ToyKeys, z: Toys):\n    y.nine\n    z.ten"
     )
     names = [name for name, _ in sorted(reads(tree), key=lambda read: read[1])]
-    assert names == ["one", "two", "three", "four", "six", "seven", "eight"]
+    assert names == ["one", "two", "three", "four", "six", "seven", "eight", "eleven", "nine"]
     assert {"precision", "intermediate_size", "lr_decay_fraction"} <= resolved_here()
     assert "tensorboard_dir" not in resolved_here()
 
