@@ -40,7 +40,7 @@ _INHERITED_GROUPS = (
 _EXCLUDED_KEYS = (
     "train_iters", "lr_decay_iters", "lr_decay_fraction", "lr_wsd_decay_iters", "min_lr", "warmup_iters",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "eval_interval", "exit_interval", "exit_duration_in_mins",
-    "curriculum_learning", "trainable",
+    "curriculum_learning",
 )  # fmt: skip
 
 

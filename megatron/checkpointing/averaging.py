@@ -16,7 +16,7 @@ from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import FileRecord, copy_file, save_tensors
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
 def average(
@@ -79,7 +79,7 @@ def _manifest(checkpoint: OpenCheckpoint) -> Manifest:
     return checkpoint.manifest
 
 
-def _mean(checkpoints: Sequence[OpenCheckpoint], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
+def _mean(checkpoints: Sequence[OpenCheckpoint], args: ModelArgs, layer: int) -> dict[str, Tensor]:
     """The mean of one layer's full tensors by our names, in the last source's dtype. layer: NeoX index."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.reports.config_dump import yaml_value
 
 _LONGEST = 80  # characters of a value
@@ -19,7 +19,7 @@ class ConfigChange:
     previous: Any
 
 
-def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, source: str) -> str:
+def describe_changes(changes: Sequence[ConfigChange], args: ModelArgs, source: str) -> str:
     """Returns the changes as text: `seq_length: 2048 (a.yml:3), but SOURCE had 1024; pack_impl: ...`.
 
     args: the current configuration. source: the name of the checkpoint."""
@@ -30,7 +30,7 @@ def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, source: st
     )
 
 
-def responsible_key(keys: Sequence[str], args: NeoXArgs, saved_config: Mapping[str, Any]) -> str:
+def responsible_key(keys: Sequence[str], args: ModelArgs, saved_config: Mapping[str, Any]) -> str:
     """Returns the configuration key that an error about a derived value should name.
 
     keys: the keys that the value is derived from.

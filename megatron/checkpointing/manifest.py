@@ -16,8 +16,8 @@ from megatron.checkpointing.config_changes import ConfigChange, describe_changes
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.layout import model_file
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors
-from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.resolved import FULL_BLOCKS
+from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import adapter_keys
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
@@ -76,7 +76,7 @@ class ParallelLayout:
     world_size: int
 
     @classmethod
-    def from_args(cls, args: NeoXArgs, precision: str) -> Self:
+    def from_args(cls, args: ModelArgs, precision: str) -> Self:
         """Returns the layout of the files of a model with the parallel sizes of `args`."""
         return cls(args.pp, 1, args.tp, 0, precision, args.pp * args.tp)
 
@@ -208,7 +208,7 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
     return bad
 
 
-def model_keys(args: NeoXArgs) -> dict[str, Any]:
+def model_keys(args: ModelArgs) -> dict[str, Any]:
     """Returns configuration keys, with values, that decide the shapes of weights or the logits."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
@@ -232,12 +232,12 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
     return saved if isinstance(saved, Mapping) else {}
 
 
-def config_key(name: str, args: NeoXArgs) -> str:
+def config_key(name: str, args: ModelArgs) -> str:
     """Returns the configuration key from which entry `name` of `model_keys` is derived, for errors."""
     return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
-def check_model(saved: Mapping[str, Any], args: NeoXArgs, source: str, new_head: bool = False) -> None:
+def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head: bool = False) -> None:
     """Raise CheckpointError with the differing keys if checkpoint `source` does not fit the model of `args`.
 
     saved: keys of the checkpoint's model (`saved_model`); keys that it lacks are not compared. new_head:

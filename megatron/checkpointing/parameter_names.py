@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
@@ -105,7 +105,7 @@ def to_our_names(
     layer: int,
     tensors: Mapping[str, Tensor],
     expected: Collection[str],
-    args: NeoXArgs,
+    args: ModelArgs,
     source: str,
     rows: str | None = None,
 ) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def to_our_names(
 
 
 def to_file_names(
-    layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
+    layer: int, tensors: Mapping[str, Tensor], args: ModelArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
     """Converts one tensor rank's tensors of a layer, by our names, to GPT-NeoX's names and row order.
 
@@ -186,7 +186,7 @@ def to_file_names(
     return out
 
 
-def _check_names(mlp: str, args: NeoXArgs) -> None:
+def _check_names(mlp: str, args: ModelArgs) -> None:
     if mlp == "llama" and not args.is_gated:
         raise CheckpointError(f"names w1, w2, w3 need a gated MLP, but activation is {args.activation}; choose neox")
     if WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1:  # the names of an MLP show the order of rows
@@ -254,7 +254,7 @@ def _join_slices(qkv: Tensor, attention: AttentionSpec, old: bool) -> Tensor:
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def _halves_swapped(linear1: Tensor, args: NeoXArgs) -> Tensor:
+def _halves_swapped(linear1: Tensor, args: ModelArgs) -> Tensor:
     """Swaps rows of a gated linear1 between NeoX's order [up; gate] and Transformer-Engine's [gate; up].
 
     Transformer-Engine applies the activation to the first half of fc1's output, and multiplies by the second

@@ -26,7 +26,7 @@ from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -149,7 +149,7 @@ def _samples(source: Path, args: NeoXArgs) -> int:
     return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
-def _file_names(args: NeoXArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
+def _file_names(args: ModelArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
     """Returns a layer's tensor names in files of `naming`. Raises CheckpointError if it lacks such names.
 
     naming: a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`."""
@@ -216,7 +216,7 @@ def _model_states(
     return new_states
 
 
-def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
+def bare_state(args: ModelArgs, iteration: int) -> dict[str, Any]:
     """Returns the content of an mp_rank file without weights, schedule and random states.
 
     GPT-NeoX's converters write the same."""
@@ -228,7 +228,7 @@ def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_bare_files(path: Path, args: NeoXArgs, iteration: int, sequential: bool = False) -> list[FileRecord]:
+def write_bare_files(path: Path, args: ModelArgs, iteration: int, sequential: bool = False) -> list[FileRecord]:
     """Write the mp_rank file of every rank of `args`, with `bare_state`; returns their records.
 
     sequential: as of `write_model_files`."""

@@ -25,13 +25,13 @@ from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.init import initial_weight
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.architectures import MoEKeys
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.reading.files import parse_overrides, read_files
-from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 EXPERTS_FILE = "experts.yml"
 """The file in `configs/` of the result with the keys added to those of the dense model."""
@@ -84,7 +84,7 @@ def upcycled_args(
     return args
 
 
-def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
+def _check_first_loss(args: ModelArgs, problems: ErrorCollector) -> None:
     """Add a line to `problems` for each setting with which the output would differ from the dense model's.
 
     Equal experts give the same output if a token's scores add up to 1 and no token is dropped."""
@@ -122,7 +122,7 @@ def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
 
 
 def upcycle(
-    source: str | Path, save: str | Path, dense: NeoXArgs, args: NeoXArgs, progress: LayerProgress = no_progress
+    source: str | Path, save: str | Path, dense: ModelArgs, args: NeoXArgs, progress: LayerProgress = no_progress
 ) -> Path:
     """Writes a dense checkpoint as one with experts to `<save>/global_step0`; returns this folder.
 
@@ -160,7 +160,7 @@ def upcycle(
 
 
 def _with_experts(
-    dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: NeoXArgs, dtype: torch.dtype
+    dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: ModelArgs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Returns a layer's full tensors by name: dense ones, copies for experts, initial values for new ones.
 
@@ -174,7 +174,7 @@ def _with_experts(
     }
 
 
-def _copies(dense: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Tensor]:
+def _copies(dense: Mapping[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
     """Returns the experts' tensors by name, each the dense feed-forward's repeated for every expert.
 
     dense: the dense layer's tensors; rows of a gated linear1 are [up; gate]."""

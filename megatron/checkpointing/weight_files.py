@@ -18,7 +18,7 @@ from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.parameter_names import has_old_rows, naming_of, neox_name_of
 from megatron.model.weight_map import attention_of, may_be_wide
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
 @dataclass
@@ -157,7 +157,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     return CheckpointDescription(layout_name, names, block_names, source.tensor_size, dtypes, rows, ffn, wide)
 
 
-def describe_layout(path: str | Path, args: NeoXArgs) -> str:
+def describe_layout(path: str | Path, args: ModelArgs) -> str:
     """Returns words for a checkpoint's file layout, tensor ranks, tensor naming and row order.
 
     Raises CheckpointError."""
@@ -170,6 +170,6 @@ def describe_layout(path: str | Path, args: NeoXArgs) -> str:
     return f"{words}, rows of grouped queries as {'before' if old else 'since'} #1315"
 
 
-def rows_key(path: Path, args: NeoXArgs) -> str | None:
+def rows_key(path: Path, args: ModelArgs) -> str | None:
     """Returns `args.compat_gqa_rows` for a GPT-NeoX checkpoint; None for ours, whose row order is fixed."""
     return None if (path / MANIFEST).is_file() else args.compat_gqa_rows

@@ -19,7 +19,7 @@ from megatron.checkpointing.weight_files import WeightFiles, open_weight_files, 
 from megatron.data.files import sync
 from megatron.model.weight_map import layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 SCORE_HEAD = "rm_linear.weight"
 _NO_SCORE = ": it is a language model; to train a reward model from it, set train_impl: rm and finetune: true"
@@ -27,7 +27,7 @@ _ONLY_SCORES = ": it is a reward model, which gives scores, not text; load a lan
 _MAX_NAMED = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
 
 
-def has_score_head(path: str | Path, args: NeoXArgs) -> bool:
+def has_score_head(path: str | Path, args: ModelArgs) -> bool:
     """Whether a checkpoint holds a reward model's score head; no weight is read. path: its directory."""
     source, head = open_weight_files(OpenCheckpoint(path, verified=False)), args.num_layers + 4
     return head in source.layers and SCORE_HEAD in source.tensors(head, 0)
@@ -35,7 +35,7 @@ def has_score_head(path: str | Path, args: NeoXArgs) -> bool:
 
 def load_weights(
     checkpoint: str | Path | OpenCheckpoint,
-    args: NeoXArgs,
+    args: ModelArgs,
     *,
     layers: Iterable[int],
     tensor_rank: int,
@@ -99,7 +99,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
         raise CheckpointError(f"{path}: does not fit this model:\n  " + "\n  ".join(problems))
 
 
-def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
+def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: ModelArgs) -> list[str]:
     """Returns an error line for each layer that only checkpoint or model has, with the key to set."""
     want = {layer for layer, specs in expected.items() if specs}
     # NeoX writes an empty file for a norm without parameters.
@@ -126,7 +126,7 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
 
 def _load_layer(
     source: WeightFiles,
-    args: NeoXArgs,
+    args: ModelArgs,
     layer: int,
     specs: Sequence[ParamSpec],
     tensor_rank: int,
@@ -185,7 +185,7 @@ def _local_part(
     return shard(unshard([parts[rank] for rank in sorted(parts)], spec), spec, tensor_rank, tensor_size)
 
 
-def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoXArgs) -> str:
+def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: ModelArgs) -> str:
     """Returns an error line with the shapes in file and model, and the key that is likely wrong."""
     file_shape, model_shape = tuple(tensor.shape), spec.local_shape(tensor_size)
     rank_text = f" (tensor rank of {tensor_size})" if tensor_size > 1 else ""
@@ -213,7 +213,7 @@ def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoX
 def local_layer_state(
     layer: int,
     tensors: Mapping[str, Tensor],
-    args: NeoXArgs,
+    args: ModelArgs,
     *,
     tensor_rank: int,
     tensor_size: int,
@@ -252,7 +252,7 @@ def save_layer(
     folder: Path,
     layer: int,
     tensors: Mapping[str, Tensor],
-    args: NeoXArgs,
+    args: ModelArgs,
     naming: str | None = None,
     to_disk: Callable[[Path], None] = sync,
 ) -> list[FileRecord]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megatron.distributed.rendezvous import Process, StartError
 from megatron.distributed.startup_checks import rendezvous_and_check
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
 T = TypeVar("T")
 # Where NVIDIA's driver lists what it found, whatever torch makes of it
@@ -90,7 +90,7 @@ def init_process_group(
     return device
 
 
-def _gpu(args: NeoXArgs, process: Process) -> torch.device:
+def _gpu(args: ModelArgs, process: Process) -> torch.device:
     """Returns the GPU with this rank's local number, or the only visible one. Raises ConfigError if there are
     too few GPUs.
 
@@ -107,7 +107,7 @@ def _gpu(args: NeoXArgs, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank if count > 1 else 0)
 
 
-def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
+def _backend(args: ModelArgs, logger: logging.Logger) -> str:
     """Returns "nccl" or "gloo", and logs it if `distributed_backend` has another value.
 
     On machines without a GPU, nccl becomes gloo, because every GPT-NeoX file sets nccl. Raises ConfigError if

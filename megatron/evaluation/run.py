@@ -30,7 +30,7 @@ from megatron.evaluation.results import (
 from megatron.generation.model import load_model, start_inference
 from megatron.model import Model
 from megatron.mpu import DTYPES
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
 _BOOTSTRAP = 10_000  # resamples, as GPT-NeoX
 Track = Callable[[NeoXArgs, Mapping[str, float]], None]
@@ -82,7 +82,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     return complete
 
 
-def _need_any(args: NeoXArgs, loaded_tasks: LoadedTasks | None) -> None:
+def _need_any(args: ModelArgs, loaded_tasks: LoadedTasks | None) -> None:
     """Raises ConfigError if none of the tasks could be loaded. Called before the model is loaded."""
     assert loaded_tasks is not None  # of rank 0
     if not loaded_tasks.tasks:

@@ -19,7 +19,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from megatron.evaluation.results import LoadedTasks
 from megatron.generation.prompts.chat import find_template
 from megatron.generation.prompts.files import read_key_file
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.errors import disk_problem
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
@@ -228,7 +228,7 @@ def _defines_task(member: Any) -> bool:
     return isinstance(member, dict) and ("dataset_path" in member or isinstance(member.get("task"), list))
 
 
-def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iterator[str]:
+def _unknown(args: ModelArgs, names: Sequence[str], manager: TaskManager) -> Iterator[str]:
     place = args.origin("eval_tasks")
     for name in names:
         close_names = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)

@@ -48,7 +48,7 @@ from megatron.distributed import Process, on_rank_zero, run_on_each_rank
 from megatron.model import Model, build_filled_stage, for_inference, layer_params
 from megatron.model.inference import LoadLayers
 from megatron.mpu import DTYPES, ParallelGroups, init_model_parallel, shard
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import merged_adapters
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 
@@ -83,7 +83,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     """
     source = args.load or args.save
     assert source is not None
-    from_hf, adapters = is_hf(source), merged_adapters(args)
+    from_hf, adapters = is_hf(source), merged_adapters(args.adapter)
     path = on_rank_zero(groups, lambda: find_hf(source) if from_hf else find_checkpoint(source, args.iteration))
     holds_adapters = not from_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))
     if holds_adapters and adapters:
@@ -182,7 +182,7 @@ def _merging_loader(
     return load, f"{weights.path} with the adapters of {', '.join(names)} merged in", pairs
 
 
-def _sharded_loader(args: NeoXArgs, read: Callable[[int], Mapping[str, Tensor]]) -> LoadLayers:
+def _sharded_loader(args: ModelArgs, read: Callable[[int], Mapping[str, Tensor]]) -> LoadLayers:
     """Returns a function that loads layers and returns a tensor rank's shards: {layer: {parameter name:
     shard}}.
 

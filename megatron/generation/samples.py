@@ -23,7 +23,7 @@ from megatron.generation.sampling import SamplingParams
 from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
 from megatron.mpu import ParallelGroups, mix_seed
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
@@ -125,7 +125,7 @@ def output_file(args: NeoXArgs) -> Path:
     return file
 
 
-def _write(args: NeoXArgs, file: Path, text: str) -> None:
+def _write(args: ModelArgs, file: Path, text: str) -> None:
     try:
         replace_text(file, text)
     except OSError as cause:

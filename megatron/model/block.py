@@ -24,7 +24,7 @@ from megatron.mpu import (
     seed_tensor,
     with_prefix,
 )
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 Mix = Callable[[Tensor], Tensor]
 Feed = Callable[[Tensor], tuple[Tensor, RoutingSums | None]]
@@ -49,7 +49,7 @@ class SubLayer(Protocol):
     """
 
     Spec: type
-    spec: Callable[[NeoXArgs, int], Any]
+    spec: Callable[[ModelArgs, int], Any]
     params: Callable[[Any], tuple[ParamSpec, ...]]
     core: Callable[..., Any]
     output: Linear | PartialSum
@@ -66,7 +66,7 @@ _SUBMODULES = (
 )  # fmt: skip
 
 
-def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
+def sublayer_spec(table: Sequence[type[Any]], args: ModelArgs, block: int) -> Any:
     """Returns the spec of block number `block` by the first class in `table` that has one for it.
 
     None if the block has no such sublayer.

@@ -12,7 +12,7 @@ from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise, mark, mix_seed, shard_rows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 # Elements; another number gives other random numbers on a GPU.
 _PIECE = 2**23
@@ -60,7 +60,7 @@ def materialize(
     return stage
 
 
-def _deviations(args: NeoXArgs) -> dict[str, float]:
+def _deviations(args: ModelArgs) -> dict[str, float]:
     # NeoX's normal distributions; hidden_size stands for the fan-in in small_init and wang_init, whatever the
     # layer.
     depth, hidden, std = args.num_layers, args.hidden_size, args.init_method_std
@@ -73,7 +73,7 @@ def _deviations(args: NeoXArgs) -> dict[str, float]:
     }
 
 
-def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, generator: torch.Generator) -> None:
+def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: ModelArgs, generator: torch.Generator) -> None:
     """Fill the next rows of a parameter from `generator`, which drew the rows before them."""
     if isinstance(method, float):
         rows.fill_(method)
@@ -106,7 +106,7 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, ge
         rows.normal_(0.0, _deviations(args)[method], generator=generator)
 
 
-def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def initial_rows(spec: ParamSpec, layer: int, args: ModelArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yields the fp32 initial value of a full parameter (over all tensor ranks) in pieces: (first row, rows).
 
     The size of pieces is bounded and depends only on the parameter's shape. An orthogonal weight is a single
@@ -129,12 +129,12 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
         yield start, piece
 
 
-def initial_weight(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
+def initial_weight(spec: ParamSpec, layer: int, args: ModelArgs) -> Tensor:
     """Returns all rows of `initial_rows` as one tensor, drawn by the CPU's generator."""
     return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)
 
 
-def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
+def initial_part(spec: ParamSpec, layer: int, args: ModelArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
     """Yields this rank's shard, or experts, of a parameter's initial value as (first row in it, rows)."""
     start, count = spec.expert_rows(groups)
     for full_start, full_rows in initial_rows(spec, layer, args, groups.device):
@@ -146,7 +146,7 @@ def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGr
 
 def init_stage(
     stage: Stage,
-    args: NeoXArgs,
+    args: ModelArgs,
     groups: ParallelGroups,
     dtype: torch.dtype = torch.float32,
     take_over: Callable[[int, list[nn.Parameter]], None] | None = None,
@@ -200,7 +200,7 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
     return [(layer, name, param) for (layer, name), param in params.items()]
 
 
-def parameters_with_specs(stage: Stage, args: NeoXArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
+def parameters_with_specs(stage: Stage, args: ModelArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
     """`stage_parameters`, each with its `ParamSpec` of the weight map."""
     specs = named_params(args)
     return [(layer, name, param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

@@ -10,14 +10,14 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
 Shape = Callable[[Batch], tuple[int, ...]]
 StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
 
 
-def _hidden_buffer(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
+def _hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
     rows, seq = batch.tokens.shape
     seq = seq // groups.size("tensor") if args.sequence_parallel else seq
     return torch.empty(seq, rows, args.hidden_size, dtype=dtype, device=groups.device)
@@ -31,7 +31,7 @@ def _read(read: Read, batch: Batch, head: HeadInput) -> Tensor:
 def forward_only(
     stage: StageForward,
     batches: Iterable[Batch],
-    args: NeoXArgs,
+    args: ModelArgs,
     groups: ParallelGroups,
     read: Read,
     *,

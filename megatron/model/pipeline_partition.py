@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from megatron.model.specs import LayerSpec
 from megatron.model.weight_map import layer_params, layer_specs
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 # What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
 _NEOX_CLASSES = {
@@ -18,7 +18,7 @@ _NEOX_CLASSES = {
 }
 
 
-def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
+def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
     """Returns the weight of each layer, which `pipe_partition_method` balances over the stages.
 
     It is 1, the number of parameters, or whether the layer's class matches a pattern.
@@ -38,7 +38,7 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
     raise args.error("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
 
 
-def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
+def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
     """Split the list of layers into `stages` contiguous parts, one for each pipeline stage.
 
     It minimises the largest weight of a stage, then maximises the smallest. Ties give earlier stages more, so

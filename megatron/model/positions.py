@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.model.specs import RelativeSpec, RotarySpec
 from megatron.mpu import ParallelGroups, ParamSpec, allocate
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
 class Rope(NamedTuple):
@@ -34,7 +34,7 @@ def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = N
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def rope_length_limit(args: NeoXArgs) -> int | None:
+def rope_length_limit(args: ModelArgs) -> int | None:
     """Returns the text length beyond which rotary frequencies change; None if they never do.
 
     Beyond it, frequencies depend on the length (dynamic NTK), or are a second fixed set (LongRoPE).

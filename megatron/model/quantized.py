@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron.model.stage import Stage
 from megatron.mpu import DTYPES, Linear
 from megatron.mpu.quantized import BLOCK, QuantizedProduct
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
-def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> None:
+def quantize_base(stage: Stage, args: ModelArgs, log: Callable[[str], None]) -> None:
     """Makes the linears of a stage's blocks hold quantised weights, if `lora.quantization` is set.
 
     The stage is still on the meta device. The weights are no parameters afterwards. Logs a line. Raises

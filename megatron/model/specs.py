@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megatron.mpu import LoraSpec, LowRank
-from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.resolved import FULL_BLOCKS
+from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import block_adapters, copied_modules, lora_scale
 
 Residual = Literal["sequential", "parallel", "olmo3", "sandwich", "single"]
@@ -326,13 +326,13 @@ class ScoreSpec:
 LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec | ScoreSpec
 
 
-def norm_kind(args: NeoXArgs) -> str:
+def norm_kind(args: ModelArgs) -> str:
     """The key `norm` without the prefix `te_`, which only says how the norm's parameters are named on
     disk."""
     return args.norm.removeprefix("te_")
 
 
-def has_one_norm(args: NeoXArgs) -> bool:
+def has_one_norm(args: ModelArgs) -> bool:
     """Whether attention and MLP read the output of one norm (gpt_j_tied).
 
     Transformer-Engine's MLP has a norm of its own, in GPT-NeoX too.
@@ -340,11 +340,11 @@ def has_one_norm(args: NeoXArgs) -> bool:
     return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
 
 
-def _has_norm_bias(args: NeoXArgs) -> bool:
+def _has_norm_bias(args: ModelArgs) -> bool:
     return norm_kind(args) == "layernorm" and (args.use_bias_in_norms or args.compat_norm_bias)
 
 
-def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
+def norm_spec(args: ModelArgs, *, in_te_mlp: bool = False) -> NormSpec:
     """Returns the norm that the key `norm` names. in_te_mlp: for Transformer-Engine's MLP, whose norm has a
     fixed epsilon."""
     kind = norm_kind(args)
@@ -353,7 +353,7 @@ def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
     return NormSpec(kind, args.hidden_size, eps, _has_norm_bias(args), args.zero_centered_gamma)
 
 
-def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
+def rotary_spec(args: ModelArgs, *, local: bool = False) -> RotarySpec:
     """Returns the rotary settings of the model.
 
     local: for layers with a window. If `rope_local_base_freq` is set, it is their base, without scaling;
@@ -365,7 +365,7 @@ def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
     return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling, args.rotary_interleaved)
 
 
-def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
+def head_norm_spec(args: ModelArgs) -> HeadNormSpec | None:
     """The norms of queries and keys; None without use_qk_layernorm."""
     if not args.use_qk_layernorm:
         return None
@@ -381,7 +381,7 @@ def _block_value(value: int | tuple[int, ...], block: int) -> int:
     return value[block] if isinstance(value, tuple) else value
 
 
-def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec | None:
+def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
     """The attention of block number `block`, counted from 0; None where it has none."""
     if args.attention_config[block] not in (*FULL_BLOCKS, "attention"):
         return None
@@ -404,14 +404,14 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec | None:
     )  # fmt: skip
 
 
-def attention_scale(args: NeoXArgs) -> float | None:
+def attention_scale(args: ModelArgs) -> float | None:
     """The factor of attention logits; None: 1 / sqrt(head_dim)."""
     if args.query_pre_attn_scalar is not None:
         return args.query_pre_attn_scalar**-0.5
     return args.attention_multiplier
 
 
-def lora_spec(args: NeoXArgs, block: int) -> LoraSpec | None:
+def lora_spec(args: ModelArgs, block: int) -> LoraSpec | None:
     """The adapters of the linears of block number `block`, counted from 0."""
     if args.lora is None:
         return None
@@ -424,12 +424,12 @@ def lora_spec(args: NeoXArgs, block: int) -> LoraSpec | None:
     )  # fmt: skip
 
 
-def dense_spec(args: NeoXArgs, block: int) -> DenseSpec | None:
+def dense_spec(args: ModelArgs, block: int) -> DenseSpec | None:
     """The dense feed-forward of block number `block`, counted from 0; None where it has none."""
     return _dense(args, block) if args.has_dense(block) else None
 
 
-def _dense(args: NeoXArgs, block: int) -> DenseSpec:
+def _dense(args: ModelArgs, block: int) -> DenseSpec:
     return DenseSpec(
         hidden=args.hidden_size, width=_block_value(args.ffn_size, block), activation=activation_name(args),
         gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual,
@@ -437,7 +437,7 @@ def _dense(args: NeoXArgs, block: int) -> DenseSpec:
     )  # fmt: skip
 
 
-def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
+def moe_spec(args: ModelArgs, block: int) -> MoESpec | None:
     """The mixture of experts of block number `block`, counted from 0; None where it has none."""
     if not args.has_experts(block):
         return None
@@ -457,7 +457,7 @@ def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
     return MoESpec(router, expert, factor, sharded, shared, gate, latent is not None)
 
 
-def activation_name(args: NeoXArgs) -> str:
+def activation_name(args: ModelArgs) -> str:
     """The nonlinearity of `activation`; for gated ones, that of the gate.
 
     gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's
@@ -469,7 +469,7 @@ def activation_name(args: NeoXArgs) -> str:
     return "gelu_tanh" if name == "gelu" and tanh else name
 
 
-def block_norms(args: NeoXArgs, block: int) -> dict[str, NormSpec]:
+def block_norms(args: ModelArgs, block: int) -> dict[str, NormSpec]:
     """Returns the norms of block number `block`, by their names in the block; single blocks have `norm`."""
     if args.attention_config[block] not in FULL_BLOCKS:
         return {"norm": norm_spec(args)}
@@ -481,7 +481,7 @@ def block_norms(args: NeoXArgs, block: int) -> dict[str, NormSpec]:
     return placed.get(args.norm_placement, pre_norms)
 
 
-def residual_form(args: NeoXArgs, block: int) -> Residual:
+def residual_form(args: ModelArgs, block: int) -> Residual:
     """Returns the residual form of block number `block`: single, parallel, sequential, olmo3 or sandwich."""
     if args.attention_config[block] not in FULL_BLOCKS:
         return "single"
@@ -490,7 +490,7 @@ def residual_form(args: NeoXArgs, block: int) -> Residual:
     return args.norm_placement if args.norm_placement in ("olmo3", "sandwich") else "sequential"
 
 
-def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
+def embedding_spec(args: ModelArgs) -> EmbeddingSpec:
     """The embedding of the model, with the absolute positions that `pos_emb` asks for."""
     return EmbeddingSpec(
         index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from megatron.model.weight_map import is_adapter, layer_params, shared_params
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs
 
 ParamName = tuple[int, str]
 """(NeoX's layer index, name in the weight map); a parameter that blocks share counts as the first block's."""
@@ -17,14 +17,14 @@ EMBEDDING: ParamName = (0, "word_embeddings.weight")
 _SUGGESTIONS = 4  # names shown for a pattern that matches none
 
 
-def head_parameter(args: NeoXArgs) -> ParamName:
+def head_parameter(args: ModelArgs) -> ParamName:
     """Returns the (layer, name) of the output layer's weight. A tied head's is the embedding."""
     if not args.no_weight_tying:
         return EMBEDDING
     return args.num_layers + 4, "rm_linear.weight" if args.score_head else "final_linear.weight"
 
 
-def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
+def trained_parameters(args: ModelArgs) -> frozenset[ParamName]:
     """Returns the (layer, name) of each parameter that is trained.
 
     With `lora` these are adapters, trained copies and a score head; with `trainable` those that it selects;
@@ -67,7 +67,7 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     return frozenset(trained)
 
 
-def _embedding_problems(args: NeoXArgs, trained: set[ParamName]) -> Iterable[str]:
+def _embedding_problems(args: ModelArgs, trained: set[ParamName]) -> Iterable[str]:
     place = f"{args.origin('trainable.embedding_gradient')}: trainable.embedding_gradient: false"
     if args.no_weight_tying or EMBEDDING not in trained:
         yield f"{place} is for a tied head that is trained; remove it"
@@ -75,7 +75,7 @@ def _embedding_problems(args: NeoXArgs, trained: set[ParamName]) -> Iterable[str
         yield f"{place}: position_embeddings.weight is trained, which needs that gradient; remove one of them"
 
 
-def lowest_trained(args: NeoXArgs) -> int:
+def lowest_trained(args: ModelArgs) -> int:
     """Returns the NeoX index of the lowest layer that needs gradients. Layers below it only run forward."""
     if args.trainable is None and args.lora is None:
         return 0
@@ -85,7 +85,7 @@ def lowest_trained(args: NeoXArgs) -> int:
     return min(layer for layer, _ in trained)
 
 
-def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:
+def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: ModelArgs) -> None:
     """Set `requires_grad` of a stage's parameters by `trainable` or `lora`, before an optimizer is made.
 
     params: (NeoX's layer index, name in the weight map, parameter), from `stage_parameters`.

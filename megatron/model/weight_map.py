@@ -26,11 +26,11 @@ from megatron.model.specs import (
     residual_form,
 )
 from megatron.mpu import ParamSpec, with_prefix
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.lora_settings import copied_modules
 
 
-def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
+def layer_specs(args: ModelArgs) -> tuple[LayerSpec, ...]:
     """The layers of the whole model, in execution order."""
     last = args.num_layers + 1
     blocks = []
@@ -53,18 +53,18 @@ def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     return (embedding_spec(args), *blocks, norm, head)
 
 
-def block_specs(args: NeoXArgs) -> tuple[BlockSpec, ...]:
+def block_specs(args: ModelArgs) -> tuple[BlockSpec, ...]:
     """The blocks among `layer_specs`."""
     return tuple(spec for spec in layer_specs(args) if isinstance(spec, BlockSpec))
 
 
-def attention_of(args: NeoXArgs, layer: int) -> AttentionSpec | None:
+def attention_of(args: ModelArgs, layer: int) -> AttentionSpec | None:
     """The attention of the block with this NeoX layer index; None for other layers and mixers."""
     mixer = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 
-def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
+def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
     """Returns the parameters by NeoX layer index, without layers that have none.
 
     `args.padded_vocab_size` must be known.
@@ -91,23 +91,23 @@ def may_be_wide(name: str) -> bool:
     return name.endswith(("mixer.A_log", "mixer.D", "router.expert_bias"))
 
 
-def base_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
+def base_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
     """`layer_params` of the model without adapters and copies."""
-    return layer_params(args) if args.lora is None else layer_params(args.replace(lora=None))
+    return layer_params(args) if args.lora is None else layer_params(replace(args, lora=None))
 
 
-def adapter_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
+def adapter_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
     """Returns the adapters and copies among `layer_params`, by the layers that have some."""
     adapters = {i: tuple(p for p in specs if is_adapter(p.name)) for i, specs in layer_params(args).items()}
     return {layer: specs for layer, specs in adapters.items() if specs}
 
 
-def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:
+def named_params(args: ModelArgs) -> dict[tuple[int, str], ParamSpec]:
     """The parameters of `layer_params`, by NeoX layer index and name."""
     return {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
 
 
-def shared_params(args: NeoXArgs) -> dict[str, int]:
+def shared_params(args: ModelArgs) -> dict[str, int]:
     """Returns the parameters that all blocks share, by name, with the NeoX index of the first block.
 
     The first block owns them.
@@ -119,7 +119,7 @@ def shared_params(args: NeoXArgs) -> dict[str, int]:
     return owners
 
 
-def unused_params(args: NeoXArgs, layer: int) -> tuple[ParamSpec, ...]:
+def unused_params(args: ModelArgs, layer: int) -> tuple[ParamSpec, ...]:
     """Returns the norms of a layer (by NeoX index) that GPT-NeoX saves but never uses.
 
     Checkpoints hold their initial values.

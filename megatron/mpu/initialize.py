@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.distributed import Process, StartError, init_process_group
 from megatron.mpu.groups import ParallelGroups, build_groups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 
 def init_model_parallel(
@@ -30,7 +30,7 @@ def init_model_parallel(
     return groups
 
 
-def _check_experts(args: NeoXArgs, process: Process) -> None:
+def _check_experts(args: ModelArgs, process: Process) -> None:
     neighbours, ranks = args.expert_parallel_size * args.tp, process.local_world_size
     if args.expert_parallel_size == 1 or args.expert_parallel_across_nodes or process.world_size == ranks:
         return

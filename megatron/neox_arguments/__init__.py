@@ -8,6 +8,7 @@ from typing import Any
 from megatron.neox_arguments.compat.key_groups import key_group
 from megatron.neox_arguments.compat.program import MutableNeoXArgs, script_args
 from megatron.neox_arguments.errors import ConfigError, UserError
+from megatron.neox_arguments.model_args import ModelArgs
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.optional_packages import require_lm_eval, require_report
 from megatron.neox_arguments.reading.command_line import parse_script
@@ -15,6 +16,7 @@ from megatron.neox_arguments.reports.config_dump import arguments_dump, flat_val
 
 __all__ = [
     "ConfigError",
+    "ModelArgs",
     "MutableNeoXArgs",
     "NeoXArgs",
     "UserError",

@@ -1,39 +1,24 @@
-"""The fields of a resolved configuration, and properties computed from them for checks, reports and the
-model."""
+"""The fields of a resolved configuration, and properties computed from them."""
 
 import json
 from abc import ABCMeta
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.neox_arguments.errors import ConfigError, ErrorCollector
-from megatron.neox_arguments.frozen import FrozenDict, as_tuple
-from megatron.neox_arguments.keys.architectures import (
-    MambaKeys,
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
+from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.keys.data import DataKeys, TokenizerKeys
-from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
 from megatron.neox_arguments.keys.evaluation import EvaluationKeys
-from megatron.neox_arguments.keys.fp8 import FP8Keys
 from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
-from megatron.neox_arguments.keys.model import DROPOUT_KEYS, ModelKeys, PrecisionKeys
 from megatron.neox_arguments.keys.operations import OperationsKeys
-from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
+from megatron.neox_arguments.keys.parallel import BatchKeys, RunnerKeys
 from megatron.neox_arguments.keys.post_training import PostTrainingKeys
 from megatron.neox_arguments.keys.serving import ServingKeys
 from megatron.neox_arguments.keys.training import CheckpointKeys, OptimizerKeys, TrainingKeys
 from megatron.neox_arguments.methods import declarations
-from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
+from megatron.neox_arguments.model_args import ModelArgs
 from megatron.neox_arguments.values.remote_paths import is_remote, staging_folder
 
-FULL_BLOCKS = ("global", "flash")  # of attention_config: blocks of attention and a feed-forward
-MAMBA_BLOCKS = ("mamba", "mamba2")
 ARGS_FLAG = "--neox-args"  # hands a rank the file of `ResolvedArgs.to_json`
 
 
@@ -50,42 +35,11 @@ else:
 
 @dataclass(frozen=True)
 class ResolvedArgs(
-    DeadKeys, MadeKeys, AllMethodKeys, PostTrainingKeys, OtherArchitectureKeys, MambaKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, OperationsKeys, LoggingKeys,
-    TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys,
-    ModelKeys, ParallelKeys, RunnerKeys, metaclass=ABCMeta,
+    DeadKeys, MadeKeys, AllMethodKeys, PostTrainingKeys, ServingKeys, EvaluationKeys, TextgenKeys, OperationsKeys,
+    LoggingKeys, TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys,
+    ModelArgs, RunnerKeys, metaclass=ABCMeta,
 ):  # fmt: skip
     """Every key as a read-only attribute, with its value resolved; programs use its subclass `NeoXArgs`."""
-
-    user_values: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """The keys that the user wrote and their values, unresolved; everything else is made from them."""
-    origins: Mapping[str, str] = field(default_factory=FrozenDict)
-    """The places where the user wrote the keys, by dotted path: `a.yml:12`, or the name of a flag."""
-
-    def origin(self, key: str) -> str:
-        """Returns the origin of the value of `key` (dotted for sub-keys): `a.yml:12`, a flag, "derived" or
-        "default"."""
-        written_at = ErrorCollector(self.origins).origin(key)
-        name, *inner = key.split(".")
-        if inner:
-            user_value: Any = self.user_values
-            for part in (name, *inner):
-                user_value = user_value.get(part) if isinstance(user_value, Mapping) else None
-            return written_at if written_at is not None and user_value is not None else "default"
-        value = getattr(self, name)
-        if written_at is None:
-            return "default" if value == keys_of(type(self))[name].default else "derived"
-        changed = value == 0.0 and name in ("gradient_clipping", *DROPOUT_KEYS) and self.user_values[name] != 0
-        return f"derived from {written_at}" if changed else written_at
-
-    def error(self, key: str, text: str) -> ConfigError:
-        """Returns a ConfigError about the value of `key`, to be raised. Its message begins with where the key
-        was set."""
-        return ConfigError([f"{self.origin(key)}: {key}: {text}"])
-
-    def cite(self, key: str) -> str:
-        """Returns the value of `key` and where it was set, for messages: `12 (a.yml:3)`."""
-        return f"{getattr(self, key)} ({self.origin(key)})"
 
     def to_json(self) -> str:
         """Returns JSON from which `from_json` makes the same object in another process."""
@@ -93,132 +47,11 @@ class ResolvedArgs(
         return json.dumps({**state, "world_size": self.world_size}, indent=1)
 
     @property
-    def pp(self) -> int:
-        """The number of pipeline stages, at least 1."""
-        return max(1, self.pipe_parallel_size)
-
-    @property
-    def tp(self) -> int:
-        """The number of tensor-parallel ranks."""
-        return self.model_parallel_size
-
-    @property
     def data_parallel_size(self) -> int:
         """The number of data-parallel ranks. Raises ConfigError before `for_world`, which makes it known."""
         if self.world_size is None:
             raise ConfigError(["data_parallel_size is unknown: call args.for_world(world_size) first"])
         return self.world_size // (self.pp * self.tp)
-
-    @property
-    def fp8_blocks(self) -> range:
-        """The blocks, counted from 0, whose linear layers use FP8 if FP8 is on."""
-        if not self.first_last_layers_bf16:
-            return range(self.num_layers)
-        return range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
-        return self.activation in GATED
-
-    @property
-    def ffn_size(self) -> int | tuple[int, ...]:
-        """The inner width of the MLP, a tuple with one for each layer if they differ.
-
-        A gated MLP has as many gate rows as up rows.
-        """
-        return ffn_width(self)
-
-    def has_experts(self, block: int) -> bool:
-        """Whether the feed-forward of block number `block`, counted from 0, is a mixture of experts."""
-        kind = self.attention_config[block]
-        if self.moe_num_experts == 1 or kind not in FULL_BLOCKS:
-            return kind == "moe"
-        if self.moe_layer_freq is not None:
-            return self.moe_layer_freq[block] == 1
-        return block % self.moe_expert_interval == 0
-
-    @property
-    def has_dense_blocks(self) -> bool:
-        """Whether the feed-forward of any block is dense."""
-        return any(self.has_dense(block) for block in range(self.num_layers))
-
-    def has_dense(self, block: int) -> bool:
-        """Whether block number `block`, counted from 0, has a dense feed-forward."""
-        kind = self.attention_config[block]
-        return kind == "mlp" or (kind in FULL_BLOCKS and not self.has_experts(block))
-
-    @property
-    def attends(self) -> bool:
-        """Whether any block has attention."""
-        return any(kind in (*FULL_BLOCKS, "attention") for kind in self.attention_config)
-
-    @property
-    def mamba_blocks(self) -> tuple[int, ...]:
-        """The blocks, counted from 0, that are Mamba or Mamba 2."""
-        return tuple(i for i, kind in enumerate(self.attention_config) if kind in MAMBA_BLOCKS)
-
-    @property
-    def mamba_inner_size(self) -> int:
-        """The channels of Mamba's mixers."""
-        return self.mamba_expand * self.hidden_size
-
-    @property
-    def mamba2_heads(self) -> int:
-        """The heads of Mamba 2's mixers."""
-        return self.mamba_num_heads or self.mamba_inner_size // self.mamba_head_dim
-
-    @property
-    def expert_ffn_size(self) -> int:
-        """The inner width of an expert: moe_intermediate_size, else intermediate_size, else GPT-NeoX's
-        formula from hidden_size."""
-        if self.moe_intermediate_size is not None:
-            return self.moe_intermediate_size
-        if self.intermediate_size is not None:
-            return as_tuple(self.intermediate_size)[0]
-        width = int(8 * self.hidden_size / 3) if self.is_gated else 4 * self.hidden_size
-        return -(-width // 256) * 256
-
-    @property
-    def router_scores(self) -> str:
-        """The function that turns a router's logits into scores of experts: softmax or sigmoid."""
-        one_of_sinkhorn = self.moe_router_type == "sinkhorn" and self.moe_top_k == 1
-        return self.moe_router_score_function or ("sigmoid" if one_of_sinkhorn else "softmax")
-
-    @property
-    def rotates_by_length(self) -> bool:
-        """Whether rotary frequencies depend on the length of the text (dynamic NTK, LongRoPE)."""
-        scaling = self.rope_scaling if self.pos_emb == "rotary" else None
-        return scaling is not None and scaling["rope_type"] in ("dynamic", "longrope")
-
-    @property
-    def kv_heads(self) -> int | tuple[int, ...]:
-        """The number of key-value heads, a tuple with one for each layer where they differ."""
-        return self.num_kv_heads or self.num_attention_heads
-
-    @property
-    def lora_dropout(self) -> float:
-        """The dropout of the adapters' input."""
-        return 0.0 if self.lora is None or self.disable_dropout else self.lora["dropout"]
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the linears of blocks hold their weights, below adapters, in 4 bits."""
-        return self.lora is not None and self.lora["quantization"] is not None
-
-    @property
-    def softmax_rows(self) -> int | None:
-        """The number of leading vocabulary rows in the softmax; None: all.
-
-        It is known once training has resolved `mask_padded_vocab: auto` or `true`.
-        """
-        rows = self.mask_padded_vocab
-        return None if isinstance(rows, bool | str) else rows
-
-    @property
-    def params_dtype(self) -> str:
-        """The precision of parameters and activations: fp32, fp16 or bf16."""
-        return {"bfloat16": "bf16"}.get(self.precision, self.precision)
 
     @property
     def save_dir(self) -> str | None:

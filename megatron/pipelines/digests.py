@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.data import data_fingerprint
 from megatron.data.files import cached_sha256
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.pipelines.errors import PipelineError
@@ -76,7 +76,7 @@ def files_of(folder: Path, name: str) -> list[Path]:
     return [file for suffix in (".bin", ".idx") if (file := path.with_name(path.name + suffix)).is_file()]
 
 
-def config_inputs(args: NeoXArgs) -> dict[str, Any]:
+def config_inputs(args: ModelArgs) -> dict[str, Any]:
     """Returns the values of the keys that the user set and that affect the weights of a run.
 
     A key set to its default counts as not set.
@@ -115,7 +115,7 @@ def run_inputs(args: NeoXArgs, folder: Path, start: str | None) -> dict[str, Any
     return {"config": config_inputs(args), "data": data, "tokenizer": tokenizer, "starts_from": start}
 
 
-def tokenizer_inputs(args: NeoXArgs, folder: Path) -> dict[str, str]:
+def tokenizer_inputs(args: ModelArgs, folder: Path) -> dict[str, str]:
     """Returns a digest of each of the tokenizer's files, by the key that names the file.
 
     For a tokenizer of the Hub the value is its name, because there is no local file.
@@ -139,7 +139,7 @@ def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
     return source if checkpoint is None else {**source, "sha256": weights_digest(checkpoint)}
 
 
-def init_inputs(args: NeoXArgs, folder: Path) -> dict[str, Any]:
+def init_inputs(args: ModelArgs, folder: Path) -> dict[str, Any]:
     """Returns everything that initial weights depend on: keys of the model, seed, initialisation, tensor and
     pipeline parallel sizes, tokenizer."""
     keys = keys_of(NeoXArgs)

@@ -8,12 +8,12 @@ from megatron.model import Stage
 from megatron.model.norm_functions import apex_norms
 from megatron.model.norms import set_norm_functions
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.optional_packages import PackageProblem
 from megatron.training.native.apex_adam import ApexAdam
 
 
-def uses_apex(args: NeoXArgs, device: torch.device) -> bool:
+def uses_apex(args: ModelArgs, device: torch.device) -> bool:
     """Returns whether the run uses apex on this device.
 
     Each part of apex must pass one tiny call. `auto` also needs a kind of GPU that we have run apex on.

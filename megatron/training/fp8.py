@@ -12,7 +12,7 @@ from megatron.model.weight_map import block_specs
 from megatron.mpu import Linear, ParallelGroups, Product
 from megatron.mpu.fp8 import DelayedProduct, DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
 from megatron.mpu.fp8.transformer_engine import EngineDelayedProduct, EngineProduct, TransformerEngine
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
@@ -20,7 +20,7 @@ _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
 def use_fp8(
-    stage: Stage, choice: PrecisionChoice, args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None]
+    stage: Stage, choice: PrecisionChoice, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
     """Give FP8 products to this stage's linears in the blocks of `args.fp8_blocks`, and log one line.
 
@@ -62,7 +62,7 @@ def multiple_of(recipe: Recipe) -> int:
 
 
 def fitting_linears(
-    stage: Stage, args: NeoXArgs, recipe: Recipe
+    stage: Stage, args: ModelArgs, recipe: Recipe
 ) -> tuple[list[tuple[str, Linear | TiedHead]], Counter[str]]:
     """Returns the `fp8_linears` whose features the recipe takes, and a count of each kind it does not
     take."""
@@ -81,7 +81,7 @@ def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
     return linear.projection()[0] if isinstance(linear, TiedHead) else linear.weight
 
 
-def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
+def fp8_linears(stage: Stage, args: ModelArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
     """Yields name and linear for this stage's blocks in `args.fp8_blocks`, and for an output layer in FP8.
 
     The linear that makes Mamba's time steps, B and C stays in bf16, as routers do.
@@ -101,7 +101,7 @@ def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | Ti
 
 
 def product_maker(
-    recipe: Recipe, stage: Stage, args: NeoXArgs, groups: ParallelGroups, engine: TransformerEngine | None = None
+    recipe: Recipe, stage: Stage, args: ModelArgs, groups: ParallelGroups, engine: TransformerEngine | None = None
 ) -> Callable[[str], Product]:
     """Returns a function from the name of a linear to its product.
 

@@ -12,7 +12,7 @@ from megatron.callbacks import Callback, StepResult, TrainingRun
 from megatron.data import Batch, Datasets, SampleSet, collation
 from megatron.distributed import Watchdog
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.methods import method_module, method_name
 from megatron.objectives import Objective
 from megatron.tokenizer import Tokenizer, with_vocabulary
@@ -179,7 +179,7 @@ class Method(MethodState):
         return "labels mask all of them"
 
 
-def find_method(args: NeoXArgs) -> Method:
+def find_method(args: ModelArgs) -> Method:
     """Returns the method of a run."""
     module = method_module(method_name(args), "method")
     assert module is not None

@@ -12,7 +12,7 @@ from megatron.model.quantized import quantize_base
 from megatron.mpu import Linear, ParallelGroups
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.mpu.torch_versions import enable_symmetric_memory
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.apex import use_apex_norms
 from megatron.training.compile_blocks import compile_blocks
@@ -63,7 +63,9 @@ def parallelize(
     return engine(args, groups, stage, objective, choose_schedule(groups))
 
 
-def use_async_tensor_parallel(stage: Stage, args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None]) -> None:
+def use_async_tensor_parallel(
+    stage: Stage, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
+) -> None:
     """Make a stage's linears overlap sequence parallelism's communication with products if
     `async_tensor_parallel` is on. Both run in pieces, one piece communicating while another is multiplied, by
     torch's symmetric memory.

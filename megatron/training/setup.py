@@ -31,7 +31,7 @@ from megatron.distributed import (
 )
 from megatron.model import build_stage, lowest_trained, trained_parameters
 from megatron.mpu import ParallelGroups, init_model_parallel
-from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
+from megatron.neox_arguments import ModelArgs, MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
@@ -70,7 +70,7 @@ _DETERMINISTIC = {
 }
 
 
-def _backward_reach(args: NeoXArgs) -> str:
+def _backward_reach(args: ModelArgs) -> str:
     lowest = lowest_trained(args)
     if lowest > 0:
         return f"layers below {lowest} run forwards alone"

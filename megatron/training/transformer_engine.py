@@ -9,13 +9,13 @@ from megatron.model.norm_functions import transformer_engine_norms
 from megatron.model.norms import set_norm_functions
 from megatron.mpu.fp8.transformer_engine import engine_problem
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.training.precision_policy import Recipe
 
 _RECIPES = ("te", "tensorwise", "mxfp8")
 
 
-def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.device) -> tuple[bool, str]:
+def choose_te_backend(args: ModelArgs, recipe: Recipe | None, device: torch.device) -> tuple[bool, str]:
     """Returns (whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`.
 
     recipe: of FP8; None: without FP8. `auto` uses it only for delayed scaling (`te`), if it is installed,
@@ -44,7 +44,7 @@ def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.devic
 
 
 def use_transformer_engine_norms(
-    stage: Stage, args: NeoXArgs, recipe: Recipe | None, log: Callable[[str], None]
+    stage: Stage, args: ModelArgs, recipe: Recipe | None, log: Callable[[str], None]
 ) -> None:
     """Let a stage's norms compute with Transformer-Engine's kernels if `te_backend` names it.
 

@@ -83,6 +83,7 @@ def resolved_here() -> set[str]:
     owners = {"derive": "values", "ffn_width": "values", "losses": "args"}
     for name, owner in {
         "resolved.py": "self",
+        "model_args.py": "self",
         **{f"values/{name}.py": variable for name, variable in owners.items()},
     }.items():
         for node in ast.walk(parsed(PACKAGE / name)):

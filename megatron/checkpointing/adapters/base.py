@@ -27,7 +27,7 @@ from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.checkpointing.weights import has_score_head, load_weights
 from megatron.data.files import sha256
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
 ReadLayer = Callable[[int], dict[str, Tensor]]
@@ -111,7 +111,7 @@ def adapter_model(manifest: Manifest) -> Mapping[str, Any]:
     return {key: value for key, value in manifest.model.items() if key != _ROWS}
 
 
-def saved_rows(path: Path, args: NeoXArgs, tokens: int) -> int | None:
+def saved_rows(path: Path, args: ModelArgs, tokens: int) -> int | None:
     """Returns `padded_vocab_size` for a run that starts from a checkpoint. Raises CheckpointError.
 
     The value comes from the checkpoint, or from the HuggingFace base model of its adapters; None if neither
@@ -194,7 +194,7 @@ def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
     return NeoXArgs.from_dict(from_hf(opened.config, opened.get, padded_vocab_size=rows)[0])
 
 
-def _read(load: LoadLayers, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+def _read(load: LoadLayers, args: ModelArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
     if new_head and layer == args.num_layers + 4:
         return {}
     return load(layers=[layer], tensor_rank=0, tensor_size=1)[layer]

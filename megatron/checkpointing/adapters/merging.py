@@ -28,7 +28,7 @@ from megatron.checkpointing.resharding import PRECISIONS, write_bare_files
 from megatron.checkpointing.tensor_files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.weights import local_layer_state, save_layer
 from megatron.model.weight_map import adapter_params, layer_params
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.frozen import thaw
 
 # The largest difference of fp32 logits, in proportion to the largest logit: rounding in another order.
@@ -165,7 +165,7 @@ def _publish(
     save: Path,
     source: AdapterSource,
     base: BaseWeights,
-    args: NeoXArgs,
+    args: ModelArgs,
     config: dict[str, Any],
     run_id: str,
     write: Callable[[Path], tuple[list[FileRecord], set[torch.dtype]]],

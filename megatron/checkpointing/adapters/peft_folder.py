@@ -33,7 +33,7 @@ from megatron.checkpointing.families.multimodal import memory_name, names_a_wrap
 from megatron.checkpointing.huggingface.folder import PickledFile, SafetensorsFile
 from megatron.checkpointing.huggingface.model_files import read_json
 from megatron.checkpointing.huggingface.weight_writer import weight_bytes, write_weights
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import chosen_blocks, copied_modules, lora_targets
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -235,7 +235,7 @@ class PeftFolder:
     def _stored_keys(self, tensor: PeftTensor) -> list[str]:
         return [key for key in (*tensor.keys, *tensor.older) if key in self._stored]
 
-    def _check_tensors(self, args: NeoXArgs, tensors: Iterable[PeftTensor]) -> None:
+    def _check_tensors(self, args: ModelArgs, tensors: Iterable[PeftTensor]) -> None:
         problems, unknown = [], set(self._stored)
         for tensor in tensors:
             keys = self._stored_keys(tensor)
@@ -255,7 +255,7 @@ class PeftFolder:
             lines = "\n  ".join([*problems[:_MAX_NAMED], *remainder])
             raise CheckpointError(f"{self.path}: does not fit its base model:\n  {lines}")
 
-    def _tie_problems(self, args: NeoXArgs, tensor: PeftTensor, keys: list[str]) -> list[str]:
+    def _tie_problems(self, args: ModelArgs, tensor: PeftTensor, keys: list[str]) -> list[str]:
         """Returns error lines if tied embedding and head are not both saved, or if their values differ."""
         if args.no_weight_tying or args.score_head or tensor.layer != 0:
             return []
@@ -280,7 +280,7 @@ def _today(name: str) -> str:
 
 
 def peft_config(
-    args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], base: str | None, in_wrapper: bool
+    args: ModelArgs, family: Family, tensors: Iterable[PeftTensor], base: str | None, in_wrapper: bool
 ) -> dict[str, Any]:
     """Returns the content of adapter_config.json for a model's adapters.
 

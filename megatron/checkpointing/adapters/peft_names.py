@@ -15,7 +15,7 @@ from megatron.checkpointing.families.registry import FAMILIES
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
 from megatron.mpu import ParamSpec
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -105,7 +105,7 @@ def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
     return family_of_adapters(args)
 
 
-def target_of(args: NeoXArgs, family: Family, module: str) -> str:
+def target_of(args: ModelArgs, family: Family, module: str) -> str:
     """Returns the name in our key `lora.target` for a HuggingFace module.
 
     If our linear layer fuses several HuggingFace modules, the result is the module's own name (`q_proj`);
@@ -155,7 +155,7 @@ def _row_of(family: Family, module: str) -> TensorMapping | None:
     )
 
 
-def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
+def peft_tensors(args: ModelArgs, family: Family) -> list[PeftTensor]:
     """Returns peft's tensors for each adapter parameter of the model of `args`.
 
     Raises CheckpointError for an adapter that the family has no module for.
@@ -170,7 +170,7 @@ def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
     ]
 
 
-def peft_modules(args: NeoXArgs, family: Family) -> list[PeftModule]:
+def peft_modules(args: ModelArgs, family: Family) -> list[PeftModule]:
     """Returns the modules that have adapters. Raises CheckpointError if the family lacks one of them."""
     ends = len(_PARTS["lora_A"]) + 1
     return [
@@ -219,7 +219,7 @@ def _linear_tensor(
 
 
 def _copy_tensor(
-    layer: int, spec: ParamSpec, args: NeoXArgs, rows: Mapping[str, TensorMapping], family: Family
+    layer: int, spec: ParamSpec, args: ModelArgs, rows: Mapping[str, TensorMapping], family: Family
 ) -> PeftTensor:
     """Returns peft's tensors for a fully trained embedding or head (`modules_to_save`, or a score head).
 

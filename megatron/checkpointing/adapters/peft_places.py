@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpointing.adapters.peft_names import PeftModule
 from megatron.checkpointing.families.multimodal import memory_name
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.lora_settings import block_adapters, module_names
 
 _PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
@@ -102,7 +102,7 @@ def _full_name(module: PeftModule) -> str:
     return module_names(module.target, module.block)[0].partition(".")[2]
 
 
-def peft_sizes(args: NeoXArgs, modules: Sequence[PeftModule], in_wrapper: bool) -> dict[str, dict[str, Any]]:
+def peft_sizes(args: ModelArgs, modules: Sequence[PeftModule], in_wrapper: bool) -> dict[str, dict[str, Any]]:
     """Returns peft's rank_pattern and alpha_pattern: the modules whose r or alpha differs from the default.
 
     in_wrapper: use the module names inside a multimodal model."""

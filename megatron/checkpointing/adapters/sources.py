@@ -22,7 +22,7 @@ from megatron.model import build_stage
 from megatron.model.lora import merged_layer
 from megatron.model.weight_map import adapter_params, is_adapter
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 
 _RANK_OF_SUMS = "adapters of reward models cannot be summed or scaled, because each has its own score head"
@@ -101,14 +101,14 @@ def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> Adapter
     )  # fmt: skip
 
 
-def _section(args: NeoXArgs) -> dict[str, Any]:
+def _section(args: ModelArgs) -> dict[str, Any]:
     """Returns the `lora` keys except those of quantization, because base weights are read unquantised."""
     assert args.lora is not None
     return {key: thaw(value) for key, value in args.lora.items() if key not in ("quantization", "double_quant")}
 
 
 def _read(
-    checkpoint: OpenCheckpoint, args: NeoXArgs, params: Mapping[int, Any] | None, layer: int
+    checkpoint: OpenCheckpoint, args: ModelArgs, params: Mapping[int, Any] | None, layer: int
 ) -> dict[str, Tensor]:
     if params is not None and layer not in params:
         return {}

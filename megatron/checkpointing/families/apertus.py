@@ -7,7 +7,7 @@ from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, llama_config, llama_keys, replaced_rows
 from megatron.model.mlp import XIELU_BETA, XIELU_EPS
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     **LLAMA_DEFAULTS, "intermediate_size": 14336, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
@@ -43,7 +43,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     config = llama_config(args)
     rope = {**(config["rope_scaling"] or {"rope_type": "default"}), "rope_theta": config["rope_theta"]}
     return {**config, "rope_parameters": rope, "hidden_act": "xielu"}

@@ -22,13 +22,13 @@ from megatron.model.specs import (
     norm_spec,
     rotary_spec,
 )
-from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.resolved import FULL_BLOCKS
+from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 
 _SAME_ACTIVATION = {"swish": "silu"}
 
 
-def canonical_config(args: NeoXArgs) -> dict[str, Any]:
+def canonical_config(args: ModelArgs) -> dict[str, Any]:
     """Returns the values that decide the logits, by configuration key.
 
     Two configurations give equal results exactly if models with equal weights have equal logits.
@@ -79,7 +79,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
     return {**canonical, **_states(blocks), **_experts([block.feed_forward for block in blocks])}
 
 
-def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
+def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     """Returns the values of attention keys that decide the logits, except those of positions."""
     norms = {"use_separate_qk_norms": args.use_separate_qk_norms, "qk_norm_per_head": args.qk_norm_per_head}
     return {
@@ -162,7 +162,7 @@ def _common_value(values: Iterable[Any]) -> Any:
     return layer_values if len(set(layer_values)) > 1 else next(iter(layer_values), None)
 
 
-def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
+def _rotary(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     if args.pos_emb != "rotary":
         return {}
     rotaries, default = [mixer.rotary for mixer in mixers], rotary_spec(args)

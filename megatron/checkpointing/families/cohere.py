@@ -16,7 +16,7 @@ from megatron.checkpointing.families.config_fields import (
 )
 from megatron.checkpointing.families.family import Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import llama_config, llama_keys, replaced_rows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 64, "intermediate_size": 22528,
@@ -51,7 +51,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     return {
         **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"),
         "layer_norm_eps": args.layernorm_epsilon,

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.family import Config
 from megatron.model.positions import longrope_factor
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 # HuggingFace's hidden_act -> our activation of a gated MLP; the first of several is written.
 GATES = {
@@ -76,7 +76,7 @@ def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
     }
 
 
-def size_config(args: NeoXArgs) -> dict[str, Any]:
+def size_config(args: ModelArgs) -> dict[str, Any]:
     """Returns the model's sizes as fields of config.json, the inverse of `size_keys`.
 
     Raises CheckpointError if layers differ in a size.
@@ -165,7 +165,7 @@ def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
     return {**longrope, **lists}
 
 
-def rope_config(args: NeoXArgs, *, partial: bool = False) -> dict[str, Any]:
+def rope_config(args: ModelArgs, *, partial: bool = False) -> dict[str, Any]:
     """Returns config.json's `rope_theta` and `rope_scaling`, which every version of transformers reads.
 
     partial: add `partial_rotary_factor`."""
@@ -186,7 +186,7 @@ def rope_config(args: NeoXArgs, *, partial: bool = False) -> dict[str, Any]:
     return config
 
 
-def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
+def two_ropes_config(args: ModelArgs) -> dict[str, Any]:
     """Returns rotary fields of config.json for a model whose sliding-window layers have another base.
 
     Both bases are given in every form that some version of transformers reads."""
@@ -222,18 +222,18 @@ def layer_kinds(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
     return get(config, "layer_types", kinds)
 
 
-def layer_types(args: NeoXArgs) -> list[str]:
+def layer_types(args: ModelArgs) -> list[str]:
     """Returns config.json's `layer_types`: sliding or full attention for every layer."""
     slides = SLIDING if args.sliding_window_width is not None else FULL
     return list(args.layer_types or (slides,) * args.num_layers)
 
 
-def window_of(args: NeoXArgs) -> int | None:
+def window_of(args: ModelArgs) -> int | None:
     """Returns config.json's `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
 
 
-def window_config(args: NeoXArgs, unused: int = 4096) -> dict[str, Any]:
+def window_config(args: ModelArgs, unused: int = 4096) -> dict[str, Any]:
     """Returns `sliding_window` and `layer_types` of config.json.
 
     unused: the window if no layer has one, because the field must stand there."""
@@ -249,7 +249,7 @@ def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, 
     return {"activation": neox_activation, "bias_gelu_fusion": tanh}
 
 
-def plain_activation(args: NeoXArgs, default: str) -> str:
+def plain_activation(args: ModelArgs, default: str) -> str:
     """Returns HuggingFace's name of an ungated MLP's activation; if several fit, `default` is preferred."""
     tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
     neox_activation = ("silu" if args.activation == "swish" else args.activation, tanh)
@@ -264,6 +264,6 @@ def activation_keys(config: Config, name: str = "hidden_act", default: str = "si
     return {"activation": GATES[activation]}
 
 
-def gated_activation(args: NeoXArgs, default: str = "silu") -> str:
+def gated_activation(args: ModelArgs, default: str = "silu") -> str:
     """Returns HuggingFace's name of a gated MLP's activation; `default` if it has none."""
     return next((name for name, neox_activation in GATES.items() if neox_activation == args.activation), default)

@@ -18,7 +18,7 @@ from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.weight_map import attention_of, layer_params, named_params
 from megatron.mpu import ParamSpec
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
 _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # rows are tokens
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -68,7 +68,7 @@ def from_hf(
 
 
 def _read(
-    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
+    family: Family, args: ModelArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
     shared: dict[str, tuple[Tensor, int]] = {}  # tensors that further parameters need, and how many do
 
@@ -339,7 +339,7 @@ def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -
     return describe_differences(run, converted)
 
 
-def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
+def _vocabulary(args: ModelArgs, vocab_size: int | None) -> int:
     rows = args.padded_vocab_size
     if vocab_size is not None and not 0 < vocab_size <= rows:
         raise CheckpointError(f"vocab_size {vocab_size}: must be 1 to {rows} (padded_vocab_size)")
@@ -347,7 +347,7 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
 
 
 def _rows(
-    family: Family, args: NeoXArgs, layer: int, specs: Iterable[ParamSpec]
+    family: Family, args: ModelArgs, layer: int, specs: Iterable[ParamSpec]
 ) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     is_block = 2 <= layer < args.num_layers + 2
     table = {row.neox_name: row for row in (*family.rows, SCORE) if row.is_block_parameter == is_block}

@@ -7,7 +7,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import UP_GATE, Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import replaced_rows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "model.layers.{}."
 _FUSED = _BLOCK + "mlp.experts."  # in memory of transformers 5, one tensor of all experts
@@ -99,7 +99,7 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
     return keys
 
 
-def expert_config(args: NeoXArgs, number: str = "num_experts") -> dict[str, Any]:
+def expert_config(args: ModelArgs, number: str = "num_experts") -> dict[str, Any]:
     """Returns config.json's fields for experts, the inverse of `expert_keys`.
 
     A loss that transformers cannot compute is left out. number: name of the field for their number."""

@@ -7,7 +7,7 @@ from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
 from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MoESpec, has_one_norm, norm_kind
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _NORMS = {
     "layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "non_parametric_layernorm": "LayerNorm without weights",
@@ -47,7 +47,7 @@ def _row(family: Family) -> FamilyRow:
     )  # fmt: skip
 
 
-def _features(args: NeoXArgs) -> tuple[str, ...]:
+def _features(args: ModelArgs) -> tuple[str, ...]:
     mixtures = [block.feed_forward for block in block_specs(args) if isinstance(block.feed_forward, MoESpec)]
     feeds = [block.feed_forward for block in block_specs(args) if block.feed_forward is not None]
     norm = _NORMS[norm_kind(args)] + (" (1 + w)" if args.zero_centered_gamma else "")
@@ -75,7 +75,7 @@ def _features(args: NeoXArgs) -> tuple[str, ...]:
     return tuple(words for words, holds in features.items() if holds)
 
 
-def _state_features(args: NeoXArgs) -> dict[str, bool]:
+def _state_features(args: ModelArgs) -> dict[str, bool]:
     """Returns features in words, and whether the model has each; {} for a model without Mamba blocks."""
     mixers = [block.mixer for block in block_specs(args)]
     mamba = [mixer for mixer in mixers if isinstance(mixer, MambaSpec)]
@@ -94,7 +94,7 @@ def _state_features(args: NeoXArgs) -> dict[str, bool]:
     }
 
 
-def _attention_features(args: NeoXArgs) -> dict[str, bool]:
+def _attention_features(args: ModelArgs) -> dict[str, bool]:
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
     if not mixers:
         return {}

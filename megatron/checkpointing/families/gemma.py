@@ -24,7 +24,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys
 from megatron.checkpointing.families.olmo import local_rope_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _GEMMA3 = {
     "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -47,7 +47,7 @@ def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
     }
 
 
-def _common_config(args: NeoXArgs) -> dict[str, Any]:
+def _common_config(args: ModelArgs) -> dict[str, Any]:
     """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
     return {
         **drop_fields(common_config(args), "hidden_act"),
@@ -73,7 +73,7 @@ def _gemma2_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _gemma2_config(args: NeoXArgs) -> dict[str, Any]:
+def _gemma2_config(args: ModelArgs) -> dict[str, Any]:
     return {**_common_config(args), **rope_config(args)}
 
 
@@ -97,7 +97,7 @@ def _gemma3_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _gemma3_config(args: NeoXArgs) -> dict[str, Any]:
+def _gemma3_config(args: ModelArgs) -> dict[str, Any]:
     return {**_common_config(args), **two_ropes_config(args)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.checkpointing.families.config_fields import get, rope_keys, rope_of
 from megatron.checkpointing.families.family import GATE_UP, Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import common_keys, llama_config, replaced_rows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
@@ -36,7 +36,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     biases = args.add_qkv_bias or args.use_bias_in_attn_linear
     return {**llama_config(args, partial=True), "attention_bias": biases}
 

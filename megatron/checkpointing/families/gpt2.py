@@ -12,7 +12,7 @@ from megatron.checkpointing.families.config_fields import (
 )
 from megatron.checkpointing.families.family import FUSED_QKV, Config, Family, TensorMapping, weight_and_bias
 from megatron.model.specs import attention_scale
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 # GPT-2's names of sizes and those of other families.
 _SIZES = {
@@ -52,7 +52,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     sizes = size_config(args)
     config = {name: sizes.pop(hf_name) for name, hf_name in _SIZES.items()}
     if config["n_inner"] == 4 * args.hidden_size:

@@ -13,7 +13,7 @@ from megatron.checkpointing.families.config_fields import (
     size_keys,
 )
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64, "intermediate_size": 24576,
@@ -48,7 +48,7 @@ def to_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def to_config(args: NeoXArgs) -> dict[str, Any]:
+def to_config(args: ModelArgs) -> dict[str, Any]:
     rope = rope_config(args)
     return {
         **size_config(args),

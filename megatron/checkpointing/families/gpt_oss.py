@@ -17,7 +17,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.experts import expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
 from megatron.checkpointing.families.llama import common_keys, llama_config, replaced_rows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "model.layers.{}."
 _EXPERTS = _BLOCK + "mlp.experts."
@@ -74,7 +74,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
     config = {**llama_config(args), **experts}
     scaling = config["rope_scaling"] or {"rope_type": "default"}  # without it transformers has yarn

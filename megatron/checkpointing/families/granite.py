@@ -9,7 +9,7 @@ from megatron.checkpointing.families.config_fields import get, number
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, llama_config, llama_keys
 from megatron.model.specs import attention_scale
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
 def _keys(config: Config) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     return {
         **llama_config(args),
         "mlp_bias": args.use_bias_in_mlp,

@@ -19,7 +19,7 @@ from megatron.checkpointing.families.config_fields import (
     window_of,
 )
 from megatron.checkpointing.families.family import QKV, UP_GATE, Config, Family, TensorMapping, weight_and_bias
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "model.layers.{}."
 _NORMS = (
@@ -78,7 +78,7 @@ def llama_keys(config: Config, defaults: Config, theta: float = 10000.0) -> dict
     return {**common_keys(config, defaults), **rope_keys({**defaults, **config}, rope_of(config, theta=theta))}
 
 
-def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
+def common_config(args: ModelArgs, *, head_dim: bool = True) -> dict[str, Any]:
     """Returns config.json's fields for a model built like LLaMA, the inverse of `common_keys`.
 
     head_dim: always write the field `head_dim`; false: only if it differs from hidden_size / heads."""
@@ -93,7 +93,7 @@ def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
     }
 
 
-def llama_config(args: NeoXArgs, *, head_dim: bool = True, partial: bool = False) -> dict[str, Any]:
+def llama_config(args: ModelArgs, *, head_dim: bool = True, partial: bool = False) -> dict[str, Any]:
     """Returns config.json's fields for a model built like LLaMA, with those of rotary positions.
 
     head_dim: as of `common_config`. partial: as of `rope_config`."""
@@ -110,7 +110,7 @@ def _llama_keys(config: Config) -> dict[str, Any]:
     return llama_keys(config, LLAMA_DEFAULTS)
 
 
-def _llama_config(args: NeoXArgs) -> dict[str, Any]:
+def _llama_config(args: ModelArgs) -> dict[str, Any]:
     return {**llama_config(args), "mlp_bias": args.use_bias_in_mlp}
 
 
@@ -138,7 +138,7 @@ def _smollm3_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _smollm3_config(args: NeoXArgs) -> dict[str, Any]:
+def _smollm3_config(args: ModelArgs) -> dict[str, Any]:
     types = layer_types(args)
     return {
         **_llama_config(args),

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import get, refuse_unless
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "backbone.layers.{}."
 # Their config.json has no length, and nothing in them counts positions: that of GPT-NeoX's configurations.
@@ -67,7 +67,7 @@ def _common_keys(config: Config, kind: str) -> dict[str, Any]:
     }
 
 
-def _common_config(args: NeoXArgs) -> dict[str, Any]:
+def _common_config(args: ModelArgs) -> dict[str, Any]:
     """Returns the fields of config.json that Mamba and Mamba 2 share, the inverse of `_common_keys`."""
     usual = 16 if args.attention_config[0] == "mamba" else 128
     return {
@@ -106,7 +106,7 @@ def _mamba_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _mamba_config(args: NeoXArgs) -> dict[str, Any]:
+def _mamba_config(args: ModelArgs) -> dict[str, Any]:
     return {
         **_common_config(args),
         "expand": args.mamba_expand,
@@ -127,7 +127,7 @@ def _falcon_mamba_keys(config: Config) -> dict[str, Any]:
     return {**_mamba_keys(config), "mamba_bcdt_norm_epsilon": get(config, "mixer_rms_eps", 1e-6)}
 
 
-def _falcon_mamba_config(args: NeoXArgs) -> dict[str, Any]:
+def _falcon_mamba_config(args: ModelArgs) -> dict[str, Any]:
     return {**_mamba_config(args), "mixer_rms_eps": args.mamba_bcdt_norm_epsilon}
 
 
@@ -163,7 +163,7 @@ def _mamba2_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _mamba2_config(args: NeoXArgs) -> dict[str, Any]:
+def _mamba2_config(args: ModelArgs) -> dict[str, Any]:
     low, high = (*(args.mamba_time_step_limit or (0.0,)), math.inf)[:2]
     return {
         **_common_config(args),

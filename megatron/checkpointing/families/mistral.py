@@ -17,7 +17,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.experts import MIXTRAL_IN_MEMORY, MIXTRAL_ROWS, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_keys, llama_config
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _MISTRAL = {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 
@@ -34,7 +34,7 @@ def same_windows(config: Config, defaults: Config, window: int | None) -> dict[s
     return {**keys, **same_window_keys(window)}
 
 
-def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
+def _mistral_config(args: ModelArgs) -> dict[str, Any]:
     return {**drop_fields(llama_config(args), "attention_bias"), "sliding_window": window_of(args)}
 
 
@@ -53,7 +53,7 @@ def _mixtral_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _mixtral_config(args: NeoXArgs) -> dict[str, Any]:
+def _mixtral_config(args: ModelArgs) -> dict[str, Any]:
     experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
     return {**_mistral_config(args), **experts, "intermediate_size": args.expert_ffn_size}
 
@@ -85,7 +85,7 @@ def _ministral3_keys(config: Config) -> dict[str, Any]:
     return {**windows, **rope_keys(config, rope, query_scale=True)}
 
 
-def _ministral3_config(args: NeoXArgs) -> dict[str, Any]:
+def _ministral3_config(args: ModelArgs) -> dict[str, Any]:
     config = _mistral_config(args)
     theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
     return {**config, "rope_parameters": {**scaling, "rope_theta": theta}}

@@ -15,7 +15,7 @@ from megatron.checkpointing.families.config_fields import (
 )
 from megatron.checkpointing.families.family import QKV, Config, Family, TensorMapping, weight_and_bias
 from megatron.checkpointing.families.mamba import ROWS_2, time_step_keys, with_defaults
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _MIXER = "backbone.layers.{}.mixer."
 _EXPERT = _MIXER + "experts.{expert}."
@@ -155,7 +155,7 @@ def _expert_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     unsupported = sorted(set(args.attention_config) - _KINDS.keys())
     if unsupported:
         raise CheckpointError(f"this family has no blocks of kind {', '.join(unsupported)} (attention_config)")

@@ -22,7 +22,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import ROWS, common_config, common_keys, llama_config, llama_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
@@ -60,7 +60,7 @@ def _olmo3_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _olmo3_config(args: NeoXArgs) -> dict[str, Any]:
+def _olmo3_config(args: ModelArgs) -> dict[str, Any]:
     rope = drop_fields(two_ropes_config(args), "rope_local_base_freq")  # OLMo 3 has no such key
     return {**common_config(args), **rope, **window_config(args)}
 
@@ -74,7 +74,7 @@ def _olmo1_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
+def _olmo1_config(args: ModelArgs) -> dict[str, Any]:
     return {**drop_fields(llama_config(args, head_dim=False), "rms_norm_eps"), "clip_qkv": args.clip_qkv}
 
 
@@ -103,7 +103,7 @@ def _olmoe_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _olmoe_config(args: NeoXArgs) -> dict[str, Any]:
+def _olmoe_config(args: ModelArgs) -> dict[str, Any]:
     return {
         **llama_config(args, head_dim=False),
         **expert_config(args),

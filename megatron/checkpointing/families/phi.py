@@ -7,7 +7,7 @@ from megatron.checkpointing.families.family import FUSED_QKV, GATE_UP, Config, F
 from megatron.checkpointing.families.llama import llama_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
 from megatron.model.positions import longrope_factor
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192,
@@ -30,7 +30,7 @@ def _keys(config: Config) -> dict[str, Any]:
     return {**windows, **rope_keys(config, rope, partial=True)}
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     config = drop_fields(llama_config(args, head_dim=False, partial=True), "attention_bias")
     config["sliding_window"] = window_of(args)
     scaling = config["rope_scaling"] or {}

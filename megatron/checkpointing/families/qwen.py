@@ -15,7 +15,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, ROWS, llama_config, llama_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     **LLAMA_DEFAULTS, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
@@ -34,7 +34,7 @@ def _keys(config: Config, defaults: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     types = layer_types(args)
     return {
         **llama_config(args),
@@ -49,7 +49,7 @@ def _qwen2_keys(config: Config) -> dict[str, Any]:
     return {**_keys({**config, "attention_bias": False}, _DEFAULTS), "add_qkv_bias": True}
 
 
-def _qwen2_config(args: NeoXArgs) -> dict[str, Any]:
+def _qwen2_config(args: ModelArgs) -> dict[str, Any]:
     return drop_fields(_config(args), "attention_bias")  # queries, keys and values always have them
 
 
@@ -94,7 +94,7 @@ def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
     }
 
 
-def _moe_config(args: NeoXArgs) -> dict[str, Any]:
+def _moe_config(args: ModelArgs) -> dict[str, Any]:
     return {
         **llama_config(args, head_dim=False),
         **expert_config(args),
@@ -119,7 +119,7 @@ def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _qwen2_moe_config(args: NeoXArgs) -> dict[str, Any]:
+def _qwen2_moe_config(args: ModelArgs) -> dict[str, Any]:
     return {
         **drop_fields(_moe_config(args), "attention_bias"),  # that of the output is never there
         "max_window_layers": args.num_layers,

@@ -6,7 +6,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import get
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import ROWS, llama_config, llama_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 4096, "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128,
@@ -21,7 +21,7 @@ def _keys(config: Config) -> dict[str, Any]:
     return {**llama_keys({**config, "attention_bias": outer}, _DEFAULTS), "add_qkv_bias": inner and not outer}
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     return {
         **llama_config(args),
         "attention_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,

@@ -15,7 +15,7 @@ from megatron.checkpointing.families.config_fields import (
 from megatron.checkpointing.families.family import Config, Family, weight_and_bias
 from megatron.checkpointing.families.llama import llama_config, replaced_rows
 from megatron.checkpointing.families.mistral import same_windows
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 _DEFAULTS = {
     "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2,
@@ -46,7 +46,7 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
+def _config(args: ModelArgs) -> dict[str, Any]:
     return {
         **drop_fields(llama_config(args, head_dim=False), "rms_norm_eps", "attention_bias"),
         "hidden_act": plain_activation(args, "gelu_pytorch_tanh"),

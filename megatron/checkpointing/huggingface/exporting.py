@@ -45,7 +45,7 @@ from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights
 from megatron.data.files import sync
 from megatron.model.weight_map import layer_params
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for small files, and to leave some space free
@@ -261,7 +261,7 @@ def dtypes_to_write(
 
 def read_layers(
     source: OpenCheckpoint,
-    args: NeoXArgs,
+    args: ModelArgs,
     layers: Iterable[int],
     dtype: torch.dtype,
     wide: Mapping[tuple[int, str], torch.dtype],

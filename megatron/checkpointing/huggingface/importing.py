@@ -36,7 +36,7 @@ from megatron.checkpointing.tensor_files import BackgroundCalls, BackgroundSync,
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
 from megatron.model.weight_map import layer_params, may_be_wide
 from megatron.mpu import ParamSpec, shard
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
 _RECORD = 500  # bytes that torch.save adds to a tensor's, approximately
@@ -325,7 +325,7 @@ def _in_short(value: Any) -> str:
     return f"{json.dumps(value[0])} (all layers)" if is_constant else json.dumps(value)
 
 
-def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:
+def vocab_size_from_hf(path: str | Path, args: ModelArgs, tokens: int) -> tuple[int, str]:
     """Returns (padded_vocab_size, log line about it) for a run that starts from a HuggingFace folder.
 
     tokens: number of tokens of the run's tokenizer.

@@ -22,7 +22,7 @@ from megatron.model import build_stage
 from megatron.model.specs import HeadSpec
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 # The largest difference of fp32 logits of order 1, relative above; measured for the families: 2e-7 to 2e-6.
 BOUND = 2e-5
@@ -69,7 +69,7 @@ class LogitComparison:
         )
 
 
-def some_tokens(args: NeoXArgs, vocab_size: int | None = None) -> Tensor:
+def some_tokens(args: ModelArgs, vocab_size: int | None = None) -> Tensor:
     """Random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
     length, rows = min(LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
     assert rows is not None

@@ -31,7 +31,7 @@ from megatron.checkpointing.tensor_files import save_tensors
 from megatron.model import block_specs
 from megatron.model.specs import Mamba2Spec, MambaSpec, norm_kind, norm_spec
 from megatron.model.weight_map import named_params
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 WEIGHTS = "pytorch_model.bin"
 _EPSILON = 1e-5  # of all norms there, which config.json does not name
@@ -42,7 +42,7 @@ _TOP = {
 }  # fmt: skip
 
 
-def mamba_ssm_config(args: NeoXArgs, vocab_size: int) -> dict[str, Any]:
+def mamba_ssm_config(args: ModelArgs, vocab_size: int) -> dict[str, Any]:
     """Returns the config.json that the package mamba_ssm reads, for a model of ours.
 
     vocab_size: number of embedding rows to keep.

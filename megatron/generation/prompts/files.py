@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 NOT_STARTED = "WARNING: text generation did not start: the first token ended the document"
@@ -88,7 +88,7 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
     return texts
 
 
-def read_key_file(args: NeoXArgs, key: str) -> str:
+def read_key_file(args: ModelArgs, key: str) -> str:
     """Returns the text of the file that the configuration key `key` names. Raises ConfigError if it cannot be
     read."""
     file = getattr(args, key)

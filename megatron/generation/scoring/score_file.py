@@ -18,7 +18,7 @@ from megatron.generation.model import Model
 from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     logger.info(f"{total} lines of scores are in {file}")
 
 
-def _lines(args: NeoXArgs, file: Path) -> Iterator[dict[str, Any]]:
+def _lines(args: ModelArgs, file: Path) -> Iterator[dict[str, Any]]:
     with open(file, encoding="utf-8") as opened:
         for number, text in enumerate(opened, 1):
             if not text.strip():
@@ -91,7 +91,7 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _check(args: NeoXArgs, file: Path) -> int:
+def _check(args: ModelArgs, file: Path) -> int:
     """Returns the number of lines to score. Raises ConfigError if a line is invalid or the file has none."""
     try:
         total = sum(1 for _ in _lines(args, file))
@@ -164,7 +164,7 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
     return ScoredLine(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
 
 
-def _append(args: NeoXArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
+def _append(args: ModelArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
     try:
         with open(file, "a", encoding="utf-8") as opened:
             opened.writelines(to_json(asdict(line)) + "\n" for line in lines)
@@ -174,7 +174,7 @@ def _append(args: NeoXArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
         raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
-def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
+def _finish(args: ModelArgs, growing: Path, file: Path) -> None:
     try:
         os.replace(growing, file)
         sync(file.parent)

@@ -58,7 +58,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     store = rendezvous_and_check(args, process, logger)
     args, groups, tokenizer = start_inference(args, process, logger, store)
     setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
-    adapters = served_adapters(args)
+    adapters = served_adapters(args.adapter)
     if name in adapters:
         raise args.error(
             "adapter", f"{name} is also the name of the base model; rename the adapter, or set serve_model_name"
@@ -93,7 +93,7 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
         if args.chat_template is not None:
             raise
         chat, no_template_reason = None, str(problem)
-    return ServerSetup((name, *served_adapters(args)), open_server_socket(args), chat, no_template_reason)
+    return ServerSetup((name, *served_adapters(args.adapter)), open_server_socket(args), chat, no_template_reason)
 
 
 def _serve_on_rank0(

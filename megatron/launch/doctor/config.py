@@ -5,10 +5,10 @@ from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed
 from megatron.launch.environment import install_root
-from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.reading.presets import files_of
-from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 _MAX_PROBLEMS = 10  # problems of a configuration
@@ -29,7 +29,7 @@ def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
     return args, [Check("config", "ok", f"{', '.join(files)}: can train")]
 
 
-def data_checks(args: NeoXArgs) -> list[Check]:
+def data_checks(args: ModelArgs) -> list[Check]:
     """Checks that every .bin/.idx pair of the configuration exists and is not empty."""
     missing, prefixes = [], list(_prefixes(args))
     for key, prefix in prefixes:
@@ -60,7 +60,7 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
     return Check("tokenizer", "ok", f"{args.tokenizer_type}" + (f", {args.vocab_file}" if args.vocab_file else ""))
 
 
-def checkpoint_bytes(args: NeoXArgs) -> int:
+def checkpoint_bytes(args: ModelArgs) -> int:
     """Returns the estimated size of one checkpoint: weights, Adam's two moments and fp32 master weights."""
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
@@ -80,7 +80,7 @@ def checkpoint_bytes(args: NeoXArgs) -> int:
     return parameters * (12 if args.params_dtype == "fp32" else 14)
 
 
-def _prefixes(args: NeoXArgs) -> Iterator[tuple[str, str]]:
+def _prefixes(args: ModelArgs) -> Iterator[tuple[str, str]]:
     for name in args.__dataclass_fields__:
         if name.endswith(("data_path", "data_paths")):
             value = getattr(args, name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from megatron.launch.kubernetes.site import Site
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.reading.presets import files_of
@@ -103,7 +104,7 @@ def _unique_names(texts: Mapping[str, str]) -> dict[str, str]:
     return dict(zip(names, texts.values(), strict=True))
 
 
-def _in_the_image(args: NeoXArgs, site: Site) -> Iterator[str]:
+def _in_the_image(args: ModelArgs, site: Site) -> Iterator[str]:
     """Yields a note for each folder that the run reads and that no claim (volume) of the site contains.
 
     Either the image contains the folder (target `baked`), or a claim was forgotten.

@@ -11,7 +11,7 @@ from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
 from megatron.checkpointing.layout import is_tag
 from megatron.methods.distillation.keys import distillation_keys
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.fp8 import FP8Keys
@@ -47,7 +47,7 @@ class TeacherDescription:
         return self.source.path
 
 
-def describe_teacher(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
+def describe_teacher(args: ModelArgs, tokenizer: Tokenizer) -> TeacherDescription:
     """Returns the teacher of a run. Raises ConfigError if its files cannot be read, or its tokenizer differs
     from the student's."""
     try:
@@ -56,7 +56,7 @@ def describe_teacher(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription
         raise args.error(_KEY, str(problem)) from problem
 
 
-def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
+def _describe(args: ModelArgs, tokenizer: Tokenizer) -> TeacherDescription:
     name = distillation_keys(args)["teacher"]
     if is_hf(name):
         path = find_hf(name)

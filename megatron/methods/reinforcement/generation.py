@@ -21,7 +21,7 @@ from megatron.methods.reinforcement.advantages import (
 )
 from megatron.methods.reinforcement.answers import Answer
 from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.losses import writes_pairs
 
 _WIDTH_MULTIPLE = 64  # of the row width in tokens: few shapes, and fast matrix products
@@ -98,7 +98,7 @@ class Generation:
         return cls(**{**state, "answers": [Answer(**answer) for answer in state["answers"]]})
 
 
-def width_of(args: NeoXArgs, answers: Sequence[Answer]) -> int:
+def width_of(args: ModelArgs, answers: Sequence[Answer]) -> int:
     """Returns the row width in tokens: the longest answer's, rounded up. It is seq_length where shapes must
     stay the same (compiled blocks, `rollout.exact`)."""
     if args.compile or rollout_keys(args)["exact"]:
@@ -108,7 +108,7 @@ def width_of(args: NeoXArgs, answers: Sequence[Answer]) -> int:
     return min(args.seq_length, -(-longest // step) * step)
 
 
-def penalties(args: NeoXArgs, answers: Sequence[Answer]) -> np.ndarray:
+def penalties(args: ModelArgs, answers: Sequence[Answer]) -> np.ndarray:
     """Returns the penalty that each reward is reduced by, `[answers]`. Long answers cost up to 1 (DAPO, arXiv
     2503.14476, equation 13), truncated ones `rollout.missing_eos_penalty`."""
     keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)

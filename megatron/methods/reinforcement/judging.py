@@ -24,19 +24,19 @@ from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.methods.reinforcement.rewards.functions import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest
 from megatron.mpu import mix_seed
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 T = TypeVar("T")
 REWARD_MODEL = "reward_model"
 """The name of the reward model's part of the reward."""
 
 
-def judge_key(args: NeoXArgs) -> str:
+def judge_key(args: ModelArgs) -> str:
     """Returns the configuration key that names the functions or judge that score answers."""
     return "reward_functions" if rollout_keys(args)["judge"] is None else "rollout.judge"
 
 
-def reported(args: NeoXArgs, work: Callable[[], T], key: str | None = None) -> T:
+def reported(args: ModelArgs, work: Callable[[], T], key: str | None = None) -> T:
     """Returns `work()`. Turns a RewardError of users' code into an error that names key, file and line."""
     try:
         return work()
@@ -69,7 +69,7 @@ def _hidden(args: NeoXArgs) -> list[str]:
     return sorted(map(str, folders))
 
 
-def check_variables(args: NeoXArgs) -> None:
+def check_variables(args: ModelArgs) -> None:
     """Raises ConfigError for a variable of `reward_variables` that is unset on rank 0, which starts
     functions."""
     for name in ReinforcementKeys.read_from(args).reward_variables or ():

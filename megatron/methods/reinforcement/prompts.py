@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
 from megatron.methods.reinforcement.keys import rollout_keys
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.process import look_for_stop
 
 Messages = list[dict[str, Any]]
@@ -103,7 +103,7 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def tokens_of(
-    args: NeoXArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages, TemplateSettings], list[int]]
+    args: ModelArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages, TemplateSettings], list[int]]
 ) -> list[list[int]]:
     """Tokenises the prompt of each row. `rollout.max_prompt_length` truncates long prompts on the left.
     Raises DataError for a prompt that is empty, too long, or refused by the chat template."""
@@ -117,7 +117,7 @@ def tokens_of(
     return tokens
 
 
-def fitted(args: NeoXArgs, tokens: list[int]) -> list[int]:
+def fitted(args: ModelArgs, tokens: list[int]) -> list[int]:
     """Truncates a prompt on the left to `rollout.max_prompt_length` tokens. Raises ValueError for a prompt
     that is empty, or too long where that key is unset."""
     maximum = rollout_keys(args)["max_prompt_length"]

@@ -49,7 +49,7 @@ from megatron.methods.reinforcement.rewards.functions import Completion, Scores
 from megatron.methods.reinforcement.sampler import AnswerRequest, EngineSampler, ExactSampler, Sampler, Turn, turn_of
 from megatron.methods.reinforcement.servers import ServerSampler
 from megatron.mpu import mix_seed
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.process import look_for_stop
 
@@ -295,7 +295,7 @@ class Rollouts:
         )
 
 
-def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
+def _conversations(args: ModelArgs, speech: Speech) -> Conversations | None:
     keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)
     if rollout["environment"] is None:
         return None

@@ -31,10 +31,10 @@ from megatron.mpu import (
     share_out,
     with_prefix,
 )
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
-def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
+def mamba_spec(args: ModelArgs, block: int) -> MambaSpec | None:
     """Returns the Mamba mixer of block number `block`, counted from 0; None if it has another mixer."""
     if args.attention_config[block] != "mamba":
         return None
@@ -47,7 +47,7 @@ def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
     )  # fmt: skip
 
 
-def mamba2_spec(args: NeoXArgs, block: int) -> Mamba2Spec | None:
+def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
     """Returns the Mamba 2 mixer of block number `block`, counted from 0; None if it has another mixer."""
     if args.attention_config[block] != "mamba2":
         return None

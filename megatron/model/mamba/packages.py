@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.specs import Mamba2Spec, MambaSpec
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
 
 _SELECTIVE = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
@@ -42,7 +42,7 @@ class ScanKernels:
 
 
 def choose_scans(
-    args: NeoXArgs,
+    args: ModelArgs,
     device: torch.device,
     specs: Sequence[MambaSpec | Mamba2Spec],
     log: Callable[[str], None] | None = None,

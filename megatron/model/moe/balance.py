@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.model.moe.router import Router, RoutingSums
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 
 
 class RoutingCounts(NamedTuple):
@@ -58,7 +58,7 @@ class Balance:
     layers: NeoX indices of all blocks with experts, including other stages' blocks.
     """
 
-    def __init__(self, args: NeoXArgs, routers: Mapping[int, Router], device: torch.device) -> None:
+    def __init__(self, args: ModelArgs, routers: Mapping[int, Router], device: torch.device) -> None:
         """routers: of this stage's blocks, by NeoX layer index."""
         self._routers, self._scope, self._top_k = routers, args.moe_aux_loss_scope, args.moe_top_k
         self._aux, self._z = args.moe_aux_loss_coeff, args.moe_z_loss_coeff

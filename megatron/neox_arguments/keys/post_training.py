@@ -1,11 +1,9 @@
 """Keys that several kinds of post-training read: labels, pairs, the reference model."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
-from megatron.neox_arguments.keys.sections import Lora
 from megatron.neox_arguments.methods import train_impls
 
 Paths = tuple[str, ...] | None
@@ -21,25 +19,10 @@ class PostTrainingKeys:
         "normal",
         "Objective: language modelling, or one of post-training; reinforce: reinforcement learning by rl_loss_type",
     )
-    lora: Mapping[str, Any] | None = new_key(
-        None,
-        "Train low-rank adapters and nothing else; the reference of preferences is the model without them",
-        section=Lora,
-    )
     sft_loss_type: TextLoss = new_key(
         "nll",
         "train_impl normal. nll: negative log-likelihood of the tokens; dft: each times the token's own "
         "probability (dynamic fine-tuning); validation is nll",
-    )
-    neftune_noise_alpha: float | None = new_key(
-        None,
-        "train_impl normal: add uniform noise to the embeddings in training, up to this / sqrt(tokens of the "
-        "document x hidden_size), as NEFTune; 5 to 15 are common",
-        ge=0,
-    )
-    disable_dropout: bool | None = new_key(
-        None,
-        "Train without hidden_dropout, attention_dropout and lora.dropout; unset: true except with train_impl normal",
     )
     train_label_data_paths: Paths = key(
         None, "Labels of train_data_paths, one each: the tokens, or -100 if not trained"

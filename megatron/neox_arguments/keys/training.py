@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.keys.declaration import key, new_key
-from megatron.neox_arguments.keys.sections import Optimizer, Trainable
+from megatron.neox_arguments.keys.sections import Optimizer
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,6 @@ class OptimizerKeys:
     """The optimizer and the learning-rate schedule."""
 
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
-    trainable: Mapping[str, Any] | None = new_key(
-        None, "Parameters to train; all others stay fixed; unset: all", section=Trainable
-    )
     use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
     fused_update: Literal["auto"] | bool = new_key(
         "auto",
@@ -66,7 +63,6 @@ class TrainingKeys:
     """The training loop: how long, when to validate and stop, what is recomputed."""
 
     train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
-    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     deterministic_mode: bool = new_key(False, "Use only bitwise reproducible operations (Megatron; slower)")
     tf32: bool = new_key(False, "Multiply fp32 matrices in TF32 on GPUs: faster, but with 10 bits of mantissa, not 23")
     z_loss: float = key(

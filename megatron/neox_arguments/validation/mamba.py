@@ -3,7 +3,8 @@
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MambaKeys
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.resolved import FULL_BLOCKS, ResolvedArgs
+from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.resolved import ResolvedArgs
 
 _MAMBA_1_KEYS = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
 _MAMBA_2_KEYS = (

@@ -3,9 +3,9 @@ copied."""
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.model_args import ModelArgs
 
 # The linears of a block by the names of HuggingFace's modules, as peft's target_modules has them.
 _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
@@ -24,7 +24,7 @@ _MODULE_NAMES = {
 }
 
 
-def known_targets(args: ResolvedArgs) -> tuple[str, ...]:
+def known_targets(args: ModelArgs) -> tuple[str, ...]:
     """The names that `lora.target` may hold for this model; routed experts have no adapters, shared ones
     have."""
     absent: tuple[str, ...] = ("dense_h_to_4h",) if args.is_gated else ("gate_proj", _FUSED)
@@ -35,11 +35,11 @@ def known_targets(args: ResolvedArgs) -> tuple[str, ...]:
     return tuple(name for name in (*_LLAMA, *_GPT_NEOX, _FUSED, *_MAMBA_NAMES) if name not in absent)
 
 
-def _shares_experts(args: ResolvedArgs) -> bool:
+def _shares_experts(args: ModelArgs) -> bool:
     return args.moe_shared_expert_intermediate_size is not None and any(map(args.has_experts, range(args.num_layers)))
 
 
-def lora_targets(args: ResolvedArgs) -> tuple[str, ...]:
+def lora_targets(args: ModelArgs) -> tuple[str, ...]:
     """Returns the projections that have adapters.
 
     `all-linear` means every linear of HuggingFace's model. A model with a gated MLP has LLaMA's linears, in
@@ -81,14 +81,14 @@ def is_pattern_of(pattern: str, name: str, block: int) -> bool:
     return any(re.match(rf"(.*\.)?({pattern})$", full) for full in module_names(name, block))
 
 
-def chosen_blocks(args: ResolvedArgs) -> Collection[int]:
+def chosen_blocks(args: ModelArgs) -> Collection[int]:
     """The numbers of the blocks, from 0, that have adapters (`lora.layers_to_transform`)."""
     assert args.lora is not None
     chosen = args.lora["layers_to_transform"]
     return range(args.num_layers) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
 
 
-def block_targets(args: ResolvedArgs, block: int) -> tuple[str, ...]:
+def block_targets(args: ModelArgs, block: int) -> tuple[str, ...]:
     """Returns the projections of block number `block`, counted from 0, that have adapters.
 
     Each has the name that it has in checkpoints. The tuple is empty if the block has no adapters.
@@ -100,7 +100,7 @@ def block_targets(args: ResolvedArgs, block: int) -> tuple[str, ...]:
     return tuple(name for name in names if any(is_targeted(entry, name, block) for entry in lora_targets(args)))
 
 
-def block_adapters(args: ResolvedArgs, block: int) -> dict[str, tuple[int, float]]:
+def block_adapters(args: ModelArgs, block: int) -> dict[str, tuple[int, float]]:
     """Returns (rank, alpha) for each of `block_targets`: from the first matching pattern, else `r` and
     `alpha`."""
     assert args.lora is not None
@@ -114,18 +114,18 @@ def block_adapters(args: ResolvedArgs, block: int) -> dict[str, tuple[int, float
     return sizes
 
 
-def lora_scale(args: ResolvedArgs, r: int, alpha: float) -> float:
+def lora_scale(args: ModelArgs, r: int, alpha: float) -> float:
     """The factor of an adapter's output: alpha / r, with rslora alpha / sqrt(r)."""
     assert args.lora is not None
     return alpha / (math.sqrt(r) if args.lora["rslora"] else r)
 
 
-def adapter_names(args: ResolvedArgs) -> tuple[str, ...]:
+def adapter_names(args: ModelArgs) -> tuple[str, ...]:
     """Returns the projections that have adapters in any block, by their names in checkpoints."""
     return tuple(sorted({name for block in range(args.num_layers) for name in block_targets(args, block)}))
 
 
-def copied_modules(args: ResolvedArgs) -> frozenset[str]:
+def copied_modules(args: ModelArgs) -> frozenset[str]:
     """Returns the entries of `MODULES` that have a trained copy, as `lora.modules_to_save` asks.
 
     A tied head shares the copy of the embedding.
@@ -134,7 +134,7 @@ def copied_modules(args: ResolvedArgs) -> frozenset[str]:
     return frozenset(_MODULE_NAMES.get(name, name) for name in names)
 
 
-def adapter_keys(args: ResolvedArgs) -> dict[str, object] | None:
+def adapter_keys(args: ModelArgs) -> dict[str, object] | None:
     """Returns the settings of `lora` that a user of the adapters needs, for manifests; None if `lora` is
     unset."""
     if args.lora is None:
@@ -162,17 +162,17 @@ def weighted(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def served_adapters(args: ResolvedArgs) -> dict[str, str]:
+def served_adapters(adapter: Sequence[str]) -> dict[str, str]:
     """Returns the paths of the adapters written NAME=PATH in `adapter`, by name. They are served side by
     side."""
     paths = {}
-    for text in args.adapter:
+    for text in adapter:
         name, equals, path = text.partition("=")
         if equals and "/" not in name and weighted(text) == (text, 1.0):
             paths[name] = path
     return paths
 
 
-def merged_adapters(args: ResolvedArgs) -> list[tuple[str, float]]:
+def merged_adapters(adapter: Sequence[str]) -> list[tuple[str, float]]:
     """Returns (path, factor) for every entry of `adapter`, to be merged into the weights."""
-    return [weighted(text) for text in args.adapter]
+    return [weighted(text) for text in adapter]

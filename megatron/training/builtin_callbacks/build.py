@@ -13,7 +13,7 @@ import torch
 
 from megatron.callbacks import Callback
 from megatron.distributed import run_on_each_rank
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
 from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
@@ -138,7 +138,7 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
     return loaded
 
 
-def _import_file(args: NeoXArgs, entry: str, path: Path, number: int) -> ModuleType:
+def _import_file(args: ModelArgs, entry: str, path: Path, number: int) -> ModuleType:
     if not path.is_file():
         raise args.error("callbacks", f"{entry}: {path}: no such file")
     name = f"user_callbacks_{number}_{path.stem}"  # two folders may have files of one name
@@ -155,7 +155,7 @@ def _import_file(args: NeoXArgs, entry: str, path: Path, number: int) -> ModuleT
     return module
 
 
-def _make_callback(args: NeoXArgs, entry: str, callback_class: object) -> Callback:
+def _make_callback(args: ModelArgs, entry: str, callback_class: object) -> Callback:
     class_name = entry.rpartition(":")[2]
     if callback_class is None:
         raise args.error("callbacks", f"{entry}: the file has no class {class_name}")

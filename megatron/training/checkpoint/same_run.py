@@ -19,7 +19,7 @@ from megatron.checkpointing import (
     responsible_key,
 )
 from megatron.data import DataState, path_key
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.run_parts import MethodState
@@ -134,7 +134,7 @@ def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     return {"train": [[int(str(samples).split()[0])] for samples in (counts if isinstance(counts, list) else [counts])]}
 
 
-def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
+def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: ModelArgs) -> list[ConfigChange]:
     """Returns how the data sets changed: in number, else in content, else in weights."""
     saved_files = manifest.data["files"]
     if saved_files.keys() != now.keys():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 
@@ -23,7 +23,7 @@ def zero_stage_used(args: NeoXArgs) -> int:
     return args.zero_stage
 
 
-def offload(args: NeoXArgs, section_name: str) -> dict[str, Any] | None:
+def offload(args: ModelArgs, section_name: str) -> dict[str, Any] | None:
     """Returns the keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off
     the device."""
     section = args.zero_optimization[section_name]

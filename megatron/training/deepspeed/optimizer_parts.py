@@ -14,14 +14,14 @@ from megatron.checkpointing import MASTER
 from megatron.model import Stage
 from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.training.deepspeed.optimizers import fitting_step
 from megatron.training.engine import HostCopy, Parts, State
 
 NamedParameter = tuple[int, str, nn.Parameter]
 
 
-def owned_parameters(stage: Stage, args: NeoXArgs, groups: ParallelGroups, zero_stage: int) -> list[NamedParameter]:
+def owned_parameters(stage: Stage, args: ModelArgs, groups: ParallelGroups, zero_stage: int) -> list[NamedParameter]:
     """Returns the trained parameters whose elements count on this rank, when each element of the model counts
     on exactly one rank.
 

@@ -15,7 +15,7 @@ from megatron.data import Batch
 from megatron.model import HiddenStates, Stage
 from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs
 from megatron.training.engine import StepLoss
 
 
@@ -63,7 +63,7 @@ class TiedPipelineModule(PipelineModule):
 
 
 def wrap_pipeline(
-    stage: Stage, loss: StepLoss, groups: ParallelGroups, args: NeoXArgs, optimized: Sequence[nn.Parameter]
+    stage: Stage, loss: StepLoss, groups: ParallelGroups, args: ModelArgs, optimized: Sequence[nn.Parameter]
 ) -> tuple[PipeStage, TiedPipelineModule]:
     """Returns the stage in the form that DeepSpeed's pipeline engine runs. optimized: parameters of the
     optimizer, placeholders too."""

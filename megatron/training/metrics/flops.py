@@ -11,8 +11,8 @@ from megatron.model import block_specs, layer_params, lowest_trained, trained_pa
 from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MixerSpec
 from megatron.model.trainable import head_parameter
 from megatron.mpu import ParamSpec
-from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.resolved import FULL_BLOCKS
+from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.model_args import FULL_BLOCKS
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
@@ -59,7 +59,7 @@ def _mixing_products(mixer: MixerSpec | None, seq: float) -> float:
     return 0.0
 
 
-def _active(spec: ParamSpec, args: NeoXArgs) -> float:
+def _active(spec: ParamSpec, args: ModelArgs) -> float:
     """Returns the number of elements of a weight that one token is multiplied with."""
     share = args.moe_top_k / spec.experts if spec.experts is not None else 1.0
     return torch.Size(spec.shape).numel() * share

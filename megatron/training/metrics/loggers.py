@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import say
 from megatron.process.metrics_file import METRICS_FILE, POSITION, JsonlLogger
@@ -194,7 +194,7 @@ def build_jsonl(
 
 
 @contextmanager
-def _writable(args: NeoXArgs, key: str, folder: str | Path | None) -> Iterator[None]:
+def _writable(args: ModelArgs, key: str, folder: str | Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as problem:

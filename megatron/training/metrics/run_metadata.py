@@ -10,7 +10,7 @@ from megatron.model import Stage, named_params
 from megatron.model.init import parameters_with_specs
 from megatron.model.quantized import quantized_linears
 from megatron.mpu import ParallelGroups, ParamSpec
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
     return commit if Path(top).resolve() == package.parent else None
 
 
-def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+def parameter_counts(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """Returns (all, trainable) parameters of the model, shared ones once; all ranks call it together, each
     with its stage."""
     counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
@@ -46,7 +46,7 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     return total, trainable
 
 
-def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+def local_sizes(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """Returns (all, trainable) elements of this rank's part of its stage, before ZeRO."""
     tensor, expert = groups.size("tensor"), groups.size("expert")
     sizes = [
@@ -56,7 +56,7 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _specs(args: NeoXArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
+def _specs(args: ModelArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
     """Returns the weights of a stage, packed ones too, and whether they are trained."""
     specs = named_params(args)
     packed = [(specs[layer, name], False) for layer, name, *_ in quantized_linears(stage)]

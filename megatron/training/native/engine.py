@@ -13,7 +13,7 @@ from megatron.model import Stage
 from megatron.model.init import stage_parameters
 from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
@@ -60,7 +60,7 @@ class NativeEngine(Engine):
             raise ConfigError(problems)
 
     @staticmethod
-    def notes(args: NeoXArgs) -> list[str]:
+    def notes(args: ModelArgs) -> list[str]:
         idle = idle_keys(args)
         return [f"zero_optimization: the native engine does without {', '.join(idle)}"] if idle else []
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 # Keys of zero_optimization that the native engine reads; the others size and order DeepSpeed's reductions.
 _HONOURED_KEYS = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
@@ -82,7 +82,7 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
         yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks"
 
 
-def idle_keys(args: NeoXArgs) -> list[str]:
+def idle_keys(args: ModelArgs) -> list[str]:
     """Returns the keys of `zero_optimization` that the user set and that only DeepSpeed reads."""
     names = [name for name in args.zero_optimization if name not in _HONOURED_KEYS]
     return [name for name in names if args.origin(f"zero_optimization.{name}") != "default"]

@@ -19,7 +19,7 @@ from megatron.data.run_datasets import SetContents
 from megatron.data.set_config import index_cache_dir
 from megatron.model.positions import rope_length_limit
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.architectures import (
     MambaKeys,
@@ -52,7 +52,7 @@ _INDEPENDENT = (
 )  # fmt: skip
 
 
-def forward_keys(args: NeoXArgs) -> dict[str, Any]:
+def forward_keys(args: ModelArgs) -> dict[str, Any]:
     """Returns every key that the model's log-probabilities may depend on: all declared keys of the model,
     except those known to have no effect."""
     keys = {
@@ -93,7 +93,7 @@ def digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def describe_reference_changes(old: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
+def describe_reference_changes(old: Mapping[str, Any], now: Mapping[str, Any], args: ModelArgs) -> list[ConfigChange]:
     """Returns the changes between two descriptions from `describe_reference`."""
     current_model, saved_model = json.loads(json.dumps(now["model"])), old["model"]  # as the record has it
     names = [
