@@ -35,7 +35,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
             }
             parameters = [*function.args.args, *function.args.kwonlyargs]
             names |= {
-                each.arg for each in parameters if each.annotation and ast.unparse(each.annotation).endswith("Keys")
+                item.arg for item in parameters if item.annotation and ast.unparse(item.annotation).endswith("Keys")
             }
             for node in ast.walk(function):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
