@@ -37,12 +37,12 @@ def test_a_kind_with_keys_stands_above_any_train_impl(monkeypatch, impl):
     declared = methods._declarations()
     kind, needed_values = KINDS[impl]
     values = {**MODEL, "train_impl": impl, **needed_values}
-    plain = NeoXArgs.from_dict(values)
-    assert method_name(plain) == kind
+    unclaimed = NeoXArgs.from_dict(values)
+    assert method_name(unclaimed) == kind
     kinds = {"clipped": MethodDeclaration(claims_swish, ClippedKeys), **declared}
     monkeypatch.setattr(methods, "_declarations", lambda: kinds)
     args = NeoXArgs.from_dict({**values, "activation": "swish"})
-    assert method_name(args) == "clipped" and losses_of(args) == losses_of(plain)
+    assert method_name(args) == "clipped" and losses_of(args) == losses_of(unclaimed)
     assert method_name(NeoXArgs.from_dict(values)) == kind
 
 
