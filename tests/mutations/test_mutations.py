@@ -79,6 +79,7 @@ def test_mistakes_apply(repository: Tree, room: str) -> None:
     for seeded in read_mistakes(rooms=[room]):
         path, wrong = repository.changed(seeded)
         assert wrong != repository.texts[path], seeded.name
+        assert not [file for file in seeded.tests if not (ROOT / file).is_file()], seeded.name
 
 
 def test_there_are_enough_of_each_kind() -> None:
