@@ -18,15 +18,7 @@ from megatron.checkpointing.huggingface import export_hf, is_hf
 from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.harness import evaluate, load_tasks_on_rank0, quiet, run_task
-from megatron.evaluation.results import (
-    TIME,
-    EvaluationResults,
-    LoadedTasks,
-    add_metadata,
-    output_folder,
-    table,
-    write,
-)
+from megatron.evaluation.results import TIME, EvaluationResults, LoadedTasks, add_metadata, output_folder, table, write
 from megatron.generation.model import load_model, start_inference
 from megatron.model import Model
 from megatron.mpu import DTYPES

@@ -151,11 +151,7 @@ class TiedHead(OutputProjection):
     product: Product
 
     def __init__(
-        self,
-        spec: HeadSpec,
-        groups: ParallelGroups,
-        sequence_parallel: bool,
-        embedding: VocabParallelEmbedding | None,
+        self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool, embedding: VocabParallelEmbedding | None
     ) -> None:
         super().__init__(groups, sequence_parallel)
         self.product = PlainProduct()

@@ -105,12 +105,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        summand: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        in_place: bool,
-        *biases: Tensor,
+        ctx: Any, summand: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, in_place: bool, *biases: Tensor
     ) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         start = start_reduce_scatter if sequence_parallel else start_all_reduce
@@ -180,11 +175,7 @@ def column_parallel(
 
 
 def sum_over_ranks(
-    summand: Tensor,
-    biases: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sequence_parallel: bool,
-    in_place: bool = True,
+    summand: Tensor, biases: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool, in_place: bool = True
 ) -> Tensor:
     """The sum over ranks of `summand` `[seq, batch, out]`, plus the biases; `[seq/T, ..]` under sequence
     parallelism. It ends row-parallel layers.

@@ -16,11 +16,7 @@ from megatron.objectives.objective import Reference
 
 
 def label_logprobs(
-    head: HeadInput,
-    batch: Batch,
-    group: dist.ProcessGroup | None,
-    columns: int | None = None,
-    temperature: float = 1.0,
+    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None, temperature: float = 1.0
 ) -> Tensor:
     """Returns log p(label) of every token, `[batch, seq]` fp32; 0 outside `Batch.loss_places`.
 

@@ -75,10 +75,7 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
             kl = baseline
         losses = weights * loss(log_ratio, kl, direction, settings)
         rewards = settings.beta * log_ratio
-        metrics = {
-            "rewards/chosen": sum_and_count(rewards, good),
-            "rewards/rejected": sum_and_count(rewards, bad),
-        }
+        metrics = {"rewards/chosen": sum_and_count(rewards, good), "rewards/rejected": sum_and_count(rewards, bad)}
         metrics |= token_metrics(responses, responses.score, good, bad)
         if has_kl:
             metrics["kl"] = sum_and_count(kl, good | bad)

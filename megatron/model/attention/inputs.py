@@ -62,12 +62,7 @@ class AttentionInputs(NamedTuple):
 
 
 def text_inputs(
-    spec: AttentionSpec,
-    batch: Batch,
-    positions: Tensor,
-    lengths: Tensor | None,
-    form: str | None,
-    bias: BiasFunction,
+    spec: AttentionSpec, batch: Batch, positions: Tensor, lengths: Tensor | None, form: str | None, bias: BiasFunction
 ) -> AttentionInputs:
     """Returns the inputs for texts from their beginning.
 
@@ -111,12 +106,7 @@ def text_inputs(
 
 
 def cached_inputs(
-    spec: AttentionSpec,
-    positions: Tensor,
-    lengths: Tensor | None,
-    keys: int,
-    dtype: torch.dtype,
-    bias: BiasFunction,
+    spec: AttentionSpec, positions: Tensor, lengths: Tensor | None, keys: int, dtype: torch.dtype, bias: BiasFunction
 ) -> AttentionInputs:
     """Returns the inputs for tokens that continue texts in a key-value cache.
 

@@ -43,13 +43,7 @@ def linear_recurrence(decay: Tensor, update: Tensor) -> Tensor:
 
 
 def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    begins: Tensor | None = None,
-    initial: Tensor | None = None,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, begins: Tensor | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (y, last state); y is `[seq, batch, channels]`.
 

@@ -29,10 +29,7 @@ class LogCallback(Callback):
     """
 
     def __init__(
-        self,
-        training: Training,
-        probes: Sequence[Probe] = (),
-        on_settled: Callable[[Step], None] = lambda step: None,
+        self, training: Training, probes: Sequence[Probe] = (), on_settled: Callable[[Step], None] = lambda step: None
     ) -> None:
         """probes: measure further metrics in logged steps; on_settled: called when a logged step's row has
         its values."""
