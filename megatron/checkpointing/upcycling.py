@@ -160,7 +160,7 @@ def upcycle(
 
 
 def _with_experts(
-    dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: ModelArgs, dtype: torch.dtype
+    dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: NeoXArgs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Returns a layer's full tensors by name: dense ones, copies for experts, initial values for new ones.
 

@@ -12,7 +12,7 @@ from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise, mark, mix_seed, shard_rows
-from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 # Elements; another number gives other random numbers on a GPU.
 _PIECE = 2**23
@@ -106,7 +106,7 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: ModelArgs, g
         rows.normal_(0.0, _deviations(args)[method], generator=generator)
 
 
-def initial_rows(spec: ParamSpec, layer: int, args: ModelArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yields the fp32 initial value of a full parameter (over all tensor ranks) in pieces: (first row, rows).
 
     The size of pieces is bounded and depends only on the parameter's shape. An orthogonal weight is a single
@@ -129,12 +129,12 @@ def initial_rows(spec: ParamSpec, layer: int, args: ModelArgs, device: torch.dev
         yield start, piece
 
 
-def initial_weight(spec: ParamSpec, layer: int, args: ModelArgs) -> Tensor:
+def initial_weight(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
     """Returns all rows of `initial_rows` as one tensor, drawn by the CPU's generator."""
     return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)
 
 
-def initial_part(spec: ParamSpec, layer: int, args: ModelArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
+def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
     """Yields this rank's shard, or experts, of a parameter's initial value as (first row in it, rows)."""
     start, count = spec.expert_rows(groups)
     for full_start, full_rows in initial_rows(spec, layer, args, groups.device):
@@ -146,7 +146,7 @@ def initial_part(spec: ParamSpec, layer: int, args: ModelArgs, groups: ParallelG
 
 def init_stage(
     stage: Stage,
-    args: ModelArgs,
+    args: NeoXArgs,
     groups: ParallelGroups,
     dtype: torch.dtype = torch.float32,
     take_over: Callable[[int, list[nn.Parameter]], None] | None = None,

@@ -21,7 +21,7 @@ from megatron.methods.distillation.objective import TeacherValues, distillation
 from megatron.methods.distillation.on_policy import OnPolicy
 from megatron.methods.distillation.teacher import Teacher
 from megatron.mpu import Divergence, ParallelGroups, mix_seed
-from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.process import StopRequested
 from megatron.tokenizer import Tokenizer, with_vocabulary
@@ -97,7 +97,7 @@ class Method(method.Method):
         return {"train/on_policy": steps.roles.count("on_policy") / len(steps.roles)}
 
 
-def is_on_policy(args: ModelArgs, iteration: int) -> bool:
+def is_on_policy(args: NeoXArgs, iteration: int) -> bool:
     """Returns whether the step after `iteration` is on policy; a share `distillation.lmbda` of steps is.
 
     Only seed and iteration decide, so that a resumed run takes the same steps.

@@ -203,7 +203,6 @@ class ModelKeys:
         "Apertus",
     )
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
-    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     init_method: Init = key("normal", "Initialisation of embeddings and of linears reading the residual stream")
     output_layer_init_method: Init = key("scaled_normal", "Initialisation of linears writing to the residual stream")
     init_method_std: float = key(0.02, "Standard deviation of the normal initialisations", ge=0)

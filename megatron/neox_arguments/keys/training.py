@@ -63,6 +63,7 @@ class TrainingKeys:
     """The training loop: how long, when to validate and stop, what is recomputed."""
 
     train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
+    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     deterministic_mode: bool = new_key(False, "Use only bitwise reproducible operations (Megatron; slower)")
     tf32: bool = new_key(False, "Multiply fp32 matrices in TF32 on GPUs: faster, but with 10 bits of mantissa, not 23")
     z_loss: float = key(

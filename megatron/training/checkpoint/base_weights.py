@@ -19,12 +19,12 @@ from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import parameters_with_specs
 from megatron.model.lora import begun_names, begun_values
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.engine import Engine
 
 
-def weight_digests(args: ModelArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, str]:
+def weight_digests(args: NeoXArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, str]:
     """Returns a digest of each weight file of a source. The ranks share the work.
 
     A source without path stands for initial values: its entries are the settings that determine them.
@@ -40,12 +40,12 @@ def weight_digests(args: ModelArgs, source: CheckpointSource, groups: ParallelGr
     return {name: digest for part in digests for name, digest in part.items()}
 
 
-def describe_base(args: ModelArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, Any]:
+def describe_base(args: NeoXArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, Any]:
     """Returns the manifest's record of the weights below adapters: their path and their digest."""
     return base_record(source.path, weight_digests(args, source, groups))
 
 
-def base_source(args: ModelArgs, base: Mapping[str, Any], groups: ParallelGroups, adapters: Path) -> CheckpointSource:
+def base_source(args: NeoXArgs, base: Mapping[str, Any], groups: ParallelGroups, adapters: Path) -> CheckpointSource:
     """Returns the source of the weights below the checkpoint `adapters`: `lora.base`, or the path in its
     manifest (`base`).
 

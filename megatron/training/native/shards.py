@@ -14,7 +14,7 @@ from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs
 from megatron.mpu import ParallelGroups, ParamSpec
 from megatron.mpu.torch_versions import all_gather_single
-from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,7 @@ class ReplicatedWeights:
                 self._views.update(zip(params, bucket.views, strict=True))
 
     def _shard(
-        self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, args: ModelArgs, groups: ParallelGroups
+        self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, args: NeoXArgs, groups: ParallelGroups
     ) -> Shard:
         local = param
         if self._has_masters and param.requires_grad:
