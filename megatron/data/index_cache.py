@@ -86,7 +86,7 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         if damage is None:
             return
         logging.getLogger("megatron").warning(
-            f"{path}: this file is damaged ({damage}); its index maps are rebuilt now"
+            f"{path}: damaged ({damage}); the index maps in this file are rebuilt now"
         )
     unfinished = temporary(path)
     try:

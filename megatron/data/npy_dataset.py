@@ -67,8 +67,8 @@ class NpyDataset(IndexedDataset):
             files = tuple(sorted(folder.glob("*.npy")))
             if not files:
                 raise DataError(
-                    f"{folder}: this folder holds no .npy files; a data path is a folder of .npy files, or a "
-                    ".bin/.idx prefix"
+                    f"{folder}: no .npy files in it; a data path is a folder of .npy files, or the prefix of a "
+                    ".bin/.idx pair"
                 )
             return files
         try:

@@ -59,7 +59,7 @@ def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
         )
     if not np.array_equal(pos.doc_idx, neg.doc_idx):
         raise DataError(
-            f"{pos.data_file}: other documents are empty than in {neg.data_file}, so chosen and rejected would "
+            f"{pos.data_file}: its empty documents differ from those of {neg.data_file}: chosen and rejected would "
             "be paired wrongly; make both files again without the rows that have an empty side"
         )
 
