@@ -270,14 +270,17 @@ class BlendedDataset:
         self.members, self.maps = tuple(members), maps
         for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
             if num_drawn > len(member):
-                raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}")
+                raise DataError(
+                    f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}; lower the "
+                    "weight of this dataset, or give it more data"
+                )
 
     def __len__(self) -> int:
         return len(self.maps.dataset_index)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
@@ -302,7 +305,7 @@ class RepeatedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         return self.dataset[index % len(self.dataset)]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:

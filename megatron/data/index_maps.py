@@ -107,7 +107,10 @@ class DataState:
     further_samples: int = 0
 
     def segments(self, name: str, member: int) -> tuple[int, ...]:
-        """Return the segment ends of member `member` of set `name`, () if none are recorded for it."""
+        """Return the ends of the segments (see `build_packed`) of dataset number `member` of set `name`.
+
+        It is () if the run had no such dataset, or did not record its segment ends.
+        """
         members = self.segment_ends.get(name, ())
         return members[member] if member < len(members) else ()
 
@@ -145,10 +148,11 @@ def full_windows(tokens_per_epoch: int, seq_length: int, num_samples: int) -> in
 
 
 def segment_ends(earlier_ends: Sequence[int], num_samples: int, round_up: Callable[[int], int]) -> tuple[int, ...]:
-    """Return the ends of the segments of an order of samples, in samples (see `build_packed`).
+    """Return the ends of the segments of an order of samples, in samples.
 
-    They are the earlier ends, then one more end if num_samples exceeds the last of them. round_up: maps each
-    of these numbers of samples to the number laid out in full epochs, as `full_windows` does.
+    Each extension of a run adds a segment to the order (see `build_packed`). The ends are the earlier ends,
+    then one more if num_samples exceeds the last of them. round_up: maps each of these numbers of samples to
+    the number laid out in full epochs, as `full_windows` does.
     """
     ends: list[int] = []
     for end in map(round_up, (*earlier_ends, num_samples)):
@@ -160,7 +164,8 @@ def segment_ends(earlier_ends: Sequence[int], num_samples: int, round_up: Callab
 def segment_generators(seed: int, count: int) -> list[np.random.RandomState]:
     """Return `count` random generators, one for each segment of an order of samples.
 
-    The first generator is seeded with `seed` alone, as in GPT-NeoX.
+    Each extension of a run adds a segment to the order. The first generator is seeded with `seed` alone, as
+    in GPT-NeoX.
     """
     return [np.random.RandomState(seed if number == 0 else [seed, number]) for number in range(count)]
 

@@ -31,7 +31,8 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
         document = int(differ[0])
         raise DataError(
             f"{labels.data_file}: document {document} has {labels.sizes[document]} labels, but {text.data_file} has "
-            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one go"
+            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one "
+            "preprocessing run"
         )
     return labels
 
@@ -56,7 +57,8 @@ def _check_documents(companion: IndexedDataset, text: IndexedDataset, kind: str)
     if len(companion) != len(text):
         raise DataError(
             f"{companion.data_file}: {kind} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
-            f"document {min(len(companion), len(text))} is only in one of them; make both again in one go"
+            f"document {min(len(companion), len(text))} is only in one of them; make both again in one preprocessing "
+            "run"
         )
 
 

@@ -26,10 +26,10 @@ Part = tuple[IndexedDataset, IndexedDataset | None, int, int]
 
 @names_missing_data
 def data_log_lines(args: NeoXArgs) -> list[str]:
-    """Return log lines on truncated and dropped documents, label files that are not used, and steps on
-    further sets.
+    """Return log lines on truncated and dropped documents, label files that are not used, and steps of the
+    training method.
 
-    It reads full files. For preference data, `Datasets.log_lines` has such lines instead.
+    The files are read in full. For preference data, `Datasets.log_lines` has such lines instead.
     """
     lines: list[str] = []
     if sample_kind(args) != "texts":
@@ -82,8 +82,8 @@ def masked_token_lines(ids: Sequence[int], parts: Sequence[Part]) -> list[str]:
     line = (
         f"loss_mask_token_ids: masks {masked} of {trained} trained tokens of the training data"
         f"{' (a sample: evenly spread blocks)' if sampled else ''}, {100 * masked / max(1, trained):.3g} %"
-        + (f" (token id: times {', '.join(frequencies)})" if frequencies else "")
-        + (f"; never there: token id {', '.join(missing)}" if missing else "")
+        + (f" (counts by token id: {', '.join(frequencies)})" if frequencies else "")
+        + (f"; never found: token id {', '.join(missing)}" if missing else "")
     )
     return [line]
 

@@ -65,7 +65,7 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         tokens = np.zeros(self.seq_length + 1, np.int64)
         labels = np.full(self.seq_length + 1, MASKED, np.int64)
         begins = np.zeros(self.seq_length + 1, bool)

@@ -55,7 +55,7 @@ class Datasets:
     """The datasets of one run. A set is None if the split leaves it no document, or if the run takes no
     sample of it.
 
-    further: those of `further_sets` that the run has, by name.
+    further: {name: extra training set that the training method declares}, see `further_sets`.
     log_lines: lines about the sets for the start of the log.
     contents: for sets that a reference model scores, what decides their rows.
     segment_ends: the ends of the segments of each set's order, which `DataState` needs when a run is resumed.

@@ -113,8 +113,8 @@ def hash_cache_dir(args: NeoXArgs, prefix: str) -> Path:
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
     """Return {set name: data paths of the set, without .bin/.idx}.
 
-    Names: train, valid, test, or "all" for `data_path`, which `split` divides; and the names of the
-      `further_sets` that the run has. Raises DataError if there is no training data.
+    Names: train, valid, test, or "all" for `data_path`, which `split` divides; and the extra training sets
+      that the training method declares (`further_sets`). Raises DataError if there is no training data.
     """
     further = {n: (path,) for n, declared in further_sets().items() if (path := declared.path(args)) is not None}
     if args.data_path:
@@ -171,9 +171,9 @@ def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, 
 
 
 def blend_weights(args: NeoXArgs, name: str, members: Sequence[IndexedDataset]) -> tuple[float, ...]:
-    """Return one weight for each member of set `name`, not normalised.
+    """Return one weight for each dataset (member) that is blended into set `name`, not normalised.
 
-    They are computed from the sizes of the members if `weight_by` or `weight_by_num_documents` is set;
+    They are computed from the sizes of the datasets if `weight_by` or `weight_by_num_documents` is set;
     otherwise they are the listed weights, or all 1.
     """
     unit = "documents" if args.weight_by_num_documents else args.weight_by

@@ -237,8 +237,10 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
 
 
 def _further_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
-    """Return the plans of `further_sets`: all documents of each set, repeated as often as the steps that
-    read it need."""
+    """Return the plans of the extra training sets that the training method declares (`further_sets`).
+
+    Each has all its documents, repeated as often as the steps that read it need.
+    """
     plans = []
     for name, declared in further_sets().items():
         if (path := declared.path(args)) is not None:
@@ -253,9 +255,10 @@ def _further_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
 
 
 def _with_segments(plan: _TextPlan, args: NeoXArgs, data_state: DataState) -> _TextPlan:
-    """Return the plan with the segments of each source's order (see `build_packed`) from the resumed run.
+    """Return the plan with each source's order of samples continued from the resumed run.
 
-    If they hold too few samples, one more segment is added.
+    The order keeps its earlier segments (see `build_packed`). If they hold too few samples, one more segment
+    is added.
     """
     packing = packing_from_args(args)
     if not packing.joint or plan.single_pass:
@@ -289,7 +292,7 @@ def _one_pass(plan: _TextPlan, args: NeoXArgs) -> _TextPlan:
 
 
 def _limited(args: NeoXArgs, start: int, stop: int) -> int:
-    """Return the end of the sequences that are used of [start, stop): at most `limit_samples` of them."""
+    """Return `stop`, lowered if necessary so that [start, stop) holds at most `limit_samples` sequences."""
     return stop if args.limit_samples is None else min(stop, start + args.limit_samples)
 
 

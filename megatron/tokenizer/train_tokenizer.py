@@ -1,4 +1,4 @@
-"""Train a byte-level BPE on JSONL texts; flags are GPT-NeoX's.
+"""Trains a byte-level BPE tokenizer on JSONL texts; the flags are GPT-NeoX's.
 
     python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json -v 52000
 

@@ -168,7 +168,7 @@ def _token_counts(texts: Sequence[RowTexts], chat: ChatTokenizer) -> Iterator[tu
 
 
 def suggested_length(lengths: np.ndarray) -> int:
-    """Return the smallest power of two that is at least as long as TARGET_SHARE of the lengths."""
+    """Return the smallest power of two that at least TARGET_SHARE (95 %) of the lengths do not exceed."""
     return next((length for length in SUGGESTED if (lengths <= length).mean() >= TARGET_SHARE), SUGGESTED[-1])
 
 

@@ -84,7 +84,8 @@ class StoredDocuments:
         if len(counts) > 1:
             names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in texts)
             raise DataError(
-                f"the files of a pair hold different numbers of documents: {names}; make them again in one go"
+                f"the files of a pair hold different numbers of documents: {names}; make them again in one "
+                "preprocessing run"
             )
         self._count = counts.pop()
 

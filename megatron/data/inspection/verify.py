@@ -47,7 +47,7 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
         if len(reward.doc_idx) != len(text.doc_idx):
             raise DataError(
                 f"{reward.index_file}: {len(reward.doc_idx) - 1} documents, but {text.index_file} has "
-                f"{len(text.doc_idx) - 1}; make both again in one go"
+                f"{len(text.doc_idx) - 1}; make both again in one preprocessing run"
             )
         for begin, end in blocks(reward.sizes):
             values = np.asarray(reward.span(begin, end))
@@ -151,7 +151,7 @@ def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
             lengths = [_tokens(dataset, document) for dataset in (label, text)]
             raise DataError(
                 f"{label.index_file}: document {document} has {lengths[0]} labels, but {lengths[1]} tokens in "
-                f"{text.index_file}; both must be made in one go"
+                f"{text.index_file}; make both again in one preprocessing run"
             )
 
 

@@ -20,11 +20,12 @@ from megatron.data.sliced_documents import DocumentSlices
 
 
 def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed: int) -> np.ndarray:
-    """Return, for each of `documents`, the document whose response its prompt is joined with.
+    """Choose, for each document, another document whose response its prompt is joined with; return these.
 
-    The result is a permutation in which no document gets a response to its own prompt. Documents d with the
-    same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are shuffled by `seed`, and
-    each gets the response to the next prompt. Raises DataError if there are too few prompts.
+    The result is a permutation of `documents` in which no document gets a response to its own prompt.
+    Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are
+    shuffled by `seed`, and each gets the response to the next prompt. Raises DataError if there are too few
+    prompts.
     """
     prompts, prompt_of = np.unique(documents // responses_per_prompt, return_inverse=True)
     order = np.argsort(np.random.RandomState(seed).permutation(len(prompts))[prompt_of], kind="stable")

@@ -55,7 +55,7 @@ def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
     if len(pos) != len(neg):
         raise DataError(
             f"{pos.data_file}: {len(pos)} documents, but {neg.data_file} has {len(neg)}: "
-            "the two files are not pairs; make both again in one go"
+            "the two files are not pairs; make both again in one preprocessing run"
         )
     if not np.array_equal(pos.doc_idx, neg.doc_idx):
         raise DataError(
@@ -65,8 +65,10 @@ def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
 
 
 def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
-    """Raise DataError unless the reference log-probabilities have one finite float per token of `side`, or
-    one per document."""
+    """Raise DataError unless the reference model's log-probabilities fit the tokens of `side`.
+
+    `reference` must hold one finite float for each token of `side`, or one for each document.
+    """
     file = reference.data_file
     if len(reference) != len(side) or reference.dtype.kind != "f":
         raise DataError(
@@ -85,8 +87,8 @@ def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
 
 
 def check_sums(reference: IndexedDataset, side: IndexedDataset, num_used: np.ndarray, in_samples: np.ndarray) -> None:
-    """Raise DataError if the reference log-probabilities are sums over full documents, but a document is
-    truncated.
+    """Raise DataError if a document is truncated, but the reference log-probabilities are sums over full
+    documents.
 
     num_used: [documents] tokens used of each document. in_samples: the documents to check.
     """

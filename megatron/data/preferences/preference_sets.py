@@ -61,8 +61,8 @@ IndexedDatasets = tuple[IndexedDataset, ...]
 
 @dataclass(frozen=True)
 class PreferenceMapsKey(CacheKey):
-    """The cache key of the index maps of one member of a set. Its field names are part of the names of cached
-    files.
+    """The cache key of the index maps of one dataset (member) of a blend. Its field names are part of the
+    names of cached files.
 
     contents: hashes of the labels, and of the tokens if there are no labels or prefixes are shared. units:
       number of pairs or examples. per_unit: responses of one unit. before: the ends of the earlier segments
@@ -109,7 +109,7 @@ class _PreferenceSource:
 
     @property
     def file(self) -> Path:
-        """The data file that messages about this member name."""
+        """The data file that messages about this dataset name."""
         return self.sources[0].data_file
 
 
@@ -304,9 +304,9 @@ def _cache_dir(args: NeoXArgs, member: _PreferenceSource) -> Path:
 
 
 def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) -> PreferenceMapsKey:
-    """Return the cache key of the index maps of a member.
+    """Return the cache key of the index maps of one dataset (member) of a blend.
 
-    ends: the ends of the segments of the member's order, in samples; the last is the number of samples.
+    ends: the ends of the segments of its order, in samples; the last is the number of samples.
     """
     saving, hash_cache = least_prefix_saving(args), hash_cache_dir(args, member.sources[0].prefix)
     deciding = member.labels or member.sources
@@ -328,7 +328,7 @@ def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) ->
 
 
 def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> list[int]:
-    """Return, for each member, the number of samples in one pass over it."""
+    """Return, for each dataset (member) of a blend, the number of samples in one pass over it."""
     if not members:
         return []
     keys, folder = [_maps_key(args, member, (1,)) for member in members], _cache_dir(args, members[0])
@@ -339,7 +339,8 @@ def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> 
 
 
 def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> PreferenceMaps:
-    """Build the index maps of a member. Raises DataError if its documents give no sample."""
+    """Build the index maps of one dataset (member) of a blend. Raises DataError if its documents give no
+    sample."""
     sizes = np.stack([source.sizes[: key.units].astype(np.int64) for source in member.sources], axis=1)
     if member.labels is not None:
         first_trained = np.stack([first_labelled_token(labels)[: key.units] for labels in member.labels], axis=1)
@@ -436,7 +437,7 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
 def _log_lines(
     member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None, seq_length: int
 ) -> list[str]:
-    """Return log lines on how full the rows of a member are, and on its truncated and dropped documents.
+    """Return log lines on how full the rows of a dataset are, and on its truncated and dropped documents.
 
     batch: samples per step; None unless it is a training set. seq_length: tokens of a row that the model
       reads.

@@ -127,7 +127,7 @@ class _TemplateRenderer:
             if part.strip() not in body:
                 raise DataError(
                     f"message {index} cannot be verified: its trained text {quoted(body)} does not hold the message's "
-                    f"text {quoted(part.strip())}"
+                    f"text {quoted(part.strip())}; use a template that writes it unchanged"
                 )
         content = messages[index].get("content")
         affixes = None
@@ -151,7 +151,8 @@ class _TemplateRenderer:
             probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
             raise DataError(
-                f"message {index} cannot be verified: its trained text contains words of other messages: {quoted(body)}"
+                f"message {index} cannot be verified: its trained text contains words of other messages: "
+                f"{quoted(body)}; use a template that writes each message by itself"
             )
         if affixes is not None:
             self.chat.verified.add(affixes)
@@ -170,9 +171,10 @@ class _TemplateRenderer:
         return lead, suffix
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """Raise DataError if `lead` holds words.
+        """Raise DataError if the template writes words before the answer that its generation prompt does not
+        have.
 
-        `lead` is what the template writes before the answer but not in its generation prompt.
+        lead: what the template writes before the answer.
         """
         silent = prompt == self.chat.render(messages[:index], self.settings)
         bare = lead.strip()

@@ -58,6 +58,6 @@ def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]
             frames = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
             yield io.BufferedReader(_ZstdReader(raw, frames), ZSTD_BYTES)
         except zstandard.ZstdError as problem:
-            raise DataError(f"{source}: damaged or truncated ({problem})") from problem
+            raise DataError(f"{source}: damaged or truncated ({problem}); make or copy it again") from problem
     else:
         yield raw

@@ -186,7 +186,11 @@ def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
         start = rows.line_num + 1
         for fields in rows:
             if fields:
-                problem = None if len(fields) == len(names) else f"{len(fields)} fields for {len(names)} columns"
+                problem = (
+                    None
+                    if len(fields) == len(names)
+                    else f"{len(fields)} fields, but the first line names {len(names)} columns"
+                )
                 yield start, dict(zip(names, fields, strict=False)), problem
             start = rows.line_num + 1
     except csv.Error as problem:

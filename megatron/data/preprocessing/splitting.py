@@ -142,7 +142,7 @@ def _boundaries(files: Mapping[str, Sequence[str]], sets: Mapping[str, IndexedDa
             if len(sets[path]) != len(sets[text]):
                 raise DataError(
                     f"{path}: {len(sets[path])} sequences, but {text}, to which it belongs by its name, has "
-                    f"{len(sets[text])}; make both again in one go, or move this file to another folder"
+                    f"{len(sets[text])}; make both again in one preprocessing run, or move this file to another folder"
                 )
             if sets[path].dtype.newbyteorder("=") not in CODES:
                 raise DataError(f"{path}: its type {sets[path].dtype} cannot be written; make it again as float32")
