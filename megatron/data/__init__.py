@@ -1,7 +1,9 @@
-"""Training data: `.bin/.idx` files, their index maps, the sets of a run, and the model's Batch.
+"""Reads training data: `.bin/.idx` files, their index maps, a run's train, validation and test sets, and
+`Batch`.
 
-`preprocessing/` makes these files from raw text and `inspection/` looks at them: training imports neither.
-The names that need torch (Batch, the loaders) are imported on first use, so that tools start without torch.
+`preprocessing/` makes these files from raw text, and `inspection/` shows and checks them; training imports
+neither. Names that need torch (Batch, the loaders) are imported on first use, so that tools start without
+torch.
 """
 
 import importlib

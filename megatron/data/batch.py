@@ -1,4 +1,4 @@
-"""Defines Batch, the one type that data hands to the model, and collates samples of text into it."""
+"""Defines `Batch`, the micro-batch that the model receives, and collates token samples into it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,10 +12,10 @@ from megatron.data.packed_dataset import TokenSample
 
 
 class TensorRecord:
-    """Base class of frozen dataclasses of tensors, which may hold further records."""
+    """Base class of frozen dataclasses whose fields are tensors, nested TensorRecords or plain values."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with `function` applied to every tensor, those of inner records included."""
+        """Return a copy with `function` applied to every tensor field, also in nested records."""
         changed: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -28,54 +28,54 @@ class TensorRecord:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes(TensorRecord):
-    """Documents whose prefix is stored only in the document before them in the row (shared prompts).
+    """Describes a packed batch in which consecutive documents share a prompt that is stored only once.
 
-    It maps the row to the layout with each document's prefix repeated. Source: "Accelerating Direct
-    Preference Optimization with Prefix Sharing", arXiv 2410.20305.
+    The fields map the batch to its expanded layout, in which every document repeats its prompt. Source:
+    "Accelerating Direct Preference Optimization with Prefix Sharing", arXiv 2410.20305.
     """
 
-    places: Tensor  # [tokens written out] int64: row * seq + column of each
-    own_places: Tensor  # [batch * seq] int64: index in `places` of each place's token behind its own prefix
-    cu_seqlens: Tensor  # [n] int32, starts of documents written out, padded as `Documents.cu_seqlens`
-    max_seqlen: int = 0  # number of tokens of the longest document written out
+    places: Tensor  # [expanded tokens] int64: place (row * seq + column) in the batch of each expanded token
+    own_places: Tensor  # [batch * seq] int64: index in `places` of each batch token within its own document
+    cu_seqlens: Tensor  # [n] int32, starts of expanded documents, padded as `Documents.cu_seqlens`
+    max_seqlen: int = 0  # number of tokens of the longest expanded document
 
 
 @dataclass(frozen=True, eq=False)
 class Documents(TensorRecord):
-    """The documents of a batch, which attend only to themselves."""
+    """The document boundaries of a batch; tokens attend only within their own document."""
 
     cu_seqlens: Tensor  # [n] int32, see `document_starts`
     max_seqlen: int = 0  # number of tokens of the longest document
-    prefixes: SharedPrefixes | None = None  # what documents share; `Batch.positions` then count it
+    prefixes: SharedPrefixes | None = None  # shared prompts; `Batch.positions` then count their tokens
 
 
 @dataclass(frozen=True, eq=False)
 class MethodBatch(TensorRecord):
-    """Base class of values of a micro-batch that only one kind of training (`training/method.py`) reads."""
+    """Base class for the fields of a micro-batch that only one training method reads (see
+    `training/method.py`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch(TensorRecord):
-    """One micro-batch: integer tensors of fixed sizes."""
+    """One micro-batch for the model: integer tensors of fixed shapes."""
 
     tokens: Tensor  # [batch, seq] int64
     labels: Tensor  # [batch, seq] int64, already shifted; 0 where masked
     loss_weights: Tensor  # [batch, seq] int64, 0 or 1
     positions: Tensor | None = None  # [batch, seq] int64; None: 0..seq-1 in every row
     documents: Documents | None = None  # None: one document a row
-    seed: int = 0  # of this micro-batch's dropout
+    seed: int = 0  # seed of this micro-batch's dropout
     filled: Tensor | None = None  # [batch] int64, positions of each row before its padding; None: no padding
     loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: the head runs at all positions
-    method: MethodBatch | None = None  # values of one kind of training
+    method: MethodBatch | None = None  # fields that one training method adds
 
     @property
     def padding(self) -> int:
-        """The number of padding positions."""
+        """The number of padding positions in the batch."""
         return 0 if self.filled is None else self.tokens.numel() - int(self.filled.sum())
 
     def filled_places(self) -> Tensor | None:
-        """Return a boolean `[seq, batch]`, False at padding at the end of a row; None if no position is
-        padding."""
+        """Return a boolean mask `[seq, batch]` that is False at padding; None if the batch has no padding."""
         if self.filled is None:
             return None
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).unsqueeze(1) < self.filled
@@ -99,22 +99,23 @@ def collate(
     reset_position_ids: bool = False,
     seed: int = 0,
 ) -> Batch:
-    """Return the next-token batch of windows [batch, seq + 1] int64.
+    """Build the `Batch` for next-token prediction from `samples`, token windows [batch, seq + 1] int64.
 
-    labels: the target at each token's position, not shifted, negative if not trained; None: the tokens
-      themselves.
-    begins: True where documents begin, as the dataset knows; None: after each `eod` (Megatron). The first
-      position of a row always begins a document.
+    labels: [batch, seq + 1], the target at each token's own position (not shifted), negative if not trained;
+      None: the tokens themselves.
+    begins: bool [batch, seq + 1], True at the first token of each document; None: a document begins after
+      each `eod`, as in Megatron. The first position of a row always begins a document.
     eod_mask_loss: positions whose input token is `eod` are not trained (NeoX), because the next document is
       unpredictable.
-    masked_ids: labels that are never trained.
+    masked_ids: token ids that are never trained as targets.
     reset_attention_mask: attention stays within documents, and a document's first token is not trained.
     reset_position_ids: positions count from 0 in each document.
     """
     resets = reset_attention_mask or reset_position_ids
     if eod is None and (eod_mask_loss or (resets and begins is None)):
         raise ValueError(
-            "eod_mask_loss and resets need the tokenizer's end-of-document token, because `begins` is not given"
+            "eod is None, but eod_mask_loss needs the tokenizer's end-of-document token; reset_attention_mask and "
+            "reset_position_ids need it too, unless `begins` is given"
         )
     targets = (samples if labels is None else labels)[:, 1:]
     tokens = torch.from_numpy(samples)[:, :-1].contiguous()
@@ -141,10 +142,11 @@ def collate(
 def collate_samples(
     samples: Sequence[TokenSample], length: int | None = None, *, eod: int | None = None, **options: Any
 ) -> Batch:
-    """Collate samples of a dataset, each truncated to `length` tokens (None: all).
+    """Collate samples of a dataset into a `Batch`, each truncated to `length` tokens (None: not truncated).
 
-    Documents begin where the dataset says; without labels, also after each `eod` (Megatron). With labels
-    `eod` begins none, because it may stand between the turns of a conversation.
+    A document begins where `TokenSample.begins` is True. In samples without labels a document also begins
+    after each `eod`, as in Megatron. In samples with labels it does not, because `eod` may stand between the
+    turns of a conversation. options: passed to `collate`.
     """
     width = None if length is None else length + 1
     tokens, labels, begins = (
@@ -164,7 +166,7 @@ def rechunk(batch: Batch, length: int) -> Batch:
     tokens and labels.
 
     `length` must divide the length of the rows. A document that crosses the end of a new row is split into
-    two, in attention and in positions.
+    two documents, in attention and in positions.
     """
     rows, seq = batch.tokens.shape
     if seq == length:
@@ -187,8 +189,8 @@ def places_of_loss(loss_weights: np.ndarray) -> Tensor | None:
     """Return `Batch.loss_places`: the trained positions (loss weight 1), as indices into the flattened `[seq,
     batch]`.
 
-    The indices are padded with untrained positions, so a batch shape has at most eight sizes. Returns None if
-    more than three quarters of the positions would be listed.
+    Untrained positions pad the indices, so that one batch shape gives at most eight sizes. Returns None if
+    the list would hold more than three quarters of all positions.
     loss_weights: [batch, seq], 0 or 1.
     """
     flat = loss_weights.T.ravel()
@@ -201,13 +203,12 @@ def places_of_loss(loss_weights: np.ndarray) -> Tensor | None:
 
 
 def document_starts(begins: np.ndarray) -> Documents:
-    """Return the documents of rows.
+    """Return the `Documents` of a batch whose documents begin where `begins` [batch, seq] is True.
 
     cu_seqlens [n] int32 holds the starts of all documents, with the rows laid end to end. Every row begins a
     document. The end is padded with batch * seq until n is a power of two, at most batch * seq + 1:
     variable-length kernels reserve memory and start blocks for n - 1 documents, and few values of n avoid
     fragmentation.
-    begins: True where documents begin, [batch, seq].
     """
     firsts = begins.copy()
     firsts[:, 0] = True
@@ -219,7 +220,9 @@ def document_starts(begins: np.ndarray) -> Documents:
 
 
 def _positions(begins: np.ndarray) -> np.ndarray:
-    """Return the distance of every token from its document's start, [batch, seq] int64. begins: True where
-    documents begin."""
+    """Return the distance of every token from the start of its document, [batch, seq] int64.
+
+    begins: True where documents begin.
+    """
     places = np.arange(begins.shape[1])
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -1,8 +1,8 @@
-"""Blends several sets in proportion to their weights, in GPT-NeoX's order.
+"""Blends several datasets in proportion to their weights, in GPT-NeoX's order.
 
-Sample i comes from the set d with the largest error weights[d] * max(i, 1) - drawn[d] (the first of equal
-ones, all in float64), and is the next sample of that set. So the order does not depend on the number of
-samples: more of them only continue it.
+Sample i is the next sample of the dataset d with the largest error weights[d] * max(i, 1) - drawn[d], in
+float64; of equal errors the first d counts. So the order does not depend on the number of samples: a longer
+blend begins with the samples of a shorter one.
 """
 
 import math
@@ -22,11 +22,11 @@ from megatron.process import look_for_stop
 
 @dataclass(frozen=True)
 class BlendMaps:
-    """The order of the samples of a blend.
+    """The order of samples in a blend of datasets.
 
-    dataset_index [samples]: for each sample, the index of the set that it comes from.
-    dataset_sample_index [samples]: the index of the sample in that set.
-    drawn [sets] int64: how many samples the blend takes from each set.
+    dataset_index [samples]: for each sample of the blend, the index of the dataset it comes from.
+    dataset_sample_index [samples]: the index of the sample in that dataset.
+    drawn [sets] int64: how many samples the blend takes from each dataset.
     """
 
     dataset_index: np.ndarray
@@ -35,7 +35,7 @@ class BlendMaps:
 
 
 class BlendingKey(CacheKey):
-    """Base class of the cache keys of blends; the field names are part of the names of cached files."""
+    """Base class of the cache keys of blends. The names of its fields go into the names of cached files."""
 
     def build(self) -> BlendMaps:
         """Build the `BlendMaps` that this key describes."""
@@ -44,7 +44,7 @@ class BlendingKey(CacheKey):
 
 @dataclass(frozen=True)
 class BlendKey(BlendingKey):
-    """The cache key of a blend of num_samples samples in proportion to the weights."""
+    """The cache key of a blend of `num_samples` samples, drawn from datasets in proportion to `weights`."""
 
     weights: tuple[float, ...]
     num_samples: int
@@ -56,8 +56,10 @@ class BlendKey(BlendingKey):
 
 @dataclass(frozen=True)
 class OnePassKey(BlendingKey):
-    """The cache key of a blend that takes each sample once. Sets are drawn in proportion to their weights; a
-    set with no samples left is skipped."""
+    """The cache key of a blend that takes every sample of every dataset once.
+
+    Datasets are drawn in proportion to `weights`. A dataset with no samples left is skipped.
+    """
 
     weights: tuple[float, ...]
     samples: tuple[int, ...]
@@ -69,9 +71,10 @@ class OnePassKey(BlendingKey):
 
 @dataclass(frozen=True)
 class EpochKey(BlendingKey):
-    """The cache key of one pass over several sets: each sample once, every set spread evenly over the pass.
+    """The cache key of one pass over several datasets: each sample once, every dataset spread evenly over the
+    pass.
 
-    (GPT-NeoX draws equally from all sets, so small sets repeat and large sets are not used in full.)
+    (GPT-NeoX draws equally from all datasets, so small ones repeat and large ones are not used in full.)
     """
 
     samples: tuple[int, ...]
@@ -81,12 +84,12 @@ class EpochKey(BlendingKey):
         return interleave(self.samples, np.asarray(self.samples, dtype=np.int64))
 
 
-Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
+Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (number of samples, weights of the datasets) of consecutive blends
 
 
 @dataclass(frozen=True)
 class PhasesKey(BlendingKey):
-    """The cache key of consecutive blends, each with its own weights."""
+    """The cache key of several blends in sequence, each with its own number of samples and weights."""
 
     phases: Phases
     phases_version: int = 1
@@ -96,32 +99,38 @@ class PhasesKey(BlendingKey):
 
 
 def normalized(weights: Sequence[float]) -> np.ndarray:
-    """Return the weights divided by their sum, float64; the sum is taken from left to right as in NeoX."""
+    """Return the weights divided by their sum, float64. The sum is taken from left to right, as in NeoX."""
     values = np.asarray(weights, dtype=np.float64)
     return values / np.cumsum(values)[-1]
 
 
 def samples_per_member(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return how many samples to prepare of each set for a blend of num_samples: its share plus 0.5 %, as in
-    NeoX. The blend never draws more than that."""
+    """Return how many samples to prepare of each dataset for a blend of `num_samples` samples.
+
+    It is the dataset's share plus 0.5 %, as in NeoX. The blend never draws more.
+    """
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
 
 
 def weight_phases(
     end_steps: Sequence[int], weights: Sequence[tuple[float, ...]], batch: int, num_samples: int
 ) -> Phases:
-    """Return phases (number of samples, weights of the sets) for blend weights that change during the run.
+    """Return the phases (number of samples, weights of the datasets) of a blend whose weights change during
+    the run.
 
     weights[0] apply up to step end_steps[0], weights[1] up to end_steps[1], and so on; the last weights apply
-    to the end. batch: samples per step. num_samples: of all phases together.
+    to the end. batch: samples per step. num_samples: samples of all phases together.
     """
     borders = [0, *(min(step * batch, num_samples) for step in end_steps), num_samples]
     return tuple((end - begin, phase) for (begin, end), phase in zip(pairwise(borders), weights, strict=True))
 
 
 def build_phases(phases: Phases) -> BlendMaps:
-    """Return the maps of consecutive blends, one for each phase. A set continues after its last sample of the
-    earlier phases. A set with weight 0 is not drawn in that phase."""
+    """Return the maps of a blend that runs through `phases` one after another.
+
+    In each phase a dataset continues after the samples it gave in earlier phases. A dataset with weight 0 is
+    not drawn in that phase.
+    """
     num_drawn = np.zeros(len(phases[0][1]), np.int64)
     set_indices, number = [], []
     for samples, weights in phases:
@@ -134,9 +143,11 @@ def build_phases(phases: Phases) -> BlendMaps:
 
 
 def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
-    """Return maps that take every sample of all sets once, ordered by (index in its set + 1/2) / share.
+    """Return maps that take every sample of all datasets once, ordered by (index in its dataset + 1/2) /
+    share.
 
-    samples: number of samples of each set. shares [sets]: how fast each set is drawn; only ratios count.
+    samples: number of samples of each dataset. shares [sets]: how fast each dataset is drawn; only ratios
+      count.
     """
     counts = np.asarray(samples, dtype=np.int64)
     numbers = np.concatenate([np.arange(count) for count in counts])
@@ -146,15 +157,16 @@ def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = False) -> tuple[float, ...]:
-    """Return one blend weight for each set: (n_d / N) ^ alpha, scaled to sum to 1 (XLM-R, arXiv 1911.02116).
+    """Return one blend weight for each dataset: (n_d / N) ^ alpha, scaled to sum to 1 (XLM-R, arXiv
+    1911.02116).
 
-    documents: n_d, the documents of each set; N is their sum.
-    compat: also multiply each by 1 - n_d / N, as GPT-NeoX does contrary to its documentation.
+    documents: n_d, the number of documents of each dataset; N is their sum.
+    compat: also multiply each weight by 1 - n_d / N, as GPT-NeoX does contrary to its documentation.
     """
     if len(documents) == 1:
         return (1.0,)
     shares = np.asarray(documents, dtype=np.float64) / sum(documents)
-    # Python's power, as NeoX: that of numpy may differ in the last bit
+    # Python's ** as in NeoX: numpy's power may differ in the last bit
     weights = normalized([share**alpha for share in shares.tolist()])
     return tuple((normalized(weights * (1 - shares)) if compat else weights).tolist())  # type: ignore[arg-type]
 
@@ -162,7 +174,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = 
 def build_blend(
     weights: Sequence[float], num_samples: int, *, lanes: int = 1024, lane_length: int = 4096, warm_up: int = 512
 ) -> BlendMaps:
-    """Return the maps of the first num_samples samples of a blend of sets in proportion to `weights`.
+    """Return the maps of the first `num_samples` samples of a blend of datasets in proportion to `weights`.
 
     lanes, lane_length, warm_up: how the work is split (see `_block`); the result does not depend on them.
     """
@@ -187,14 +199,14 @@ def build_blend(
 def _block(
     weights: np.ndarray, start: int, num_drawn: np.ndarray, lanes: int, length: int, warm_up: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (set, index in the set) for samples [start, start + lanes * length). num_drawn: samples drawn
-    from each set before `start`.
+    """Return (dataset, index in the dataset) for the samples [start, start + lanes * length) of a blend.
 
+    num_drawn: samples drawn from each dataset before `start`.
     Drawing samples one by one would take minutes in Python. So the block is split into lanes that advance
-    together. The state at a lane's start (samples drawn so far from each set) is guessed, and corrected by
-    drawing the `warm_up` samples before it: wrong states soon converge to the right one, because the next
-    sample always comes from the set that is furthest behind. A lane is right if it starts in the state in
-    which the lane before it ends; the other lanes are computed again from that state.
+    together. The state at a lane's start (samples drawn so far from each dataset) is guessed, and corrected
+    by drawing the `warm_up` samples before it: wrong states soon converge to the right one, because the next
+    sample always comes from the dataset that is furthest behind. A lane is right if it starts in the state in
+    which the lane before it ends; all other lanes are computed again from that state.
     """
     begins = start + length * np.arange(lanes)
     state = np.empty((lanes, len(weights)))
@@ -212,7 +224,7 @@ def _block(
 
 
 def _share_out(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Return how many of each lane's `samples` [lanes] come from each set by weight, [lanes, sets].
+    """Divide each lane's `samples` [lanes] among the datasets by weight; return whole numbers [lanes, sets].
 
     Fractions are rounded by the largest-remainder method.
     """
@@ -223,10 +235,11 @@ def _share_out(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the next `steps` samples of every lane; return (set, index in the set), each [lanes, steps] int64.
+    """Draw the next `steps` samples of every lane; return (dataset, index in the dataset), each [lanes,
+    steps] int64.
 
-    begins [lanes]: the number of each lane's next sample. state [lanes, sets] float64: how many samples each
-    lane has drawn from each set before; updated in place.
+    begins [lanes]: the index in the blend of each lane's next sample. state [lanes, sets] float64: how many
+      samples each lane has drawn from each dataset so far; updated in place.
     """
     lanes, sets = state.shape
     chosen, number = np.empty((2, steps, lanes), np.int64)
@@ -234,7 +247,7 @@ def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int
     error = np.empty_like(state)
     flat, row = state.reshape(-1), sets * np.arange(lanes)
     for step in range(steps):
-        # Two roundings, as in NeoX: a fused multiply-add would order near-ties otherwise
+        # Two roundings, as in NeoX: a fused multiply-add would order near-ties differently
         np.multiply(weights, np.maximum(position, 1.0), out=error)
         np.subtract(error, state, out=error)
         error.argmax(axis=1, out=chosen[step])
@@ -247,7 +260,8 @@ def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int
 
 
 class BlendedDataset:
-    """A dataset whose item i is sample dataset_sample_index[i] of member dataset_index[i].
+    """A dataset that blends `members` (datasets): item i is sample dataset_sample_index[i] of member
+    dataset_index[i].
 
     Raises DataError if a member has fewer samples than the blend draws (GPT-NeoX would repeat them).
     """
@@ -256,18 +270,25 @@ class BlendedDataset:
         self.members, self.maps = tuple(members), maps
         for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
             if num_drawn > len(member):
-                raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}")
+                raise DataError(
+                    f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}; lower the "
+                    "weight of this dataset, or give it more data"
+                )
 
     def __len__(self) -> int:
         return len(self.maps.dataset_index)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Yield (index of the member, *piece) for each piece that the member's `pieces` yields."""
+        """Yield (index of the member, *piece) for each piece (part of a document) that makes up sample
+        `index`.
+
+        The member's own `pieces` defines a piece.
+        """
         member = int(self.maps.dataset_index[index])
         for piece in self.members[member].pieces(int(self.maps.dataset_sample_index[index])):
             yield member, *piece
@@ -284,9 +305,10 @@ class RepeatedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         return self.dataset[index % len(self.dataset)]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Yield the tuples that the repeated dataset's `pieces` yields for the sample, one per document."""
+        """Yield the pieces (parts of documents) that make up sample `index`, as the repeated dataset's
+        `pieces` does."""
         return self.dataset.pieces(index % len(self.dataset))

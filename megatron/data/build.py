@@ -22,9 +22,10 @@ def build_datasets(
     epochs: int | None = None,
     data_state: DataState | None = None,
 ) -> Datasets:
-    """Build the train, validation and test sets of `data_path` + `split`, or of the listed data paths. If a
-    list has several paths, they are blended by weight.
+    """Build the train, validation and test sets from `data_path` and `split`, or from lists such as
+    `train_data_paths`.
 
+    If a list has several paths, their datasets are blended by weight.
     on_one_rank: called on every rank with a function that does all work on full files: checks, hashes, and
       writing missing index maps. It must call that function on one rank, return its result on all ranks, and
       raise its exception on all ranks.
@@ -41,11 +42,11 @@ def build_datasets(
 
 @names_missing_data
 def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataState | None = None) -> int:
-    """Return the optimizer step at which `train_epochs` passes over the training data end. An incomplete last
+    """Return the optimizer step at which `train_epochs` passes over the training data end; an incomplete
     batch is dropped.
 
     data_state: the position of a resumed run; its earlier steps may have used another batch size. Raises
-    DataError for unusable data, or if all passes together do not fill one batch.
+      DataError for unusable data, or if all passes together do not fill one batch.
     """
     assert args.train_epochs is not None
     per_epoch = (preference_samples_per_epoch if trains_preferences(args) else text_samples_per_epoch)(args)

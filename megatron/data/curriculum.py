@@ -1,10 +1,11 @@
-"""Trains on short sequences first.
+"""Computes sequence lengths for curricula that train on short sequences first.
 
 `curriculum_learning`: each optimizer step reads only the first tokens of each sample. The formulas are those
-of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et al., "The
-Stability-Efficiency Dilemma" (arXiv 2108.06084). `seq_curriculum`: no token is dropped. The micro-batch
-[batch, seq_length] of a step is read as [batch * seq_length / seq_len, seq_len], so steps, their tokens and
-the resume position equal those without it.
+  of DeepSpeed's CurriculumScheduler; steps count from 1, as in GPT-NeoX. Li et al., "The Stability-Efficiency
+  Dilemma" (arXiv 2108.06084).
+`seq_curriculum`: no token is dropped. The micro-batch [batch, seq_length] of a step is read as [batch *
+  seq_length / seq_len, seq_len], so steps, their tokens and the resume position are the same as without a
+  curriculum.
 """
 
 import math
@@ -16,13 +17,13 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def curriculum_section(args: NeoXArgs) -> Mapping[str, Any] | None:
-    """Return the section `curriculum_learning`; None when it is off."""
+    """Return the configuration section `curriculum_learning`; None if it is missing or not enabled."""
     section = args.curriculum_learning
     return section if section is not None and section["enabled"] else None
 
 
 def step_length(args: NeoXArgs, step: int) -> int:
-    """Return how many tokens of each sample optimizer step `step` (the first is 1) reads; at most
+    """Return how many tokens of each sample optimizer step `step` (the first is 1) reads, at most
     `seq_length`."""
     section = curriculum_section(args)
     return args.seq_length if section is None else min(args.seq_length, difficulty(section, step))
@@ -39,7 +40,8 @@ def row_length(args: NeoXArgs, step: int) -> int:
 
 
 def difficulty(section: Mapping[str, Any], step: int) -> int:
-    """Return the sequence length of a step by the schedule of a `curriculum_learning` section."""
+    """Return the sequence length of optimizer step `step` by the schedule of a `curriculum_learning`
+    section."""
     schedule = section["schedule_config"]
     if section["schedule_type"] == "fixed_discrete":
         for length, last in zip(schedule["difficulty"], schedule["max_step"], strict=False):
@@ -54,8 +56,11 @@ def difficulty(section: Mapping[str, Any], step: int) -> int:
 
 
 def check_curriculum(args: NeoXArgs) -> None:
-    """Raise ConfigError for sequence lengths below 1, or, with `sequence_parallel`, for lengths that the
-    number of tensor-parallel ranks does not divide."""
+    """Raise ConfigError if a curriculum has unusable sequence lengths.
+
+    They are unusable below 1, or, with `sequence_parallel`, if the number of tensor-parallel ranks does not
+    divide them.
+    """
     section = curriculum_section(args)
     if args.seq_curriculum is not None:
         lengths, path = args.seq_curriculum["seq_len"], "seq_curriculum.seq_len"

@@ -1,13 +1,13 @@
-"""The exceptions of the data package."""
+"""Defines the exceptions of the data package."""
 
 from megatron.neox_arguments.errors import UserError
 
 
 class DataError(UserError, ValueError):
-    """Unusable data: the message names the file and what to do."""
+    """Raised for unusable data. The message names the file and says what to do."""
 
 
 class MissingDataError(DataError):
-    """No file exists for a data path. prefix: that path."""
+    """Raised if no file exists for a data path. prefix: the data path."""
 
     prefix = ""

@@ -1,4 +1,4 @@
-"""File helpers: durable writes, hashes computed block by block, and memory maps."""
+"""Provides file helpers: durable writes, hashes computed block by block, and memory maps."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from megatron.process import look_for_stop
 from megatron.process.run_files import to_json
 
 _BLOCK = 1 << 20  # bytes that are hashed at once
-_SETTLED = 2_000_000_000  # nanoseconds
+_SETTLED = 2_000_000_000  # nanoseconds since the last change after which a file's hash is cached
 
 
 def sync(path: str | Path) -> None:
@@ -32,21 +32,23 @@ def sync(path: str | Path) -> None:
 
 
 def temporary(path: str | Path) -> Path:
-    """Return a temporary name in the folder of `path`, different in every process. Moving that file to `path`
-    with `os.replace` is atomic."""
+    """Return a temporary name in the folder of `path`, different in every process.
+
+    Because it is in the same folder, `os.replace` moves the file to `path` atomically.
+    """
     path = Path(path)
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write `content` as JSON into the file `path`, as `replace_text` does."""
+    """Write `content` as JSON into the file `path`, atomically and durably (see `replace_text`)."""
     replace_text(path, to_json(content, indent=1) + "\n")
 
 
 def replace_text(path: str | Path, text: str) -> None:
     """Write `text` into the file `path`, atomically and durably; an existing file is replaced.
 
-    If writing fails, as on a full disk, OSError names `path` and the existing file stays unchanged.
+    If writing fails, for example on a full disk, OSError names `path` and the existing file stays unchanged.
     """
     unfinished = temporary(path)
     try:
@@ -60,7 +62,7 @@ def replace_text(path: str | Path, text: str) -> None:
 
 
 def sha256(path: str | Path) -> str:
-    """Return the hex SHA-256 of a file's content. Raises StopRequested at a stop signal."""
+    """Return the hex SHA-256 of a file's content. Raises StopRequested if the process gets a stop signal."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -85,8 +87,7 @@ def cached_sha256(path: str | Path, folder: Path) -> str:
             return cached["sha256"]
     digest = sha256(path)
     if time.time_ns() - max(now[1:3]) > _SETTLED:
-        # Only time is lost without a note: a folder that cannot be written is told of where something must
-        # be.
+        # A folder that cannot be written is no error here: without the cache only time is lost.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = temporary(note)
@@ -107,10 +108,11 @@ def _libc() -> ctypes.CDLL:
 def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """Return the content of a file from byte `offset` on as a read-only, memory-mapped array.
 
-    Unlike numpy.memmap it keeps no file open: thousands of sets would exceed the limit of open files.
+    Unlike numpy.memmap it keeps no file open, because thousands of datasets would exceed the limit of open
+    files.
     """
     size = os.path.getsize(path)
-    if size <= offset:  # nothing cannot be mapped
+    if size <= offset:  # mmap refuses a length of 0
         return np.empty(0, dtype)
     libc = _libc()
     with open(path, "rb") as file:
@@ -127,7 +129,7 @@ def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
 def map_npy(path: str | Path) -> np.ndarray:
     """Return the array of a `.npy` file, read-only and memory-mapped (see `map_file`).
 
-    Raises ValueError for another file format, and for objects or an array in Fortran order.
+    Raises ValueError for another file format, for an array of objects, and for an array in Fortran order.
     """
     with open(path, "rb") as file:
         read_header = {

@@ -1,4 +1,5 @@
-"""Fingerprints of the data of a run and of the order of its samples; the number of samples does not count."""
+"""Computes fingerprints that identify a run's data and the order of its samples, whatever the number of
+samples."""
 
 import hashlib
 from pathlib import Path
@@ -26,20 +27,22 @@ from megatron.neox_arguments.values.losses import least_prefix_saving, sample_ki
 
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
-SAMPLES_HASHED = 64  # of an order, at most
+SAMPLES_HASHED = 64  # at most, to identify an order of samples
 
 ORDER_KEYS = (
     "seq_length", "train_impl", "pack_impl", "allow_chopped", "truncate_documents", "drop_last",
     "compat_group_texts_batch", "compat_pack_impl", "max_length", "max_prompt_length", "limit_samples",
 )  # fmt: skip
-"""Keys that decide which samples the files give, and in which order."""
+"""Configuration keys that decide which samples the data files give, and in which order."""
 
 
 def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
-    """Return values that identify the content of a dataset, without reading all of it.
+    """Return values that identify the content of the dataset at data path `prefix`, without reading all of
+    it.
 
     idx_sha256: SHA-256 of the `.idx`. bin_bytes: size of the `.bin`. bin_blocks_sha256: SHA-256 over 64
-    evenly spaced blocks of 64 KiB of the `.bin` (all of it if smaller; as many blocks over all `.npy` files).
+      evenly spaced blocks of 64 KiB of the `.bin` (all of it if smaller; as many blocks over all `.npy`
+      files).
     """
     return _fingerprint(open_dataset(prefix, data_impl))
 
@@ -62,8 +65,11 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
 
 @names_missing_data
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
-    """Return {set name: `fingerprint` of its files}; the paths of the files do not count. The members of a
-    blend are named `train_0`, `train_1`, ..., each with its normalised weight."""
+    """Return {name of a dataset: `fingerprint` of its files} for all datasets of a run.
+
+    The paths of the files do not count. The members of a blend are named `train_0`, `train_1`, ..., each with
+    its normalised weight.
+    """
     fingerprints: dict[str, dict[str, Any]] = {}
     if sample_kind(args) == "generated":
         prompts = declaration_of(args).prompt_files(args)
@@ -103,9 +109,10 @@ def _companion_fingerprints(args: NeoXArgs, name: str, member: int) -> dict[str,
 
 
 def path_key(name: str, kind: str = "") -> str:
-    """Return the configuration key that lists the files of entry `name` of `data_fingerprint`.
+    """Return the configuration key that lists the files of entry `name` of `data_fingerprint`, such as
+    `train_data_paths`.
 
-    kind: "labels" or "rewards" for the key of these files; "" for the key of the text, as `train_data_paths`.
+    kind: "labels" or "rewards" for the key that lists these files; "" for the key of the text.
     """
     split, *side = name.rstrip("0123456789").rstrip("_").split("_")
     if split == "prompts":
@@ -120,10 +127,11 @@ def path_key(name: str, kind: str = "") -> str:
 
 
 def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
-    """Return {key: value} of the configuration keys that, besides `data_fingerprint` and `seed`, decide the
-    order of samples and the trained tokens.
+    """Return {key: value} of all configuration keys that, with `data_fingerprint` and `seed`, decide the
+    samples' order.
 
-    epochs: `train_epochs`, which a started run no longer has in args; only whether it is None counts.
+    They also decide which tokens are trained. epochs: `train_epochs`, which a started run no longer has in
+    args; only whether it is None counts.
     """
     keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
     keys["data_seed"] = data_seed(args)
@@ -131,18 +139,19 @@ def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
         keys["prefix_sharing"] = least_prefix_saving(args) is not None
     keys |= declaration_of(args).order_keys(args)
     if sample_kind(args) == "generated":
-        keys["train_batch_size"] = args.train_batch_size  # a generation is so many answers
+        keys["train_batch_size"] = args.train_batch_size  # the number of answers in a generation
     keys["split"] = args.split.replace(" ", "") if args.data_path or cuts_listed_paths(args) else None
     keys["loss_mask_token_ids"] = sorted(masked_token_ids(args)) or None
     if args.train_data_weight_schedule is not None:
-        keys["train_batch_size"] = args.train_batch_size  # its borders are steps
+        keys["train_batch_size"] = args.train_batch_size  # the schedule's phases end at steps
     return keys
 
 
 def order_sha256(dataset: SampleSet, samples: int) -> str:
     """Return a hex SHA-256 that identifies the order of the first `samples` samples of a dataset.
 
-    It hashes where up to 64 evenly spaced samples begin (document and token), the first and last included.
+    It hashes where up to 64 evenly spaced samples begin (document and token), including the first and the
+    last.
     """
     digest, count = hashlib.sha256(), min(samples, SAMPLES_HASHED)
     for number in range(count):

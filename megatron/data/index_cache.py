@@ -1,10 +1,9 @@
-"""Caches arrays derived from data, one file a set, named by a digest of its keys: complete or absent, never
-stale.
+"""Caches index maps, arrays derived from data, in one file per dataset, named by a digest of its cache keys.
 
-`<digest of the keys>.maps` holds the arrays one after another, each aligned to 64 bytes. JSON follows: the
-keys, the type, shape and position of every array, and the CRC-32 of every 16 MiB before it. Last comes
-`TAIL`: the length of that JSON, and its CRC-32. At each start the process that ensures the file checks all of
-it; a damaged file is reported and rebuilt.
+A file is complete or absent, never stale. `<digest of the keys>.maps` holds the arrays one after another,
+each aligned to 64 bytes. Then follows JSON: the keys, the type, shape and position of every array, and the
+CRC-32 of every 16 MiB before the JSON. Last comes `TAIL`: the length of the JSON, and its CRC-32. At each
+start one process checks the full file (`ensure_cached`); a damaged file is reported and rebuilt.
 """
 
 import hashlib
@@ -28,8 +27,8 @@ from megatron.data.files import map_file, sync, temporary
 from megatron.process import look_for_stop
 
 SHARED_FILE_SYSTEM_DELAY = 60.0  # seconds a file written on another node may take to be seen on this one
-THREADS = 8  # of making and checking maps: some of the time is waiting for the disk, most of a check holds no lock
-BLOCK = 1 << 24  # bytes of one checksum
+THREADS = 8  # that build and check maps: they often wait for the disk, and a CRC-32 releases the GIL
+BLOCK = 1 << 24  # bytes covered by one checksum
 ALIGNMENT = 64
 TAIL = struct.Struct("<QQ")
 
@@ -39,8 +38,10 @@ MapBuilders = Mapping["CacheKey", Callable[[], Any]]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Base class of cache keys: dataclasses whose fields decide the content of the cached arrays. Renaming a
-    field changes the names of cached files."""
+    """Base class of cache keys: dataclasses whose fields decide the content of the cached arrays.
+
+    Renaming a field changes the names of cached files.
+    """
 
     @property
     def digest(self) -> str:
@@ -50,7 +51,7 @@ class CacheKey:
 
 @dataclass(frozen=True, eq=False)
 class CachedMaps:
-    """A memory-mapped file of the cache.
+    """A memory-mapped file of the index cache.
 
     content: the bytes of all arrays.
     places: for each cache key, {name of an array: (dtype, shape, offset in bytes)}.
@@ -62,7 +63,8 @@ class CachedMaps:
     checksums: list[int]
 
     def maps(self, key: CacheKey, kind: type[Maps]) -> Maps:
-        """Return the arrays of `key` as an object of the dataclass `kind`, whose fields have their names."""
+        """Return the arrays of `key` as an object of the dataclass `kind`, which has a field for each
+        array."""
         return kind(**{name: self._array(*place) for name, place in self.places[key].items()})
 
     def _array(self, dtype: str, shape: list[int], start: int) -> np.ndarray:
@@ -71,7 +73,7 @@ class CachedMaps:
 
 
 def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
-    """Write the cache file for these builders into cache_dir, unless an undamaged file exists. A damaged file
+    """Write the cache file for `builders` into `cache_dir`, unless an undamaged file exists; a damaged file
     is rebuilt.
 
     builders: {cache key: function without arguments that returns a dataclass of arrays}; the file holds these
@@ -83,7 +85,9 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         damage = _damage(path, builders)
         if damage is None:
             return
-        logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); these index maps are rebuilt")
+        logging.getLogger("megatron").warning(
+            f"{path}: damaged ({damage}); the index maps in this file are rebuilt now"
+        )
     unfinished = temporary(path)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -99,20 +103,26 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
 
 
 def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARED_FILE_SYSTEM_DELAY) -> CachedMaps:
-    """Map the file of `keys`, which `ensure_cached` wrote in some process; waits up to `wait` seconds for it.
+    """Memory-map the cache file of `keys` that `ensure_cached` wrote in some process; wait for it up to
+    `wait` seconds.
 
-    Raises DataError for a file that does not appear, or that is damaged.
+    Raises DataError if the file does not appear or is damaged.
     """
     path = _path(cache_dir, keys)
     deadline = time.monotonic() + wait
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DataError(f"{path}: no such file; set index_cache_dir to a folder that every node sees")
+            raise DataError(
+                f"{path}: index maps written on another node are not visible here; set index_cache_dir to a shared "
+                "folder that every node sees"
+            )
         time.sleep(0.1)
     try:
         return _open(path, keys)
     except (OSError, ValueError) as problem:
-        raise DataError(f"{path}: damaged index maps ({problem}); delete this file, it is rebuilt") from problem
+        raise DataError(
+            f"{path}: damaged index maps ({problem}); delete this file: the next start builds it again"
+        ) from problem
 
 
 def _described(keys: Collection[CacheKey]) -> str:
@@ -145,8 +155,10 @@ def _write(path: Path, builders: MapBuilders) -> None:
 
 
 def _built_maps(builders: list[Callable[[], Any]]) -> Iterator[Any]:
-    """Call the builders and yield their results in order. At most THREADS results are in memory, because the
-    maps of all large sets might not fit."""
+    """Call the builders in threads, and yield their results in order.
+
+    At most THREADS results are in memory, because the maps of all large datasets might not fit.
+    """
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(builders), THREADS):
             yield from pool.map(_unless_stopped, builders[start : start + THREADS])
@@ -158,7 +170,8 @@ def _unless_stopped(make: Callable[[], Any]) -> Any:
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
-    """Check the full content of the cache file of `keys`; return what is damaged, None if nothing is."""
+    """Check the full content of the cache file of `keys`; return a text on what is damaged, None if
+    nothing is."""
     try:
         entry = _open(path, keys)
     except (OSError, ValueError) as problem:
@@ -167,8 +180,10 @@ def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
 
 
 def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
-    """Memory-map the cache file of `keys` without reading its arrays. Raises ValueError if the description at
-    its end is damaged or belongs to other keys."""
+    """Memory-map the cache file of `keys` without reading its arrays.
+
+    Raises ValueError if the JSON at its end is damaged or belongs to other keys.
+    """
     content = map_file(path, np.uint8)
     length, checksum = TAIL.unpack(content[-TAIL.size :].tobytes().ljust(TAIL.size, b"\0"))
     text = content[-TAIL.size - length : -TAIL.size].tobytes() if length <= len(content) - TAIL.size else b""
@@ -176,7 +191,7 @@ def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
         raise ValueError("truncated, or its last bytes were changed")
     facts = json.loads(text)
     if facts["digest"] != _digest(_described(keys)):
-        raise ValueError("it holds maps of other data or settings")
+        raise ValueError("it holds the maps of other data or settings")
     return CachedMaps(content[: -TAIL.size - length], dict(zip(keys, facts["places"], strict=True)), facts["crc32"])
 
 

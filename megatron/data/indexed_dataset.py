@@ -1,4 +1,4 @@
-"""Reader and writer of the `.bin/.idx` pair (format MMIDIDX, shared by GPT-NeoX and Megatron-core).
+"""Reads and writes `.bin/.idx` pairs (format MMIDIDX, shared by GPT-NeoX and Megatron-core).
 
 `.idx`, little-endian: magic `MMIDIDX\\0\\0` (9 bytes), u64 version = 1, u8 dtype code, u64 n sequences, u64 n
 document boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boundaries (first 0, last
@@ -25,7 +25,7 @@ VERSION = 1
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FLOAT_CODES = (6, 7)  # float32, float64 in GPT-NeoX; the other way round in Megatron-core
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()} | {np.dtype(np.float32): 6}
-CHUNK = 1 << 20  # rows looked at in one go, so that memory stays flat for files of any length
+CHUNK = 1 << 20  # sequences processed at once, so that memory does not grow with the file
 
 
 def index_path(prefix: str | Path) -> Path:
@@ -37,8 +37,8 @@ def data_path(prefix: str | Path) -> Path:
 
 
 def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
-    """Return the token type for a vocabulary by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else
-    int32."""
+    """Return the token type for a vocabulary: uint16 below 65,500 tokens, else int32, as in NeoX and
+    Megatron."""
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
@@ -51,13 +51,15 @@ def can_store(values: np.ndarray, dtype: np.dtype) -> bool:
 
 
 class IndexedDataset:
-    """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
+    """The sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored
+    dtype.
 
     sizes: [n] int32, tokens of each sequence.
     pointers: [n] int64, the byte offset of each sequence in the `.bin`.
     boundaries: [documents + 1] int64, the index of each document's first sequence; the last value is n.
     known_sha256: `index_sha256` from a process that has already checked the files; the check is then skipped.
-    Raises DataError if a file is missing, truncated, of another format, or does not match its partner.
+    Raises DataError if a file is missing, truncated or of another format, or if the two files do not belong
+    together.
     """
 
     def __init__(self, prefix: str | Path, known_sha256: str | None = None):
@@ -95,11 +97,11 @@ class IndexedDataset:
         return self.get(index)
 
     def __reduce__(self):
-        # Another process maps the files itself: pickling a memmap would send the whole corpus
+        # The receiving process maps the files itself: pickling the arrays would send the full corpus
         return type(self), (self.prefix, self.__dict__.get("index_sha256"))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (None: all that are left) of sequence `index`, from token `offset` on."""
+        """Return `length` tokens of sequence `index`, from token `offset` on; length None: up to its end."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         stop = int(self.sizes[index]) if length is None else offset + length
         return self.tokens[start + offset : start + stop]
@@ -113,14 +115,18 @@ class IndexedDataset:
 
     @cached_property
     def doc_idx(self) -> np.ndarray:
-        """`boundaries`, checked at the first use, which raises DataError if they are wrong. Training does not
-        read them, because it goes by sequences."""
+        """The document boundaries (`boundaries`), checked at the first use. Raises DataError if they are
+        wrong.
+
+        Training does not read them, because its documents are the sequences.
+        """
         check_boundaries(self.index_file, self.boundaries, len(self.sizes))
         return self.boundaries
 
     @cached_property
     def index_sha256(self) -> str:
-        """Hex SHA-256 of the `.idx`; the cache key of everything computed from the sequence lengths."""
+        """The hex SHA-256 of the `.idx`, used as cache key of everything computed from the sequence
+        lengths."""
         return sha256(self.index_file)
 
     def _check_layout(self) -> None:
@@ -133,7 +139,10 @@ class IndexedDataset:
                 raise DataError(f"{self.index_file}: its lengths and pointers contradict each other; {remedy}")
             expected = int(ends[-1])
         if self.boundaries[0] != 0 or self.boundaries[-1] != len(self.sizes):
-            raise DataError(f"{self.index_file}: its document boundaries do not cover its sequences; {remedy}")
+            raise DataError(
+                f"{self.index_file}: its document boundaries do not begin at 0, or do not end at its last sequence; "
+                f"{remedy}"
+            )
         size = self.data_file.stat().st_size
         if size != expected:
             raise DataError(
@@ -143,12 +152,12 @@ class IndexedDataset:
 
 
 def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
-    """Raise DataError, naming the document, if document boundaries do not begin at 0, decrease, or do not end
-    at `n`, the number of sequences.
+    """Raise DataError, naming the document, unless document boundaries begin at 0, never decrease and end at
+    `n`.
 
-    It also raises if a document of two sequences is next to an empty document while all other documents hold
-    at most one sequence: the boundary between the two is then off by one. Files in which other documents hold
-    several sequences, such as files of sentences, are exempt.
+    n: the number of sequences. It also raises if a document of two sequences is next to an empty document
+      while all other documents hold at most one sequence: the boundary between the two is then off by one.
+      Files in which other documents hold several sequences, such as files of sentences, are exempt.
     """
     if boundaries[0] != 0 or boundaries[-1] != n:
         raise _wrong_boundary(index_file, boundaries, 0 if boundaries[0] != 0 else len(boundaries) - 2, n)
@@ -163,16 +172,17 @@ def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
         sequences = np.diff(part)  # of each document
         empty = np.pad(sequences == 0, 1)
         off = (sequences == 2) & (empty[:-2] | empty[2:])
-        # At the edges of a chunk the neighbours are not all here: the chunk beside it judges them
+        # Documents at the edges of a chunk lack a neighbour here: the next chunk judges them
         judged = slice(start - chunk_start, start - chunk_start + CHUNK)
         sentences |= bool(((sequences > 1) & ~off)[judged].any())
         if shifted is None and off[judged].any():
             shifted = start + int(np.argmax(off[judged]))
     if shifted is not None and not sentences:
         raise DataError(
-            f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, beside "
-            "an empty document, but all others hold at most one sequence: the boundary between these two documents "
-            "is wrong; make or copy the file again"
+            f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, next "
+            "to "
+            "an empty document, while all other documents hold at most one sequence: the boundary between these two "
+            "documents is wrong; make or copy the file again"
         )
 
 
@@ -185,24 +195,32 @@ def _wrong_boundary(index_file: Path, boundaries: np.ndarray, document: int, n: 
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return (token dtype, number of sequences, number of document boundaries) of an `.idx`, checked against
-    its size."""
+    """Return (token dtype, number of sequences, number of document boundaries) of an `.idx`.
+
+    Raises DataError if the file's size does not match its header.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
-        raise DataError(f"{path}: the old cached/lazy format; set data_impl: cached to read it")
+        raise DataError(f"{path}: this file has the old cached/lazy format; set data_impl: cached to read it")
     if (pointer := lfs_pointer_error(path)) is not None:
         raise DataError(pointer)
     if not head.startswith(MAGIC[: len(head)]):
-        raise DataError(f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX)")
+        raise DataError(
+            f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX); make or copy it again"
+        )
     if len(head) < HEADER.size:
         raise DataError(f"{path}: truncated after {size} bytes; make or copy it again")
     _, version, code, n, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path}: format version {version}; this reader knows version {VERSION}")
+        raise DataError(
+            f"{path}: format version {version}, but only version {VERSION} can be read; make the pair again"
+        )
     if code not in DTYPES and code not in FLOAT_CODES:
-        raise DataError(f"{path}: unknown dtype code {code}; known are {sorted([*DTYPES, *FLOAT_CODES])}")
+        raise DataError(
+            f"{path}: unknown dtype code {code}, expected one of {sorted([*DTYPES, *FLOAT_CODES])}; make the pair again"
+        )
     expected = HEADER.size + 12 * n + 8 * boundaries
     if n and size == expected + n:
         raise DataError(
@@ -219,27 +237,31 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _float_type(index_file: Path, n: int) -> type:
-    """Return float32 or float64, told by the size of the `.bin`: GPT-NeoX and Megatron-core use the same two
-    dtype codes the other way round."""
+    """Return float32 or float64, judged by the size of the `.bin`.
+
+    The dtype code cannot tell: GPT-NeoX and Megatron-core use the two codes the other way round.
+    """
     sizes = np.memmap(index_file, mode="r", dtype="<i4", offset=HEADER.size, shape=(n,)) if n else np.zeros(0)
     wide = data_path(str(index_file).removesuffix(".idx")).stat().st_size == 8 * int(sizes.sum(dtype=np.int64))
     return np.float64 if n and wide else np.float32
 
 
-DocumentBlock = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of documents, counted in these sequences
+DocumentBlock = tuple[np.ndarray, np.ndarray]  # (lengths of sequences, ends of documents counted in these sequences)
 
 
 def documents_of(lengths: np.ndarray) -> DocumentBlock:
-    """Return the `DocumentBlock` of documents with these lengths, each of one sequence. A document of length
-    0 has a boundary but no sequence, as in NeoX."""
+    """Return the `DocumentBlock` of documents with the given lengths, each of one sequence.
+
+    A document of length 0 has a boundary but no sequence, as in NeoX.
+    """
     return lengths[lengths > 0], np.cumsum(lengths > 0)
 
 
 def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[DocumentBlock]]) -> None:
-    """Write and sync an `.idx` at `path`.
+    """Write the index file `path` (an `.idx`), and sync it to disk.
 
-    blocks: returns all documents in blocks; called again for each table of the file. Only one block is held
-      in memory at a time.
+    blocks: returns all documents in blocks. It is called again for each table of the file, so that only one
+      block is in memory at a time.
     """
     sequences = documents = 0
     for sizes, ends in blocks():
@@ -262,10 +284,13 @@ def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Docum
 
 
 def publish(data: Path, index: Path, prefix: str | Path) -> None:
-    """Rename the finished files `data` and `index` to the `.bin` and `.idx` of `prefix`. They must be synced
-    and on the same file system. If interrupted, call it again."""
+    """Rename the finished files `data` and `index` to the `.bin` and `.idx` of `prefix`; if interrupted, call
+    it again.
+
+    Both files must be synced and on the same file system as `prefix`.
+    """
     if data.exists():
-        # The old index goes first: at no moment do an old and a new file stand as a pair
+        # The old index is removed first, so that an old and a new file are never a pair
         index_path(prefix).unlink(missing_ok=True)
         os.replace(data, data_path(prefix))
     if index.exists():
@@ -274,10 +299,10 @@ def publish(data: Path, index: Path, prefix: str | Path) -> None:
 
 
 class IndexedDatasetWriter:
-    """Writes a `.bin/.idx` pair: `.bin` streams to a temporary name; both get their names only when complete.
+    """Context manager that writes a `.bin/.idx` pair; both files get their names only when they are complete.
 
-    Use as a context manager: leaving it normally publishes the pair, an exception leaves nothing behind.
-    It holds 4 bytes per document in memory.
+    Leaving the block normally publishes the pair; an exception leaves no file behind. It holds 4 bytes per
+    document in memory.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike):
@@ -306,12 +331,14 @@ class IndexedDatasetWriter:
         publish(self._temporary, index, self.prefix)
 
     def add_document(self, tokens: ArrayLike) -> None:
-        """Add a document. Without tokens it is only a boundary, as in NeoX."""
+        """Add a document. A document without tokens is stored as a boundary without a sequence, as in
+        NeoX."""
         row = np.asarray(tokens)
         self.add_documents(row, [len(row)])
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
-        """Add documents: their tokens joined [sum(sizes)], and the length of each."""
+        """Add several documents. tokens: all their tokens, joined [sum(sizes)]. sizes: the length of each
+        document."""
         lengths = np.asarray(sizes, dtype=np.int64)
         if lengths.sum() != len(tokens):
             raise DataError(f"{self.prefix}: {len(tokens)} tokens, but the document lengths sum to {lengths.sum()}")

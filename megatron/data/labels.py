@@ -1,7 +1,7 @@
 """Opens labels (`X_label_document`) and rewards (`X_reward_document`), and checks them against the tokens.
 
-Labels are int32, as many as tokens, not shifted: the token itself, or -100 where it is not trained. Rewards
-are one number a document.
+Labels are int32, one for each token, not shifted: the token itself, or -100 where it is not trained. Rewards
+  are one number for each document.
 """
 
 import numpy as np
@@ -11,22 +11,28 @@ from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path
 from megatron.data.open_dataset import open_dataset
 
 MASKED = -100
-CHUNK = 1 << 24  # labels looked at in one go
+CHUNK = 1 << 24  # labels processed at once
 
 
 def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """Open the labels of the tokens of `text`. Raises DataError, naming the first wrong document, unless
-    there is one integer label for each token."""
+    """Open the labels of the tokens of `text`.
+
+    Raises DataError, naming the first wrong document, unless there is one integer label for each token.
+    """
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
-        raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels must be int32, -100 where masked")
+        raise DataError(
+            f"{labels.data_file}: holds {labels.dtype}, but labels must be int32 (-100 where masked); make the labels "
+            "again"
+        )
     _check_documents(labels, text, "labels")
     differ = np.flatnonzero(labels.sizes != text.sizes)
     if len(differ):
         document = int(differ[0])
         raise DataError(
             f"{labels.data_file}: document {document} has {labels.sizes[document]} labels, but {text.data_file} has "
-            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one go"
+            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one "
+            "preprocessing run"
         )
     return labels
 
@@ -40,7 +46,10 @@ def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
     finite[present] = np.isfinite(rewards.tokens[rewards.pointers[present] // rewards.dtype.itemsize])
     bad = np.flatnonzero(~finite)
     if len(bad):
-        raise DataError(f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents)")
+        raise DataError(
+            f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents); make the "
+            "rewards again"
+        )
     return rewards
 
 
@@ -48,20 +57,22 @@ def _check_documents(companion: IndexedDataset, text: IndexedDataset, kind: str)
     if len(companion) != len(text):
         raise DataError(
             f"{companion.data_file}: {kind} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
-            f"document {min(len(companion), len(text))} is only in one of them; make both again in one go"
+            f"document {min(len(companion), len(text))} is only in one of them; make both again in one preprocessing "
+            "run"
         )
 
 
 def has_label(labels: IndexedDataset, start: int, stop: int, begin: int, end: int) -> np.ndarray:
-    """Return a boolean [stop - start]: whether each document has an unmasked label at tokens [begin, end)."""
+    """Return a boolean [stop - start]: whether each document of [start, stop) has an unmasked label at
+    tokens [begin, end)."""
     return first_labelled_token(labels, begin, start, stop) < np.minimum(labels.sizes[start:stop], end)
 
 
 def first_labelled_token(labels: IndexedDataset, begin: int = 1, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Return, for each document of [start, stop), the index of its first token at or after `begin` whose
-    label is not masked, int64.
+    """Return, for each document of [start, stop), the index of its first token with an unmasked label, int64.
 
-    It is the length of the document if no such token exists. stop: None for all documents.
+    Tokens before index `begin` do not count. If there is no such token, the result is the document's length.
+    stop: None for all documents.
     """
     sizes = labels.sizes[start:stop].astype(np.int64)
     ends, tokens = np.cumsum(sizes), sizes.copy()
@@ -77,9 +88,10 @@ def first_labelled_token(labels: IndexedDataset, begin: int = 1, start: int = 0,
 
 
 def unlisted_labels(prefix: str, key: str) -> str | None:
-    """Return a log line about a label file beside the data `prefix` that the configuration does not list.
+    """Return a log line if a label file exists for data path `prefix` that the configuration does not list,
+    else None.
 
-    Returns None if there is no such file. key: the configuration key that should list it.
+    key: the configuration key that should list it.
     """
     stem = prefix.removesuffix("_document")
     for label_prefix in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
@@ -87,11 +99,11 @@ def unlisted_labels(prefix: str, key: str) -> str | None:
             try:
                 tokens = IndexedDataset(label_prefix).tokens
             except DataError as problem:
-                return f"{prefix}: all tokens are trained; the labels beside them cannot be read ({problem})"
+                return f"{prefix}: all tokens are trained; a label file next to it cannot be read ({problem})"
             masked = sum(int((tokens[start : start + CHUNK] < 0).sum()) for start in range(0, len(tokens), CHUNK))
             share = 100 * masked / max(1, len(tokens))
             return (
-                f"{prefix}: all tokens are trained; the labels beside them would mask {masked} of {len(tokens)} "
-                f"({share:.1f} %): list {label_prefix} in {key}"
+                f"{prefix}: all tokens are trained; a label file next to it would mask {masked} of {len(tokens)} "
+                f"({share:.1f} %): to use it, list {label_prefix} in {key}"
             )
     return None

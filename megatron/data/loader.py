@@ -1,7 +1,7 @@
-"""Iterators that turn a dataset into the micro-batches of one data-parallel rank.
+"""Turns a dataset into the micro-batches of one data-parallel rank.
 
-They count in samples, so a run can resume anywhere in O(1), and the samples of an optimizer step do not
-depend on layout or micro-batch size.
+Positions are counted in samples, so a run can resume anywhere in O(1), and the samples of an optimizer step
+do not depend on the parallel layout or the micro-batch size.
 """
 
 import hashlib
@@ -28,18 +28,21 @@ from megatron.neox_arguments.values.losses import row_places
 
 
 def rank_slice(start: int, count: int, rank: int, size: int) -> range:
-    """Return which of the samples [start, start + count) data rank `rank` of `size` takes: a contiguous
-    range, as in NeoX's DistributedBatchSampler."""
+    """Return which of the samples [start, start + count) data-parallel rank `rank` of `size` takes.
+
+    It is a contiguous range, as in NeoX's DistributedBatchSampler.
+    """
     return range(start + rank * count // size, start + (rank + 1) * count // size)
 
 
 def train_slices(
     num_samples: int, train_batch_size: int, accumulation: int, rank: int, size: int, consumed_samples: int = 0
 ) -> Iterator[range]:
-    """Yield the sample numbers of each micro-batch of one data rank, `accumulation` micro-batches per step.
+    """Yield the sample numbers of each micro-batch of one data-parallel rank, `accumulation` micro-batches
+    per step.
 
-    Step k takes samples [consumed + k * B, consumed + (k + 1) * B), where B is train_batch_size. The last
-    step is the last that num_samples fill.
+    Step k takes samples [consumed + k * B, consumed + (k + 1) * B), where B is train_batch_size. An
+    incomplete last step is left out.
     """
     micro = train_batch_size // accumulation
     for step in range(consumed_samples, num_samples - train_batch_size + 1, train_batch_size):
@@ -48,7 +51,8 @@ def train_slices(
 
 
 def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Iterator[range]:
-    """Yield the sample numbers of each micro-batch of one data rank over samples [0, num_samples).
+    """Yield the sample numbers of each evaluation micro-batch of one data-parallel rank, over samples [0,
+    num_samples).
 
     Every rank gets the same number of micro-batches, all of size micro_batch. Sample numbers >= num_samples
     stand for padding.
@@ -58,9 +62,10 @@ def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Ite
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
-    """Return the dropout seed (63 bits) of the micro-batch that begins at `first_sample` of the global order.
+    """Return the dropout seed (63 bits) of the micro-batch that begins with sample `first_sample` of the
+    training order.
 
-    It is a hash of the two numbers: the same in every process, after every restart.
+    It is a hash of both arguments, so it is the same in every process and after every restart.
     """
     digest = hashlib.blake2b(f"{seed}:{first_sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -68,7 +73,8 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 
 @dataclass(frozen=True)
 class _MicroBatches(Dataset):
-    """Dataset of the torch DataLoader: maps a range of sample numbers to a Batch, in the loader's workers.
+    """The dataset that torch's DataLoader reads: maps a range of sample numbers to a Batch, in the loader's
+    workers.
 
     It returns DataError instead of raising it, because torch would wrap it in the worker's traceback.
     """
@@ -79,11 +85,10 @@ class _MicroBatches(Dataset):
     split_rows: bool = False
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
-        """Return the batch of item (sample numbers, length). length: how many tokens of each sample are
-        read; None: all.
+        """Return the batch for `item`, a pair (sample numbers, length).
 
-        With `split_rows` all tokens are read, and each row is split into rows of `length` tokens. DataError
-        is returned, not raised.
+        length: how many tokens of each sample are read; None: all. With `split_rows` all tokens are read, and
+          each row is split into rows of `length` tokens. A DataError is returned, not raised.
         """
         samples, length = item
         try:
@@ -97,9 +102,10 @@ class _MicroBatches(Dataset):
 
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
-    """Return the collate function of the configuration: f(samples, length=None, seed=...) -> Batch.
+    """Return the collate function for this configuration: f(samples, length=None, seed=...) -> Batch.
 
-    length: to how many tokens each sample is truncated; None: not at all.
+    eod: the tokenizer's end-of-document token. length: each sample is truncated to so many tokens; None: not
+      at all.
     """
     if trains_preferences(args):
         return partial(
@@ -133,12 +139,13 @@ def train_loader(
     length: Callable[[int], int] | None = None,
     split_rows: bool = False,
 ) -> Iterator[list[Batch]]:
-    """Iterate over the micro-batches of this data rank: a list of `gradient_accumulation_steps` for each
-    optimizer step.
+    """Iterate over the training micro-batches of one data-parallel rank.
 
-    It begins at `consumed_samples`, ends with the last complete step of the dataset, and keeps no batch it
-    has returned. The `num_workers` processes start at once; closing or dropping the iterator ends them.
-    collate: makes a micro-batch of samples; None: as `collation` for this `eod`.
+    Each item is the list of `gradient_accumulation_steps` micro-batches of one optimizer step. The first step
+    begins at `consumed_samples`; the last is the last complete step of the dataset. The iterator keeps no
+    batch it has returned. The `num_workers` processes start at once; closing or dropping the iterator ends
+    them.
+    collate: makes a micro-batch of samples; None: the function from `collation`, with `eod`.
     num_workers: None: the configuration's.
     length: called with the number of a step, from 0 on; returns how many tokens of each sample are read.
       None: all.
@@ -149,22 +156,22 @@ def train_loader(
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
         raise DataError(
             f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {args.train_micro_batch_size_per_gpu} "
-            f"x gradient_accumulation_steps {accumulation} x {data_size} data-parallel ranks"
+            f"x gradient_accumulation_steps {accumulation} x {data_size} data-parallel ranks; change one of these"
         )
     steps = max(0, len(dataset) - consumed_samples) // batch
     workers = args.num_workers if num_workers is None else num_workers
     slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples)
     loader = DataLoader(
         _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows),
-        batch_size=None,  # a slice of samples is one item: it comes out as one Batch
+        batch_size=None,  # a range of samples is one item, which becomes one Batch
         sampler=_with_lengths(slices, accumulation, length),
         collate_fn=_as_is,
         num_workers=workers,
         pin_memory=pin_memory,
-        # fork starts at once and shares the mapped files; elsewhere the platform's own way
+        # fork starts fast and shares mapped files; other platforms use their default
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=_ignore_signals if workers else None,
-        generator=torch.Generator(),  # else starting it would draw from the global generator
+        generator=torch.Generator(),  # else the loader would draw from the global generator when it starts
     )
     return _steps(iter(loader), steps, accumulation)
 
@@ -179,8 +186,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Yield samples [0, n_samples) of the dataset (all if it has fewer) in micro-batches of fixed size.
 
-    Every data rank gets the same number of micro-batches. They are padded with sample 0 at loss weight 0, so
-    every sample counts exactly once. collate: turns a list of samples into a Batch.
+    Every data-parallel rank gets the same number of micro-batches. They are padded with sample 0 at loss
+    weight 0, so every sample counts exactly once. collate: turns a list of samples into a Batch.
     """
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
@@ -201,11 +208,12 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
-_TRIES = 3  # of looking for what is wrong with the data, each of which the death of a worker may end
+_TRIES = 3  # attempts to check the data files; the death of a worker may interrupt an attempt
 
 
 def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
-    """Return the DataError behind the death of a loader's worker; any other error is returned as it is.
+    """Return the DataError that explains why a data loader's worker died; any other error is returned as it
+    is.
 
     A file that is truncated while it is mapped kills the process that reads it. Torch then raises an error in
     unrelated code that advises more memory; a process that receives a batch at that moment reports a closed
@@ -214,11 +222,11 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):
             try:
-                data_fingerprint(args)  # opens all files anew
+                data_fingerprint(args)  # opens all files again, and raises for a damaged file
                 break
             except DataError as data_error:
                 return data_error
-            except RuntimeError as interruption:  # torch's, which may come a second time, in the middle of this
+            except RuntimeError as interruption:  # torch's error on the dead worker may be raised again meanwhile
                 if "DataLoader worker" not in str(interruption):
                     raise
     return problem
@@ -235,7 +243,7 @@ def _or_raise(item: Batch | DataError) -> Batch:
         try:
             raise item
         finally:
-            del item  # else this frame and the error hold each other, and the workers end late
+            del item  # else a reference cycle of frame and error would keep the workers alive
     return item
 
 
@@ -244,8 +252,10 @@ def _as_is(item: Any) -> Any:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore terminal and scheduler signals, which go to the full process group; the main process ends the
-    workers."""
+    """Make a worker ignore terminal and scheduler signals, which go to the full process group.
+
+    The main process handles them, and ends its workers.
+    """
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see root_cause
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would print about shared memory, see root_cause

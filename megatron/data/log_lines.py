@@ -1,4 +1,5 @@
-"""Lines about the training data for the log: documents cut or left out, masked tokens, how full rows are."""
+"""Writes log lines about the training data: truncated or dropped documents, masked tokens, and how full
+rows are."""
 
 from collections.abc import Sequence
 
@@ -15,19 +16,20 @@ from megatron.neox_arguments.methods import declaration_of, further_sets
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process import look_for_stop
 
-BLOCK = 1 << 20  # tokens looked at in one go
-BLOCKS = 64  # of a set that is larger, so many are looked at
-LABELS_COUNTED = 1 << 24  # at most, so that the start of a run does not wait for it
+BLOCK = 1 << 20  # tokens read at once
+BLOCKS = 64  # read of a dataset that is larger than this many blocks
+LABELS_COUNTED = 1 << 24  # at most, so that a run starts fast
 
 Part = tuple[IndexedDataset, IndexedDataset | None, int, int]
-"""Sequences [first, last) of a set, and its labels."""
+"""A part of a dataset: (dataset, its labels or None, first sequence, end of the sequences)."""
 
 
 @names_missing_data
 def data_log_lines(args: NeoXArgs) -> list[str]:
-    """Return log lines on truncated and left-out documents, unused label files, and steps on further sets.
+    """Return log lines on truncated and dropped documents, label files that are not used, and steps of the
+    training method.
 
-    It reads full files. For preference sets, `Datasets.log_lines` reports this instead.
+    The files are read in full. For preference data, `Datasets.log_lines` has such lines instead.
     """
     lines: list[str] = []
     if sample_kind(args) != "texts":
@@ -44,7 +46,7 @@ def data_log_lines(args: NeoXArgs) -> list[str]:
 
 
 def _truncated_documents(args: NeoXArgs, prefix: str, data_impl: str) -> str | None:
-    """Return a line on the documents that are too long for a sample; None if there are none."""
+    """Return a log line on the documents that are too long for a sample, None if there are none."""
     packing = packing_from_args(args)
     limits = [packing.truncate_documents] if packing.truncate_documents is not None else []
     if packing.unsplit_documents:
@@ -62,11 +64,11 @@ def _truncated_documents(args: NeoXArgs, prefix: str, data_impl: str) -> str | N
 
 
 def masked_token_lines(ids: Sequence[int], parts: Sequence[Part]) -> list[str]:
-    """Return one log line on how many trained tokens of a training set `loss_mask_token_ids` masks; an empty
-    list without ids.
+    """Return a list with one log line: how many trained tokens of the training data `loss_mask_token_ids`
+    masks.
 
-    In a part of more than 64 blocks of about 1 Mi tokens, only 64 evenly spaced blocks are counted; the line
-    then says that it is a sample.
+    The list is empty without ids. In a part of more than 64 blocks of about 1 Mi tokens, only 64 evenly
+    spaced blocks are counted; the line then says that it is a sample.
     """
     if not ids:
         return []
@@ -80,8 +82,8 @@ def masked_token_lines(ids: Sequence[int], parts: Sequence[Part]) -> list[str]:
     line = (
         f"loss_mask_token_ids: masks {masked} of {trained} trained tokens of the training data"
         f"{' (a sample: evenly spread blocks)' if sampled else ''}, {100 * masked / max(1, trained):.3g} %"
-        + (f" (token id: times {', '.join(frequencies)})" if frequencies else "")
-        + (f"; never there: token id {', '.join(missing)}" if missing else "")
+        + (f" (counts by token id: {', '.join(frequencies)})" if frequencies else "")
+        + (f"; never found: token id {', '.join(missing)}" if missing else "")
     )
     return [line]
 
@@ -89,8 +91,10 @@ def masked_token_lines(ids: Sequence[int], parts: Sequence[Part]) -> list[str]:
 def _counts(
     ids: np.ndarray, indexed: IndexedDataset, labels: IndexedDataset | None, begin: int, stop: int
 ) -> tuple[np.ndarray, int, bool]:
-    """Return (how often each id occurs as a label [ids] int64, how many unmasked labels were read, whether
-    all tokens were read)."""
+    """Count the given ids among the labels of sequences [begin, stop).
+
+    Returns (count of each id [ids] int64, number of unmasked labels read, whether all tokens were read).
+    """
     target, counts, trained = labels or indexed, np.zeros(len(ids), np.int64), 0
     tokens = int(indexed.sizes[begin:stop].sum(dtype=np.int64))
     starts = np.arange(begin, stop, max(1, (stop - begin) * BLOCK // max(1, tokens)))
@@ -101,7 +105,7 @@ def _counts(
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         look_for_stop()
         block = target.span(start, end)
-        block = block if is_complete else block[:BLOCK]  # a document may be longer
+        block = block if is_complete else block[:BLOCK]  # a single document may be longer than a block
         trained += int(np.count_nonzero(block >= 0))
         candidates = block[(block >= 0) & (block <= ids.max())]
         counts += np.bincount(candidates.astype(np.int64), minlength=int(ids.max()) + 1)[ids]
@@ -116,10 +120,10 @@ def packing_efficiency_line(
     labels: IndexedDataset | None,
     batch: int,
 ) -> str:
-    """Return a log line on how full the rows of a training set of full documents are.
+    """Return a log line on how full the rows of a training set are.
 
-    It gives documents and rows of one epoch, the share of padding and, with labels, that of trained tokens.
-
+    It gives the documents and rows of one epoch, the share of padding and, with labels, the share of trained
+    tokens.
     batch: rows of an optimizer step.
     labels: None if all tokens are trained.
     """
@@ -136,7 +140,7 @@ def packing_efficiency_line(
 def _trained(labels: IndexedDataset, documents: np.ndarray, used_lengths: np.ndarray) -> str:
     step = max(1, -(-int(used_lengths.sum()) // LABELS_COUNTED))
     sampled = list(zip(documents[::step].tolist(), used_lengths[::step].tolist(), strict=True))
-    # Nothing stands before the first token: its label is never predicted
+    # No token precedes the first token, so its label is never predicted
     trained = sum(int((labels.get(document, 1, count - 1) >= 0).sum()) for document, count in sampled)
     share = 100 * trained / max(1, sum(count for _, count in sampled))
     return f"{share:.1f} % of the tokens are trained" + (f" (of {len(sampled)} documents)" if step > 1 else "")

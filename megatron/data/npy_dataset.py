@@ -1,9 +1,10 @@
 """Reads and writes packed data as a folder of `.npy` files: rows of one length, readable with numpy alone.
 
-Every shard is an integer array [rows, width]; shards follow each other by name, or as `metadata.json` lists
-them (`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`); our writer adds that file, other
-tools may leave it out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents:
-`pack_impl: packed` joins them, `unpacked` takes each as one sample of width - 1 tokens and labels.
+Every shard is an integer array [rows, width]. `metadata.json` lists the shards in order (`{"format": 1,
+"dtype", "width", "tokens", "shards": {name: rows}}`); `write_npy` adds that file. Without it, as in folders
+from other tools, shards are read in the order of their names. A folder is a data path like a `.bin/.idx`
+prefix, and its rows are the documents: `pack_impl: packed` joins them, `unpacked` takes each as one sample of
+width - 1 tokens and labels.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ METADATA = "metadata.json"
 class NpyDataset(IndexedDataset):
     """An `IndexedDataset` over the rows of a folder of `.npy` files; item i is row i.
 
-    Raises DataError for shards that cannot be read, do not hold rows of integers, or differ from the list in
+    Raises DataError for shards that cannot be read, do not hold rows of integers, or do not match
     `metadata.json`.
     """
 
@@ -58,14 +59,17 @@ class NpyDataset(IndexedDataset):
 
     @property
     def tokens(self) -> np.ndarray:  # type: ignore[override]
-        """The tokens of all rows, joined; a copy if there are several shards, else a view."""
+        """The tokens of all rows, joined: a view of the file if there is one shard, otherwise a copy."""
         return self.shards[0].reshape(-1) if len(self.shards) == 1 else np.concatenate([s.ravel() for s in self.shards])
 
     def _shard_files(self, folder: Path) -> tuple[Path, ...]:
         if not self.index_file.is_file():
             files = tuple(sorted(folder.glob("*.npy")))
             if not files:
-                raise DataError(f"{folder}: no .npy files in it; a data path is a folder of .npy files, or a prefix")
+                raise DataError(
+                    f"{folder}: no .npy files in it; a data path is a folder of .npy files, or the prefix of a "
+                    ".bin/.idx pair"
+                )
             return files
         try:
             shards = json.loads(self.index_file.read_text())["shards"]
@@ -84,20 +88,25 @@ def _map(file: Path) -> np.ndarray:
     except (OSError, KeyError, ValueError) as problem:
         raise DataError(f"{file}: cannot be read as .npy ({str(problem).splitlines()[0]}); copy it again") from None
     if array.ndim != 2 or array.dtype.kind not in "iu" or array.dtype.itemsize * array.size == 0:
-        raise DataError(f"{file}: {array.dtype} {list(array.shape)}, expected rows of token ids [rows, tokens]")
+        raise DataError(
+            f"{file}: {array.dtype} {list(array.shape)}, expected rows of integer token ids [rows, tokens]; write it "
+            "again"
+        )
     return array
 
 
 def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_shard: int = 1 << 16) -> tuple[int, int]:
-    """Write the documents of `source`, joined in order, as rows of `width` tokens; return (number of rows,
-    number of dropped tokens).
+    """Write the documents of `source`, joined in order, as rows of `width` tokens into `folder`.
 
-    The last tokens are dropped if they do not fill a row. `folder` appears only when it is complete.
+    Returns (number of rows, number of dropped tokens): the last tokens are dropped if they do not fill a row.
+      `folder` appears only when it is complete.
     """
     folder = Path(folder)
     rows, remainder = divmod(len(source.tokens), width)
     if not rows:
-        raise DataError(f"{source.data_file}: its {remainder} tokens do not fill one row of {width}")
+        raise DataError(
+            f"{source.data_file}: its {remainder} tokens do not fill one row of {width}; use shorter rows or more data"
+        )
     if folder.exists():
         raise DataError(f"{folder}: exists already; remove it first")
     table = source.tokens[: rows * width].reshape(rows, width)

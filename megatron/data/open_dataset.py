@@ -1,4 +1,4 @@
-"""Opens a data path of any supported format."""
+"""Opens the dataset at a data path, in any supported format."""
 
 import struct
 from pathlib import Path
@@ -53,8 +53,8 @@ class LegacyDataset(IndexedDataset):
 def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
     """Open a folder of `.npy` files, or the `.bin/.idx` pair of a prefix.
 
-    data_impl: mmap (format MMIDIDX), cached (TNTIDX, cached/lazy), infer (by the file's first bytes). Raises
-    DataError.
+    data_impl: mmap (format MMIDIDX), cached (TNTIDX, also written by lazy), or infer (by the file's first
+      bytes). Raises DataError for a missing, damaged or remote file.
     """
     if (remote := remote_data_error(str(path))) is not None:
         raise DataError(remote)
@@ -65,7 +65,8 @@ def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
 
 
 def has_cached_format(path: str | Path) -> bool:
-    """Return whether a pair has the cached/lazy format, by the first bytes of its `.idx`."""
+    """Return whether a `.bin/.idx` pair has the cached/lazy format (TNTIDX), judged by the first bytes of
+    its `.idx`."""
     if not index_path(path).is_file():
         return False
     with open(index_path(path), "rb") as file:

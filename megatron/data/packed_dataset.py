@@ -1,4 +1,4 @@
-"""Samples of seq_length + 1 tokens, taken from documents by index maps, with labels and rewards."""
+"""Provides samples of seq_length + 1 tokens, cut out of documents by index maps, with labels and rewards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from megatron.data.sliced_documents import PromptMaskedLabels, SlicedDocuments
 
 
 class TopRow(NamedTuple):
-    """A teacher's k most likely tokens at each position of a row.
+    """A teacher model's k most likely tokens at each position of a row.
 
     ids: `[seq_length, k]` int64.
-    logprobs: `[seq_length, k + 1]` float32; the last column is of all other tokens together.
+    logprobs: `[seq_length, k + 1]` float32; the last column is for all other tokens together.
     """
 
     ids: np.ndarray
@@ -26,23 +26,23 @@ class TopRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenSample:
-    """One row of a batch: arrays with one entry for each of its seq_length + 1 tokens."""
+    """One row of a batch, as arrays with one entry for each of its seq_length + 1 tokens."""
 
     tokens: np.ndarray  # int64; 0 in padding
-    labels: np.ndarray  # int64, of the token in the same place; negative where it is not trained, as in padding
-    begins: np.ndarray  # boolean: here begins the row, a document, or the padding
-    labelled: bool = False  # the labels were given; else they are the tokens
-    reward: float | None = None  # of the row's first document
-    filled: int | None = None  # places that hold documents, which come first; None: all
-    top: TopRow | None = None  # of a teacher, where it was asked before the run
+    labels: np.ndarray  # int64, not shifted: the token in the same place; negative where it is not trained
+    begins: np.ndarray  # boolean: True where the row, a document or the padding begins
+    labelled: bool = False  # True: the labels come from the data; False: they are the tokens
+    reward: float | None = None  # reward of the row's first document
+    filled: int | None = None  # number of positions before the padding; None: all
+    top: TopRow | None = None  # a teacher's values, if they were computed before the run
 
 
 class PackedDataset:
     """A dataset over one `.bin/.idx` pair, its labels and rewards: item i is the `TokenSample` of row
     shuffle_idx[i].
 
-    `len()` counts every row; GPT-NeoX leaves the last one out. An item raises DataError for a row with a
-    token or label that is not below vocab_size (None: no limit).
+    `len()` counts every row; GPT-NeoX leaves the last one out. Reading an item raises DataError if its row
+    has a token or label that is not below vocab_size (None: no limit).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
-            raise IndexError(f"no sample {index}: the dataset has {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         tokens = np.zeros(self.seq_length + 1, np.int64)
         labels = np.full(self.seq_length + 1, MASKED, np.int64)
         begins = np.zeros(self.seq_length + 1, bool)
@@ -83,13 +83,14 @@ class PackedDataset:
         if self.packing.compat and self.labels is None:
             labels[filled:] = 0
         if self.vocab_size is not None:
-            # Read as unsigned, a negative id is a large one
+            # Read as unsigned, a negative id is a large number
             if tokens.view(np.uint64).max() >= self.vocab_size or labels.max() >= self.vocab_size:
                 raise self._foreign_token(index, self.vocab_size)
         return TokenSample(tokens, labels, begins, self.labels is not None, reward, filled)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, first token, number of tokens) of each document in sample `index`."""
+        """Yield (document, first token, number of tokens) for each document, or part of a document, in
+        sample `index`."""
         row = int(self.maps.shuffle_idx[index])
         (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
         places_left = self.packing.width(self.seq_length)
@@ -119,13 +120,15 @@ class PackedDataset:
         return DataError(
             f"{file}: document {document} holds token id {token} (its token {place}), but the "
             f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "
-            "set vocab_file to that one, or preprocess the text again with this one"
+            "set vocab_file to that tokenizer, or preprocess the text again with the one in vocab_file"
         )
 
 
 def answer_row(prompt: Sequence[int], answer: Sequence[int], width: int, trained: Sequence[bool] | bool) -> TokenSample:
-    """Returns a row of `width` tokens: a prompt, an answer, and padding. trained: whether the answer is, or
-    which of its tokens are."""
+    """Returns a row of `width` tokens: a prompt, an answer, and padding.
+
+    trained: whether the answer is trained, or which of its tokens are.
+    """
     tokens, labels, begins = np.zeros(width, np.int64), np.full(width, MASKED, np.int64), np.zeros(width, bool)
     start, filled = len(prompt), len(prompt) + len(answer)
     tokens[:filled] = [*prompt, *answer]

@@ -1,7 +1,7 @@
 """Assigns documents, or blocks of their joined tokens, to the rows of an epoch (`pack_impl`, `drop_last`).
 
-All but GPT-NeoX's windows are laid out once; epochs differ only in the order of rows. Every usable document
-is in one row of every epoch, and more samples only continue the order.
+Rows are laid out once, except GPT-NeoX's windows; epochs differ only in the order of rows. Every usable
+document is in one row of every epoch, and more samples only continue the order.
 """
 
 from bisect import bisect_left, insort
@@ -16,11 +16,11 @@ from megatron.data.labels import has_label
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import look_for_stop
 
-_LOOKS = 1 << 14  # documents, after which it looks for a stop signal
+_LOOKS = 1 << 14  # documents between two looks for a stop signal
 
 
 def packing_from_args(args: NeoXArgs) -> Packing:
-    """Return the `Packing` of the configuration."""
+    """Return the configuration keys on packing as a `Packing`."""
     return Packing(
         args.pack_impl,
         args.allow_chopped,
@@ -75,7 +75,7 @@ def build_maps(
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack documents in order; return the index of the first document of each row, [rows + 1].
+    """Pack documents into rows in order; return the index of the first document of each row, [rows + 1].
 
     A row ends before the first document that does not fit. A document longer than `capacity` is truncated.
     """
@@ -92,16 +92,16 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     """Pack documents with lengths from 1 to capacity into rows by best-fit decreasing.
 
     Returns (documents, row after row [n]; the index in them at which each row begins [rows + 1]).
-    Best-fit decreasing ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830), the same bins as
-    TRL's `bfd`. The longest document comes first (of equal ones, the earlier) and goes into the row with the
-    least sufficient room (of equal rows, the one that got that room first). For speed, documents of one
+    Best-fit decreasing ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830) gives the same bins
+    as TRL's `bfd`. The longest document comes first (of equal ones, the earlier) and goes into the row with
+    the least sufficient room (of equal rows, the one that got that room first). For speed, documents of one
     length are placed together: the best row for one of them stays the best until no more fit.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
     row_of = np.empty(len(lengths), np.int64)
-    waiting: dict[int, deque[np.ndarray]] = defaultdict(deque)  # room -> rows with it
-    rooms: list[int] = []  # those of the dict that hold any, ascending
+    waiting: dict[int, deque[np.ndarray]] = defaultdict(deque)  # room -> rows that have exactly this room left
+    rooms: list[int] = []  # keys of `waiting` that have rows, ascending
     rows = done = 0
 
     def put(room: int, chunk: np.ndarray, front: bool = False) -> None:
@@ -140,23 +140,25 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 def _usable(
     lengths: np.ndarray, start: int, stop: int, width: int, packing: Packing, labels: IndexedDataset | None
 ) -> np.ndarray:
-    """Return the indices of the documents in [start, stop) with a trained token. If documents must not be
-    truncated, those that do not fit a row are left out."""
+    """Return the indices of the documents in [start, stop) that can be trained.
+
+    They have a trained token and, if documents must not be truncated, fit into a row.
+    """
     keep = lengths[start:stop] > 0
     if not packing.allow_chopped:
         keep &= lengths[start:stop] <= width
     if labels is not None:
-        # Nothing precedes the first token: its label is never predicted
+        # No token precedes the first token, so its label is never predicted
         keep &= has_label(labels, start, stop, 1, min(width, packing.truncate_documents or width))
     return start + np.flatnonzero(keep)
 
 
 def _blocks(lengths: np.ndarray, width: int, batch: int, drop_last: bool) -> np.ndarray:
-    """Return `IndexMaps.sample_idx` of blocks of `width` tokens that do not overlap, as `group_texts` of
-    HuggingFace's run_clm.py makes them.
+    """Return `IndexMaps.sample_idx` of blocks of `width` tokens that do not overlap, as HuggingFace's
+    run_clm.py makes (`group_texts`).
 
     Each group of `batch` documents is joined and split separately. If its last block is incomplete, it is
-    dropped or stays shorter.
+    dropped (drop_last) or stays shorter.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     group_ends = ends[np.minimum(np.arange(batch, len(lengths) + batch, batch), len(lengths)) - 1]
@@ -171,7 +173,7 @@ def _blocks(lengths: np.ndarray, width: int, batch: int, drop_last: bool) -> np.
 
 
 def _epochs(rows: int, num_samples: int, random: np.random.RandomState) -> np.ndarray:
-    """Return the indices of rows in training order: full epochs of at least num_samples rows, each epoch
+    """Return the row indices in training order: full epochs with at least `num_samples` rows, each
     shuffled anew."""
     dtype = np.uint32 if rows < UINT32_MAX else np.int64
     shuffle_idx = np.tile(np.arange(rows, dtype=dtype), max(1, -(-num_samples // max(1, rows))))
@@ -191,10 +193,10 @@ def _neox(
 ) -> IndexMaps:
     """Build the index maps of GPT-NeoX's layout of full documents (`compat_pack_impl`).
 
-    As in GPT-NeoX, documents are counted from 0 wherever the split begins, and epochs are mixed. (If the last
-    document of an epoch is left out, GPT-NeoX fails; here the next epoch begins.)
-    ends: the ends of the segments of the order, in samples. A segment begins with the document after the
-      last of the segment before, so the last row of that segment also has a token that follows it.
+    As in GPT-NeoX, documents are counted from 0 wherever the split begins, and epochs are shuffled together.
+    (If the last document of an epoch is left out, GPT-NeoX fails; here the next epoch begins.)
+    ends: the ends of the segments of the order, in samples. A segment begins with the document after the last
+      of the segment before, so the last row of that segment also has a token that follows it.
     """
     num_samples = ends[-1]
     shuffle_idx = np.arange(num_samples)
@@ -222,7 +224,7 @@ def _neox(
             doc_idx.append(document)
             if len(starts) == num_samples + (not overflow):
                 break
-    # The document after the last row's is only there for its first token
+    # The document after the last row is only there for its first token
     starts = starts if not overflow else [*starts, len(doc_idx)]
     sample_idx = np.zeros((len(starts), 2), np.int64)
     sample_idx[:, 0] = starts
@@ -230,7 +232,7 @@ def _neox(
 
 
 def _endless(documents: np.ndarray, random: np.random.RandomState | None) -> Iterator[int]:
-    """Yield documents epoch after epoch, each epoch shuffled if there is a generator."""
+    """Yield documents without end, epoch after epoch; with a generator each epoch is shuffled."""
     while True:
         if random is not None:
             random.shuffle(documents)

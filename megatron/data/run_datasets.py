@@ -1,4 +1,4 @@
-"""The datasets of a run: its train, validation and test sets."""
+"""Defines the datasets of a run: its train, validation and test sets."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,18 +9,20 @@ from megatron.data.index_maps import SegmentEnds
 
 
 class SampleSet(Protocol):
-    """The samples of a set, by number."""
+    """The interface of a dataset of samples, which are read by their numbers."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
     def pieces(self, index: int, /) -> Iterator[tuple[int, ...]]:
-        """Return (document, first token, ...) of each piece of sample `index`."""
+        """Return (document, first token, ...) for each piece, a part of a document, that makes up sample
+        `index`."""
 
 
 class WrappedSet:
-    """A set with a sample for each of `dataset`, made of the same pieces."""
+    """Base class of datasets that change the samples of another dataset; each sample keeps the pieces it
+    is made of."""
 
     def __init__(self, dataset: SampleSet) -> None:
         self.dataset = dataset
@@ -29,13 +31,14 @@ class WrappedSet:
         return len(self.dataset)
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Return what `pieces` of the wrapped dataset yields for the sample: a tuple for each document."""
+        """Return the pieces (parts of documents) of sample `index`, as the wrapped dataset's `pieces`
+        gives them."""
         return self.dataset.pieces(index)
 
 
 @dataclass(frozen=True)
 class SetContents:
-    """The data that decides the rows of a set; caches derived from the rows use it as their key.
+    """The facts that decide the rows of a dataset; caches derived from the rows use them as their key.
 
     layout: hex SHA-256 of labels, keys and order.
     files: the files with the tokens.
@@ -49,11 +52,12 @@ class SetContents:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The sets of one run; a set is None if the split leaves it no document or the run takes no sample of it.
+    """The datasets of one run. A set is None if the split leaves it no document, or if the run takes no
+    sample of it.
 
-    further: those of `further_sets` that the run has, by name.
+    further: {name: extra training set that the training method declares}, see `further_sets`.
     log_lines: lines about the sets for the start of the log.
-    contents: for sets that a reference model scores, the data that decides their rows.
+    contents: for sets that a reference model scores, what decides their rows.
     segment_ends: the ends of the segments of each set's order, which `DataState` needs when a run is resumed.
     """
 
@@ -66,11 +70,12 @@ class Datasets:
     further: Mapping[str, SampleSet] = field(default_factory=dict)
 
     def get(self, name: str) -> SampleSet | None:
-        """Return the set of this name: train, valid, test, or a further one."""
+        """Return the dataset called `name`: train, valid, test, or one of `further`; None if the run does
+        not have it."""
         return {**self.further, "train": self.train, "valid": self.valid, "test": self.test}.get(name)
 
     def with_sets(self, sets: Mapping[str, SampleSet | None]) -> "Datasets":
-        """Return a copy with these sets, by name."""
+        """Return a copy in which the datasets in `sets`, by name, are replaced or added."""
         own_sets: dict[str, Any] = {name: value for name, value in sets.items() if name in ("train", "valid", "test")}
         further = {name: value for name, value in sets.items() if name not in own_sets and value is not None}
         return replace(self, further={**self.further, **further}, **own_sets)

@@ -1,4 +1,4 @@
-"""Reads from the configuration the files, weights, sizes and cache folders of the sets of a run."""
+"""Reads the files, weights, sizes and cache folders of a run's datasets from the configuration."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +24,10 @@ SET_NAMES = ("train", "valid", "test")
 
 
 def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
-    """Return the ids of `loss_mask_token_ids`. Raises DataError if it holds a text that was not replaced by
-    its token id."""
+    """Return the token ids of `loss_mask_token_ids`.
+
+    Raises DataError if the list holds a text that was not replaced by its token id.
+    """
     ids = []
     for token in args.loss_mask_token_ids or ():
         if isinstance(token, str):
@@ -36,28 +38,30 @@ def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
 
 def trains_preferences(args: NeoXArgs) -> bool:
     """Return whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not
-    plain tokens."""
+    plain text."""
     return sample_kind(args) in ("pairs", "answers")
 
 
 def rows_per_sample(args: NeoXArgs) -> int:
-    """Return the rows of seq_length tokens in one sample: two for a pair, unless its responses are packed
-    into one row."""
+    """Return the number of rows of seq_length tokens in one sample.
+
+    It is two for a preference pair, unless its responses are packed into one row; otherwise one.
+    """
     separate_rows = sample_kind(args) == "pairs" and args.pack_impl != "best_fit"
     return 2 if separate_rows or writes_pairs(args) else 1
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
-    """Return the boundaries of train, validation and test among `size` documents for a `split` such as "969,
-    30, 1" or "949/50/1".
+    """Return the boundaries of train, validation and test among `size` documents.
 
-    Sizes are rounded as in NeoX. All boundaries are then shifted so that the last is `size`, which changes
-    the size of train only. Raises DataError unless `split` is one to three numbers, none negative, not all 0.
+    split: such as "969, 30, 1" or "949/50/1". Sizes are rounded as in NeoX. All boundaries are then shifted
+      so that the last is `size`, which changes the size of train only. Raises DataError unless `split` is one
+      to three numbers, none negative, not all 0.
     """
     try:
         parts = [float(part) for part in split.split("," if "," in split else "/")][:3]
     except ValueError:
-        raise DataError(f'split: "{split}" is not up to three numbers such as "969, 30, 1"') from None
+        raise DataError(f'split: "{split}" is not a list of up to three numbers such as "969, 30, 1"') from None
     total = sum(parts)
     if min(parts) < 0 or not 0 < total < math.inf:
         raise DataError(f'split: "{split}" needs numbers that are 0 or more, at least one of them above 0')
@@ -65,13 +69,13 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
     for part in parts + [0.0] * (3 - len(parts)):
         boundaries.append(boundaries[-1] + round(part / total * float(size)))
     excess = boundaries[-1] - size
-    # max(): with very few documents upstream's rounding can make the first boundary negative
+    # max(): with very few documents NeoX's rounding can make the first boundary negative
     train, valid, test = (max(0, boundary - excess) for boundary in boundaries[1:])
     return 0, train, valid, test
 
 
 def data_seed(args: NeoXArgs) -> int:
-    """Return the seed of the order of samples: `data_seed`, else `seed`."""
+    """Return the seed of the order of samples: the key `data_seed`, or `seed` if that is not set."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
@@ -89,25 +93,28 @@ def requested_samples(args: NeoXArgs, train_batch_size: int, data_state: DataSta
 
 
 def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
-    """Return the folder of index maps: `index_cache_dir`, else `index_cache` in the `save` folder, else next
-    to the data."""
+    """Return the folder of index maps for the data at `prefix`.
+
+    It is `index_cache_dir` if set, else `index_cache` in the `save` folder, else `index_cache` next to the
+    data.
+    """
     if args.index_cache_dir:
         return Path(args.index_cache_dir)
-    # A `save` folder that stands for a remote one is each machine's own, so it cannot be shared
+    # The local folder for a remote `save` is different on each machine, so it cannot be shared
     local_save = None if is_remote(args.save) else args.save
     return Path(local_save or Path(prefix).parent) / "index_cache"
 
 
 def hash_cache_dir(args: NeoXArgs, prefix: str) -> Path:
-    """Return the folder that caches the hashes of a set's files (`cached_sha256`)."""
+    """Return the folder that caches the hashes of a dataset's files (`cached_sha256`)."""
     return index_cache_dir(args, prefix) / "file_hashes"
 
 
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Return {set name: prefixes of its `.bin/.idx` pairs}.
+    """Return {set name: data paths of the set, without .bin/.idx}.
 
-    Names: train, valid, test, or "all" for `data_path`, which `split` divides; those of `further_sets` that
-    the run has. Raises DataError when there is no training data.
+    Names: train, valid, test, or "all" for `data_path`, which `split` divides; and the extra training sets
+      that the training method declares (`further_sets`). Raises DataError if there is no training data.
     """
     further = {n: (path,) for n, declared in further_sets().items() if (path := declared.path(args)) is not None}
     if args.data_path:
@@ -120,8 +127,11 @@ def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
 
 
 def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose first argument is the configuration. If a data file is missing, its DataError
-    then begins with the configuration key that lists the file, and where that key was set."""
+    """Decorate a function whose first argument is the configuration, to improve its error for a missing data
+    file.
+
+    The DataError then begins with the configuration key that lists the file, and where that key was set.
+    """
 
     @wraps(function)
     def wrapper(*arguments: P.args, **options: P.kwargs) -> T:
@@ -142,14 +152,16 @@ def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def storage(args: NeoXArgs, name: str) -> str:
-    """Return the `data_impl` of a set: how its files are read."""
+    """Return the `data_impl` of a set, which says in which format its files are read."""
     declared = further_sets().get(name)
     return args.data_impl if declared is None else getattr(args, declared.storage)
 
 
 def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Return (label paths, reward paths) of a set, each with one path for each of its data paths, or None if
-    the configuration lists none."""
+    """Return (label paths, reward paths) of a set, each with one path for each of its data paths.
+
+    Either is None if the configuration lists no such paths.
+    """
     labels = (args.train_label_data_paths, args.valid_label_data_paths, args.test_label_data_paths)
     rewards = (args.train_reward_data_paths, args.valid_reward_data_paths, args.test_reward_data_paths)
     if (declared := further_sets().get(name)) is not None:
@@ -159,9 +171,9 @@ def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, 
 
 
 def blend_weights(args: NeoXArgs, name: str, members: Sequence[IndexedDataset]) -> tuple[float, ...]:
-    """Return one weight for each member of set `name`, not normalised.
+    """Return one weight for each dataset (member) that is blended into set `name`, not normalised.
 
-    They are computed from the sizes of the members if `weight_by` or `weight_by_num_documents` is set;
+    They are computed from the sizes of the datasets if `weight_by` or `weight_by_num_documents` is set;
     otherwise they are the listed weights, or all 1.
     """
     unit = "documents" if args.weight_by_num_documents else args.weight_by

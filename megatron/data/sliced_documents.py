@@ -1,5 +1,5 @@
-"""Documents made of parts of others: a truncated response, or a prompt with the response to another
-prompt."""
+"""Makes documents of parts of other documents: a truncated response, or a prompt with another prompt's
+response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from megatron.data.labels import MASKED
 
 @dataclass(frozen=True, eq=False)
 class DocumentSlices:
-    """For each of n new documents, a slice of a source's document, as arrays [n].
+    """The slices of stored documents that make n new documents, as arrays [n].
 
-    source: index of the source. document: index of the document in it. begin: first token of the slice.
-    count: its number of tokens.
+    source: index of the dataset. document: index of the document in it. begin: first token of the slice.
+      count: its number of tokens.
     """
 
     source: np.ndarray
@@ -26,8 +26,10 @@ class DocumentSlices:
 
 
 class SlicedDocuments:
-    """Reads like an `IndexedDataset` whose document d is made of slices of documents in `sources`: the slices
-    `parts[0][d]`, `parts[1][d]`, ..., joined."""
+    """Reads like an `IndexedDataset` whose documents are made of slices of documents in `sources`.
+
+    Document d is the slices `parts[0][d]`, `parts[1][d]`, ..., joined.
+    """
 
     def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[DocumentSlices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
@@ -50,20 +52,22 @@ class SlicedDocuments:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.int64)])
 
     def origin(self, index: int, place: int) -> tuple[Path, int, int]:
-        """Return where token `place` of document `index` was taken from: (file, document, token). Raises
-        IndexError if the document is shorter."""
+        """Return (file, document, token): where token `place` of document `index` was taken from.
+
+        Raises IndexError if the document is shorter.
+        """
         for part in self.parts:
             count = int(part.count[index])
             if place < count:
                 source = self.sources[int(part.source[index])]
                 return source.data_file, int(part.document[index]), int(part.begin[index]) + place
             place -= count
-        raise IndexError(f"document {index} of {self.data_file} ends before that token")
+        raise IndexError(f"document {index} of {self.data_file} ends before the requested token")
 
 
 class PromptMaskedLabels:
-    """Labels for data without label files: the tokens themselves, but the first `prompts[d]` tokens of
-    document d are masked."""
+    """Labels for data without label files: the tokens themselves, with the first `prompts[d]` of document
+    d masked."""
 
     def __init__(self, documents: SlicedDocuments, prompts: np.ndarray):
         self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file

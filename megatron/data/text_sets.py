@@ -1,8 +1,8 @@
-"""Builds the sets of language-model training: documents of `.bin/.idx` pairs, packed into rows and blended by
+"""Builds the datasets of language-model training: documents of data files, packed into rows and blended by
 weight.
 
-First every set is planned (which documents, how many samples of each pair). Then one process builds missing
-index maps into the cache, and every process maps them.
+First every set is planned (which documents, how many samples of each file). Then one process builds missing
+index maps into the cache, and every process memory-maps them.
 """
 
 import hashlib
@@ -57,12 +57,12 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of, further_sets
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 
-THREADS = 8  # pairs hashed at once: of blends of thousands, much of the time is waiting for the disk
+THREADS = 8  # files hashed at once, because hashing thousands of files often waits for the disk
 
 
 @dataclass(frozen=True)
 class _TextSource:
-    """Sequences [start, stop) of one `.bin/.idx` pair, and the number of samples to take of them.
+    """The sequences [start, stop) of one dataset file, and how many samples to take of them.
 
     origin: its name in messages.
     labels_sha256: set if labels decide which documents are used.
@@ -82,7 +82,8 @@ class _TextSource:
 
 @dataclass(frozen=True)
 class _TextPlan:
-    """One set: its sources, blended by weight when there are several, and the total number of samples.
+    """The plan of one set: its sources, blended by weight if there are several, and the total number of
+    samples.
 
     epochs: passes over all samples of the sources; None: num_samples samples are drawn by weight.
     phases: weights that change during the run.
@@ -115,7 +116,7 @@ def build_text_sets(
     epochs: int | None,
     data_state: DataState,
 ) -> Datasets:
-    """Build the sets of plain or labelled text. Arguments and result are those of `build_datasets`."""
+    """Build the datasets of plain or labelled text. Arguments and result are as in `build_datasets`."""
 
     def write() -> tuple[list[_TextPlan], list[str]]:
         plans = _plans(args, requested_samples(args, train_batch_size, data_state), data_state, epochs)
@@ -153,7 +154,7 @@ def text_samples_per_epoch(args: NeoXArgs) -> int:
 def _plans(
     args: NeoXArgs, sample_counts: tuple[int, int, int], data_state: DataState, epochs: int | None = None
 ) -> list[_TextPlan]:
-    """Return the plans of all sets that have documents and for which samples are needed.
+    """Return the plans of all sets that have documents and of which samples are needed.
 
     sample_counts: samples needed of train, valid and test.
     """
@@ -168,7 +169,9 @@ def _plans(
         plans += _further_plans(args, data_state)
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.sources[0].stop > plan.sources[0].start]
     if sample_counts[0] > 0 and not any(plan.name == "train" for plan in plans):
-        raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
+        raise DataError(
+            f"no document is left for training (data {prefixes}, split {args.split}); use more data or another split"
+        )
     for plan in plans:
         for source in plan.sources:
             _check_length(plan.name, source, args)
@@ -181,7 +184,7 @@ def _plans(
 
 
 def _split_plans(args: NeoXArgs, prefix: str, sample_counts: tuple[int, int, int]) -> list[_TextPlan]:
-    """Return the plans of train, valid and test, into which `split` divides `data_path`."""
+    """Return the plans of train, valid and test, into which `split` divides the documents of `data_path`."""
     indexed = open_dataset(prefix, args.data_impl)
     boundaries = split_boundaries(args.split, len(indexed))
     plans = []
@@ -193,8 +196,10 @@ def _split_plans(args: NeoXArgs, prefix: str, sample_counts: tuple[int, int, int
 
 
 def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_TextPlan]:
-    """Return the plans of the sets of `train_data_paths`, `valid_data_paths` and `test_data_paths`. If
-    `split` divides the listed paths, each set takes its part of every path in `train_data_paths`."""
+    """Return the plans of the sets in `train_data_paths`, `valid_data_paths` and `test_data_paths`.
+
+    If `split` divides the listed paths, each set takes its part of every path in `train_data_paths`.
+    """
     prefixes, plans, is_split = data_prefixes(args), [], cuts_listed_paths(args)
     for part, (name, samples) in enumerate(zip(SET_NAMES, sample_counts, strict=True)):
         list_name = "train" if is_split else name
@@ -232,8 +237,10 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
 
 
 def _further_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
-    """Return the plans of `further_sets`: all their documents, repeated as often as the steps that read them
-    need."""
+    """Return the plans of the extra training sets that the training method declares (`further_sets`).
+
+    Each has all its documents, repeated as often as the steps that read it need.
+    """
     plans = []
     for name, declared in further_sets().items():
         if (path := declared.path(args)) is not None:
@@ -248,9 +255,10 @@ def _further_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
 
 
 def _with_segments(plan: _TextPlan, args: NeoXArgs, data_state: DataState) -> _TextPlan:
-    """Return the plan with the segments of each source's order (see `build_packed`) from the resumed run.
+    """Return the plan with each source's order of samples continued from the resumed run.
 
-    If they hold too few samples, one more segment is added.
+    The order keeps its earlier segments (see `build_packed`). If they hold too few samples, one more segment
+    is added.
     """
     packing = packing_from_args(args)
     if not packing.joint or plan.single_pass:
@@ -268,7 +276,8 @@ def _with_segments(plan: _TextPlan, args: NeoXArgs, data_state: DataState) -> _T
 
 
 def _one_pass(plan: _TextPlan, args: NeoXArgs) -> _TextPlan:
-    """Turn a validation or test set into a single pass over its sources, so that no sample counts twice.
+    """Turn the plan of a validation or test set into a single pass over its sources, so that no sample counts
+    twice.
 
     Sets in GPT-NeoX's packing (windows, `compat_pack_impl`) keep the number of samples that GPT-NeoX takes.
     """
@@ -283,7 +292,7 @@ def _one_pass(plan: _TextPlan, args: NeoXArgs) -> _TextPlan:
 
 
 def _limited(args: NeoXArgs, start: int, stop: int) -> int:
-    """Return the end of the used sequences of [start, stop), of which at most `limit_samples` are used."""
+    """Return `stop`, lowered if necessary so that [start, stop) holds at most `limit_samples` sequences."""
     return stop if args.limit_samples is None else min(stop, start + args.limit_samples)
 
 
@@ -293,7 +302,7 @@ def _with_companions(source: _TextSource, args: NeoXArgs, name: str, member: int
     if label_paths is not None:
         labels = open_labels(label_paths[member], source.indexed)
         source = replace(source, labels=labels)
-        if packing_from_args(args).unsplit_documents:  # which rows there are depends on every label
+        if packing_from_args(args).unsplit_documents:  # every label may change which rows there are
             content = cached_sha256(labels.data_file, hash_cache_dir(args, source.indexed.prefix))
             source = replace(source, labels_sha256=content)
     if reward_paths is not None:
@@ -302,7 +311,7 @@ def _with_companions(source: _TextSource, args: NeoXArgs, name: str, member: int
 
 
 def _as_full_epochs(plan: _TextPlan, args: NeoXArgs, epochs: int) -> _TextPlan:
-    """Return the plan of `epochs` passes; its number of samples is that of one pass over its sources."""
+    """Return the plan of `epochs` passes over a set. Its number of samples is that of one pass."""
     windows = packing_from_args(args).windows
     sources = [
         replace(source, num_samples=(_tokens(source, args) - 1) // args.seq_length if windows else _rows(source, args))
@@ -325,7 +334,9 @@ def _tokens(source: _TextSource, args: NeoXArgs) -> int:
 def _check_length(name: str, source: _TextSource, args: NeoXArgs) -> None:
     """Raise DataError if a source does not hold integers, or has too few tokens for one window."""
     if source.indexed.dtype.kind not in "iu":
-        raise DataError(f"{source.origin}: holds {source.indexed.dtype}, but tokens are integers")
+        raise DataError(
+            f"{source.origin}: holds {source.indexed.dtype}, but tokens are integers; give a dataset of token ids"
+        )
     tokens, seq_length = _tokens(source, args), args.seq_length
     if tokens < seq_length + 1 and packing_from_args(args).windows:
         raise DataError(
@@ -340,9 +351,9 @@ def _cache_dir(plan: _TextPlan, args: NeoXArgs) -> Path:
 
 
 def _map_builders(plan: _TextPlan, args: NeoXArgs) -> MapBuilders:
-    """Return {cache key: function that builds the maps}, which one cache file of the set holds.
+    """Return {cache key: function that builds the maps} for the one cache file of a set.
 
-    They are the index maps of each source and, if there are several sources, the maps that blend them.
+    It holds the index maps of each source and, if there are several sources, the maps that blend them.
     """
     builders: dict[CacheKey, Callable[[], Any]] = {
         _index_key(source, args): partial(_build_maps, source, args) for source in plan.sources
@@ -355,7 +366,7 @@ def _cached_maps(plan: _TextPlan, args: NeoXArgs) -> CachedMaps:
 
 
 def _order(source: _TextSource, args: NeoXArgs) -> tuple[int, int, int, int, int, Packing]:
-    """Return the arguments that `IndexKey` and `build_maps` share: they decide the order of the samples."""
+    """Return the arguments that `IndexKey` and `build_maps` share; they decide the order of the samples."""
     return source.start, source.stop, source.num_samples, args.seq_length, data_seed(args), packing_from_args(args)
 
 
@@ -376,8 +387,11 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
 
 
 def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[str]:
-    """Return lines on the tokens that `loss_mask_token_ids` masks, and on how full the rows of each source
-    are. GPT-NeoX's rows, which mix epochs, are not measured."""
+    """Return log lines on the tokens that `loss_mask_token_ids` masks, and on how full the rows of each
+    source are.
+
+    GPT-NeoX's rows, which mix epochs, are not measured.
+    """
     if plan.name != "train":
         return []
     packing = packing_from_args(args)
@@ -404,7 +418,7 @@ def _contents(plan: _TextPlan, args: NeoXArgs) -> SetContents:
 
 
 def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:
-    """Return the dataset of a plan. Its index maps are read from the cache, memory-mapped."""
+    """Return the dataset of a plan; its index maps are memory-mapped from the cache."""
     cached_maps = _cached_maps(plan, args)
     members = [
         PackedDataset(

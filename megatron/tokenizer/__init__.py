@@ -1,6 +1,7 @@
-"""Tokenizers: one small interface over GPT-NeoX's kinds.
+"""Provides all of GPT-NeoX's kinds of tokenizers under one small interface.
 
-`build_tokenizer(args)` for a run, `make_tokenizer(kind, vocab_file, merge_file, eod_token)` for tools.
+`build_tokenizer(args)` makes the tokenizer of a run, `make_tokenizer(kind, vocab_file, merge_file,
+eod_token)` that of a tool.
 """
 
 from megatron.tokenizer.build import (

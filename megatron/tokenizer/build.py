@@ -23,13 +23,13 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Return a tokenizer of one of NeoX's kinds. Raises TokenizerError for a missing file, token or package.
 
-    eod_token: name of the token that ends documents; None: the tokenizer's own.
+    kind: as in the key `tokenizer_type`. eod_token: the token that ends documents; None: the tokenizer's own.
     """
     if kind not in KINDS:
         raise TokenizerError(f"tokenizer_type {kind}: unknown; choose from {', '.join(KINDS)}")
     if kind == "CharLevelTokenizer":
         if eod_token is not None:
-            raise TokenizerError("CharLevelTokenizer always ends documents with id 0: remove eod_token")
+            raise TokenizerError("CharLevelTokenizer always ends documents with id 0; remove eod_token")
         return CharLevelTokenizer()
     if kind == "HFGPT2Tokenizer":
         return HFGPT2Tokenizer(vocab_file, eod_token)
@@ -46,38 +46,44 @@ def make_tokenizer(
 
 
 def build_tokenizer(args: NeoXArgs) -> Tokenizer:
-    """Return the run's tokenizer, from tokenizer_type, vocab_file, merge_file and eod_token."""
+    """Return the tokenizer of a run, built from the keys tokenizer_type, vocab_file, merge_file and
+    eod_token."""
     return make_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file, args.eod_token)
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
-    """Return vocab_size rounded up to a multiple of `divisor` that divides equally over tensor-parallel
-    ranks.
+    """Return `vocab_size` rounded up to a multiple of `divisor` that divides equally over `tp`
+    tensor-parallel ranks.
 
-    Padding rows take part in the softmax, so their number should not depend on the layout. GPT-NeoX rounds to
-    divisor * tp, so its loss depends on tp. For GPT-NeoX's checkpoints their own size is used instead.
+    Padding rows take part in the softmax, so their number should not depend on the parallel layout. GPT-NeoX
+    rounds to divisor * tp, so its loss depends on tp. For GPT-NeoX's checkpoints their own size is used
+    instead.
     """
     multiple = math.lcm(divisor, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """Return the configuration with `padded_vocab_size` set. Raises ConfigError if a configured value is
-    smaller than the vocabulary."""
+    """Return the configuration with `padded_vocab_size` set, unless it was set already.
+
+    Raises ConfigError if the configured value is smaller than the tokenizer's vocabulary.
+    """
     if args.padded_vocab_size is None:
         padded = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tp)
         return args.replace(padded_vocab_size=padded)
     if args.padded_vocab_size < tokenizer.vocab_size:
-        small = f"{args.padded_vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer.vocab_size}"
+        small = (
+            f"{args.padded_vocab_size} is below the tokenizer's vocabulary, {tokenizer.vocab_size}; raise or remove it"
+        )
         raise args.error("padded_vocab_size", small)
     return args
 
 
 def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """Return the configuration with the texts of `loss_mask_token_ids` replaced by ids, without repetitions,
-    in ascending order.
+    """Return the configuration with the texts in `loss_mask_token_ids` replaced by token ids.
 
-    Raises ConfigError for an id outside the vocabulary, and for a text that is not one token.
+    The ids are in ascending order, without repetitions. Raises ConfigError for an id outside the vocabulary,
+    and for a text that is not one token.
     """
     if not args.loss_mask_token_ids:
         return args
@@ -95,12 +101,12 @@ def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
             problem = f"{token} is not a token: the vocabulary has {tokenizer.vocab_size}, so ids end at "
             raise args.error("loss_mask_token_ids", f"{problem}{tokenizer.vocab_size - 1}")
     resolved = args.replace(loss_mask_token_ids=sorted(ids))
-    return replace(resolved, origins=args.origins)  # a refusal names the line that was written
+    return replace(resolved, origins=args.origins)  # so that an error names the line in the user's file
 
 
 def describe(tokenizer: Tokenizer, padded: int) -> str:
-    """Return a log line: vocabulary size, padding of the embedding to `padded` rows, and the special
-    tokens."""
+    """Return a log line on a tokenizer: vocabulary size, padding of the embedding to `padded` rows, and
+    special tokens."""
     roles = {"end of document": tokenizer.eod, "EOS": tokenizer.eos, "BOS": tokenizer.bos, "padding": tokenizer.pad}
     if tokenizer.eos == tokenizer.eod:
         del roles["EOS"]

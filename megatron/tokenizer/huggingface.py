@@ -1,5 +1,5 @@
-"""Tokenizers of the HuggingFace libraries: a `tokenizer.json`, GPT-2's two files, or a folder or name on the
-Hub."""
+"""Tokenizers read by the HuggingFace libraries, from a `tokenizer.json`, GPT-2's two files, a folder or a
+Hub name."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ from megatron.tokenizer.interface import (
     read_file,
 )
 
-DECLARATIONS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
+DECLARATIONS = ("special_tokens_map.json", "tokenizer_config.json")  # the later file overrides the earlier
 ROLES = ("bos_token", "eos_token", "pad_token")
 
 
 class HFTokenizer(Tokenizer):
-    """A `tokenizer.json` of the tokenizers library, or a folder with one.
+    """A tokenizer from a `tokenizer.json` of the tokenizers library, or from a folder with this file.
 
     eod is `eod_token`, else `<|endoftext|>` (NeoX), else the eos_token that special_tokens_map.json or
     tokenizer_config.json in the same folder declares.
@@ -44,15 +44,15 @@ class HFTokenizer(Tokenizer):
         """Store a tokenizer of the tokenizers library, turn off its truncation and padding, and look up its
         special tokens.
 
-        declared: names of special tokens, as bos_token -> name.
-        source: names the tokenizer in errors.
+        declared: names of special tokens, such as {"bos_token": "<s>"}.
+        source: the name of the tokenizer in errors.
         """
-        # A file saved with these would cut documents off, or fill them up, without a word
+        # Truncation or padding saved in the file would silently change documents
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _check_dropout(tokenizer, source)
         self._tokenizer, find = tokenizer, tokenizer.token_to_id
-        # Not get_vocab_size(): ids may have holes
+        # get_vocab_size() is too small if ids have holes
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if eod_token is not None and find(eod_token) is None:
             raise no_such_token(source, eod_token)
@@ -60,14 +60,14 @@ class HFTokenizer(Tokenizer):
         eos = names.get("eos_token")
         end = eod_token or (END_OF_DOCUMENT if find(END_OF_DOCUMENT) is not None else eos)
         if end is None:
-            raise no_end(source, "no tokenizer_config.json or special_tokens_map.json beside it declares an eos_token")
+            raise no_end(source, "no tokenizer_config.json or special_tokens_map.json next to it declares an eos_token")
         padding = PADDING if find(PADDING) is not None else names.get("pad_token")
         self.eod, self.eos = find(end), find(eos or end)
         self.bos = find(names["bos_token"]) if "bos_token" in names else None
         self.pad = None if padding is None else find(padding)
         special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.special_tokens = special | {self.eod: end}
-        # What a copy needs beside the tokenizer.json to be the same tokenizer, in transformers' form
+        # The tokenizer_config.json that a copy of tokenizer.json needs to give the same tokenizer
         self._config = None if end == END_OF_DOCUMENT else {**names, "eos_token": end}
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -88,15 +88,17 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In a text, `<|endoftext|>` is tokenized like
-    other characters."""
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`.
+
+    If a text contains `<|endoftext|>`, it is tokenized like other characters.
+    """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path, eod_token: str | None = None):
         self._vocab, self._merges = read_file(vocab_file), read_file(merge_file)
         tokenizers = _library("tokenizers")
         try:
             model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
-        except Exception as problem:  # as above
+        except Exception as problem:  # the library raises bare Exception
             raise TokenizerError(f"{vocab_file}, {merge_file}: not GPT-2 vocabulary and merges ({problem})") from None
         tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,15 +111,17 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(HFTokenizer):
-    """Load a tokenizer by transformers' AutoTokenizer from a folder or a Hub name (`gpt2`), and add
-    `<|padding|>` (NeoX)."""
+    """A tokenizer loaded by transformers' AutoTokenizer from a folder or a Hub name (default `gpt2`).
+
+    As in NeoX, `<|padding|>` is added to its special tokens.
+    """
 
     def __init__(self, vocab_file: str | Path | None = None, eod_token: str | None = None):
         name = str(vocab_file or "gpt2")
         transformers = _library("transformers")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        except Exception as problem:  # OSError, ValueError, or what a broken file raises in the depths
+        except Exception as problem:  # OSError, ValueError, or any error of a broken file
             reason = str(problem).strip().split("\n")[0]
             raise TokenizerError(
                 f"HFGPT2Tokenizer: {name} cannot be fetched: it is not a folder with tokenizer files, is not in the "
@@ -132,15 +136,17 @@ class HFGPT2Tokenizer(HFTokenizer):
         tokenizer.add_special_tokens({"pad_token": PADDING})
         declared = {role: value for role in ROLES if (value := getattr(tokenizer, role))}
         if eod_token is None and "eos_token" not in declared:
-            raise TokenizerError(f"{name}: has no eos_token; set eod_token (--eod-token) to the end of documents")
+            raise TokenizerError(
+                f"{name}: has no eos_token; set eod_token (--eod-token) to the token that ends documents"
+            )
         self._set_backend(backend, name, eod_token or declared["eos_token"], declared)
         self._content = backend.to_str().encode()
         self._config = {**declared, "eos_token": self.special_tokens[self.eod]}
 
 
 def _declared_tokens(path: Path) -> dict[str, str]:
-    """Return the names of bos_token, eos_token and pad_token that the files next to a `tokenizer.json`
-    declare."""
+    """Return the bos_token, eos_token and pad_token that the files next to a `tokenizer.json` declare, by
+    role."""
     declared: dict[str, str] = {}
     for file in map(path.with_name, DECLARATIONS):
         if path.name != "tokenizer.json" or not file.is_file():

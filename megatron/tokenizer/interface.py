@@ -1,4 +1,4 @@
-"""The one interface over all kinds of tokenizers, and the two that need no library."""
+"""Defines the interface of all tokenizers, and the character-level tokenizer, which needs no library."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -7,22 +7,23 @@ from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError, lfs_pointer_error
 
-END_OF_DOCUMENT = "<|endoftext|>"  # GPT-NeoX's names, looked for before what a tokenizer says of itself
+END_OF_DOCUMENT = "<|endoftext|>"  # GPT-NeoX's names; they go before the tokens that a tokenizer declares
 PADDING = "<|padding|>"
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer cannot be built or used. The message names the file, package or key and what to do."""
+    """Raised if a tokenizer cannot be built or used. The message names the file, package or key and says
+    what to do."""
 
 
 class Tokenizer(ABC):
     """The interface of all tokenizers.
 
-    vocab_size: ids are 0..vocab_size-1, before padding of the embedding.
-    eod: id that ends a document.
-    eos: id that ends an answer, usually the same as eod.
-    bos, pad: ids; None: there is no such token.
-    special_tokens: id -> name.
+    vocab_size: ids are 0..vocab_size-1, before the embedding is padded.
+    eod: id of the token that ends a document.
+    eos: id of the token that ends an answer, usually the same as eod.
+    bos, pad: ids of these tokens; None: there is no such token.
+    special_tokens: {id: name}.
     """
 
     vocab_size: int
@@ -34,27 +35,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without eod."""
+        """Return the token ids of each text, without an eod at the end."""
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of ids. Special tokens are skipped (NeoX)."""
+        """Return the text of token ids. Special tokens are skipped (NeoX)."""
 
     @abstractmethod
     def files(self) -> dict[str, bytes]:
-        """Return the files that define this tokenizer, as they were when it was built: file name ->
-        content."""
+        """Return {file name: content} of the files that define this tokenizer, as they were when it was
+        built."""
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_batch([text])[0]
 
     def tokenize_bare(self, text: str) -> list[int]:
-        """Return the ids of a text without the special tokens that the tokenizer adds to every text, such as
-        a BOS."""
+        """Return the token ids of a text, without special tokens that the tokenizer adds to every text,
+        such as BOS."""
         return self.tokenize(text)
 
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 over the kind of tokenizer and its files."""
+        """Return the hex SHA-256 of the tokenizer's kind and files."""
         digest = hashlib.sha256(type(self).__name__.encode())
         for name, content in sorted(self.files().items()):
             digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
@@ -62,7 +63,7 @@ class Tokenizer(ABC):
 
 
 class CharLevelTokenizer(Tokenizer):
-    """Uses UTF-8 bytes as ids; vocabulary 512, eod 0, pad 1 (NeoX)."""
+    """Uses the UTF-8 bytes of a text as token ids; vocabulary 512, eod 0, pad 1 (NeoX)."""
 
     vocab_size = 512
     eod = eos = 0
@@ -73,7 +74,8 @@ class CharLevelTokenizer(Tokenizer):
         return [list(text.encode("utf-8")) for text in texts]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of ids. Ids of 256 and more, and bytes that are not valid UTF-8, become U+FFFD."""
+        """Return the text of token ids. Ids of 256 and more, and bytes that are not valid UTF-8, become
+        U+FFFD."""
         return bytes(i if i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
 
     def files(self) -> dict[str, bytes]:

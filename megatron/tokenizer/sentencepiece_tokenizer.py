@@ -1,4 +1,4 @@
-"""SentencePiece models as tokenizers."""
+"""Tokenizer for SentencePiece models."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,8 +16,10 @@ from megatron.tokenizer.interface import (
 
 
 class SPMTokenizer(Tokenizer):
-    """A SentencePiece `.model`. eod is `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's
-    EOS."""
+    """A tokenizer from a SentencePiece `.model` file.
+
+    eod is `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's EOS.
+    """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
         missing = TokenizerError("SPMTokenizer needs the sentencepiece package (pip install 'neox[data]')")
@@ -30,7 +32,7 @@ class SPMTokenizer(Tokenizer):
             raise TokenizerError(f"{vocab_file}: not a SentencePiece model ({problem})") from None
         model = self._processor
         self.vocab_size = model.get_piece_size()
-        # A piece that is not there is given the id of the unknown piece
+        # piece_to_id() returns the id of the unknown piece for a missing piece
         pieces = {model.id_to_piece(i): i for i in range(self.vocab_size)}
         if eod_token is not None and eod_token not in pieces:
             raise no_such_token(vocab_file, eod_token)

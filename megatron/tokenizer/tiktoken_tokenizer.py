@@ -1,4 +1,4 @@
-"""Encodings of tiktoken as tokenizers."""
+"""Tokenizer for the encodings of tiktoken."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from megatron.tokenizer.interface import END_OF_DOCUMENT, Tokenizer, TokenizerEr
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken, by its name (`cl100k_base`) or from a folder with the files that `files()`
+    """An encoding of tiktoken, given by its name (`cl100k_base`) or by a folder with the files that `files()`
     returns.
 
     Names of special tokens in a text become these tokens, as in NeoX.
@@ -26,7 +26,7 @@ class TiktokenTokenizer(Tokenizer):
         elif str(vocab_file) in (encoding_names := tiktoken.list_encoding_names()):
             try:
                 encoding = tiktoken.get_encoding(str(vocab_file))
-            except Exception as problem:  # of whatever library fetches it
+            except Exception as problem:  # the library that fetches it may raise anything
                 raise TokenizerError(
                     f"TiktokenTokenizer: {vocab_file} is not in tiktoken's cache and cannot be fetched "
                     f"({type(problem).__name__}); fetch it where there is a network, with TIKTOKEN_CACHE_DIR set to a "
@@ -35,7 +35,7 @@ class TiktokenTokenizer(Tokenizer):
         else:
             raise TokenizerError(
                 f"vocab_file {vocab_file}: neither a folder nor an encoding of tiktoken; "
-                f"its encodings are {', '.join(encoding_names)}"
+                f"use one of {', '.join(encoding_names)}"
             )
         self._encoding, self.vocab_size = encoding, encoding.n_vocab
         special: dict[str, int] = encoding._special_tokens
@@ -68,8 +68,10 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _load_saved(folder: Path, tiktoken: Any) -> Any:
-    """Return an encoding loaded from the two files that `TiktokenTokenizer.files` returns. Raises
-    TokenizerError."""
+    """Return an encoding loaded from a folder with the two files that `TiktokenTokenizer.files` returns.
+
+    Raises TokenizerError if the files are not such an encoding.
+    """
     settings, ranks = read_file(folder / "encoding.json"), read_file(folder / "encoding.tiktoken")
     try:
         content = json.loads(settings)

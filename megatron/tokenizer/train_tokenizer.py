@@ -1,9 +1,9 @@
-"""Train a byte-level BPE on JSONL texts; flags are GPT-NeoX's.
+"""Trains a byte-level BPE tokenizer on JSONL texts; the flags are GPT-NeoX's.
 
     python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json -v 52000
 
-Unlike GPT-NeoX's it gives back every text as it was: no normalisation, no added space, and all 256 bytes are
-tokens.
+Unlike GPT-NeoX's tokenizer, it decodes every text exactly as it was: no normalisation, no added space, and all
+256 bytes are tokens.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -23,16 +23,19 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer.interface import END_OF_DOCUMENT, PADDING, TokenizerError  # noqa: E402
 
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst")
-SMALLEST = 256 + 2  # bytes and special tokens
+SMALLEST = 256 + 2  # all bytes, and two special tokens
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE; return its `tokenizer.json`. NeoX's two special tokens get the first ids."""
+    """Train a byte-level BPE on `texts`; return its `tokenizer.json` as text.
+
+    NeoX's two special tokens get the first ids.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST:
         raise TokenizerError(
-            f"--vocab_size {vocab_size}: must be at least {SMALLEST}, the bytes and two special tokens"
+            f"--vocab_size {vocab_size}: must be at least {SMALLEST}, for all bytes and two special tokens"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,8 +51,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def read_texts(folder: Path) -> Iterator[str]:
-    """Yield the `text` of every line of the JSONL files in `folder`, in the order of their names; `folder`
-    may be one file."""
+    """Yield the field `text` of every line of the JSONL files in `folder`, in the order of the files' names.
+
+    folder: a folder, or a single file.
+    """
     files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.name.endswith(ENDINGS))
     if not files:
         raise TokenizerError(f"--json_input_dir {folder}: no file there ends in {', '.join(ENDINGS)}")
@@ -63,7 +68,9 @@ def read_texts(folder: Path) -> Iterator[str]:
                 except (ValueError, KeyError, TypeError):
                     text = None
                 if not isinstance(text, str):
-                    raise TokenizerError(f'{file}:{number}: not a JSON object with a text under "text"')
+                    raise TokenizerError(
+                        f'{file}:{number}: not a JSON object with a text under "text"; mend or remove the line'
+                    )
                 yield text
 
 
@@ -83,15 +90,19 @@ def _open(path: Path) -> Any:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--json_input_dir", type=Path, required=True, help=f"folder of {', '.join(ENDINGS)} files")
-    parser.add_argument("--tokenizer_output_path", type=Path, required=True, help="the tokenizer.json to write")
-    parser.add_argument("--tokenizer_type", choices=["BPE"], default="BPE", help="BPE; there is no other")
-    parser.add_argument("-v", "--vocab_size", type=int, default=52000, help="tokens in the vocabulary (52000)")
+    parser.add_argument("--tokenizer_output_path", type=Path, required=True, help="path of the tokenizer.json to write")
+    parser.add_argument(
+        "--tokenizer_type", choices=["BPE"], default="BPE", help="kind of tokenizer; only BPE is supported"
+    )
+    parser.add_argument(
+        "-v", "--vocab_size", type=int, default=52000, help="number of tokens in the vocabulary (default: 52000)"
+    )
     return parser.parse_args(argv)
 
 
 def main(options: argparse.Namespace) -> None:
     if not options.tokenizer_output_path.name:
-        sys.exit("train_tokenizer.py: error: --tokenizer_output_path names no file; write tokenizer.json")
+        sys.exit("train_tokenizer.py: error: --tokenizer_output_path names no file; give a path such as tokenizer.json")
     try:
         content = train_tokenizer(read_texts(options.json_input_dir), options.vocab_size)
     except TokenizerError as problem:
@@ -103,7 +114,7 @@ def main(options: argparse.Namespace) -> None:
     os.replace(unfinished, path)
     vocab_size = len(json.loads(content)["model"]["vocab"])
     requested = options.vocab_size
-    shortfall = f" (the texts give no more than these; {requested} were asked for)" if vocab_size < requested else ""
+    shortfall = f" (the texts give no more tokens; {requested} were requested)" if vocab_size < requested else ""
     print(f"Tokenizer saved at {path}: {vocab_size} tokens{shortfall}")
 
 

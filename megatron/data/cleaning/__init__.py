@@ -1,2 +1,5 @@
-"""Cleaning and deduplication of raw text before tokenisation: datatrove's thresholds, exact and near
-duplicates, contamination, an account of all removals. `job.clean` runs a job; training reads none of it."""
+"""Cleans and deduplicates raw text before it is tokenised; training imports nothing from this package.
+
+It applies quality rules with datatrove's thresholds, removes exact and near-duplicates and text shared with
+evaluation sets, and counts every removal. `job.clean` runs a job.
+"""

@@ -1,22 +1,22 @@
-"""Counts dropped documents by reason, and keeps samples of them."""
+"""Counts dropped documents by reason, and keeps some of their texts as examples for the report."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-SAMPLES = 8  # of each reason
-_MAX_SAMPLE_CHARS = 1200  # characters of one
+SAMPLES = 8  # examples kept for each reason
+_MAX_SAMPLE_CHARS = 1200  # longer examples are truncated
 
 
 @dataclass(frozen=True, order=True)
 class Sample:
-    """A text kept to show what a reason removes: a dropped document or a removed piece.
+    """An example text for the report: a dropped document, or a piece removed from a document.
 
-    key: the hash of its text; the samples with the smallest keys are shown, so the choice does not depend on
-      workers.
+    key: the hash of the text. The texts with the smallest keys are kept, so the choice does not depend on the
+      number of workers.
     document: for duplicates, the number of the dropped document.
-    duplicate_of: for duplicates, the number of the document that stays in its place.
+    duplicate_of: for duplicates, the number of the document that is kept instead.
     """
 
     key: int
@@ -27,12 +27,12 @@ class Sample:
 
 @dataclass
 class Account:
-    """Counts of the documents of one part of the input, or of all parts.
+    """Counts of read and dropped documents, for one part of the input or for all parts.
 
-    read: documents read; chars: their characters.
-    dropped, dropped_chars: dropped documents and their characters, by reason.
-    details: further counts, by name and reason.
-    samples: dropped documents and removed pieces, by reason.
+    read: number of documents read; chars: number of their characters.
+    dropped, dropped_chars: number of dropped documents and of their characters, by reason.
+    details: other counts, {name: {reason or step: count}}, such as removed lines.
+    samples: example texts of dropped documents and removed pieces, by reason.
     """
 
     read: int = 0
@@ -45,7 +45,7 @@ class Account:
     def drop(
         self, reason: str, text: str, key: int, document: int | None = None, duplicate_of: int | None = None
     ) -> None:
-        """Count a dropped document, and keep it as a sample if `sample` selects it."""
+        """Count a dropped document under `reason`, and offer its text to `sample` as an example."""
         self.dropped[reason] += 1
         self.dropped_chars[reason] += len(text)
         self.sample(reason, text, key, document, duplicate_of)
@@ -53,7 +53,7 @@ class Account:
     def sample(
         self, reason: str, text: str, key: int, document: int | None = None, duplicate_of: int | None = None
     ) -> None:
-        """Keep a text as a sample of a reason if its key is one of the SAMPLES smallest."""
+        """Keep `text` as an example of `reason` if its key is among the SAMPLES smallest."""
         retained = self.samples.setdefault(reason, [])
         if any(sample.key == key for sample in retained):
             return  # the same text again
@@ -64,7 +64,7 @@ class Account:
             del retained[SAMPLES:]
 
     def detail(self, name: str, counts: Mapping[str, int]) -> None:
-        """Add `counts` to the further counts called `name`."""
+        """Add `counts` to the counts in `details[name]`."""
         self.details.setdefault(name, Counter()).update({key: count for key, count in counts.items() if count})
 
     def add(self, account: "Account") -> None:
@@ -81,7 +81,7 @@ class Account:
             self.samples[reason] = sorted(samples_by_key.values())[:SAMPLES]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values that `from_dict` reads."""
+        """Return the account as JSON values; `from_dict` makes an Account of them again."""
         samples = {reason: list(map(astuple, samples)) for reason, samples in self.samples.items()}
         return {**vars(self), "samples": samples}
 

@@ -1,7 +1,7 @@
-"""The rules of C4 and FineWeb with datatrove's thresholds, word lists and names of reasons.
+"""Implements the quality rules of C4 and FineWeb, with datatrove's thresholds, word lists and reason names.
 
 C4: Raffel et al. 2020, https://arxiv.org/abs/1910.10683. FineWeb: Penedo et al. 2024,
-https://arxiv.org/abs/2406.17557.
+  https://arxiv.org/abs/2406.17557.
 """
 
 import re
@@ -19,11 +19,11 @@ _STOPS = tuple(TERMINAL_PUNCTUATION)
 
 @dataclass(frozen=True)
 class C4:
-    """Removes citation marks and bad lines, and drops bad documents.
+    """The C4 rule: removes citation marks and bad lines from a document, and drops bad documents.
 
-    A line is bad without end punctuation, with too few words or an overlong word, or if it mentions
-    JavaScript, cookies, a privacy policy or terms of use. A document is bad if it holds `{` or lorem ipsum,
-    or if too few sentences are left. -1 turns a threshold off.
+    A line is bad if it lacks end punctuation, has too few words or an overlong word, or mentions JavaScript,
+    cookies, a privacy policy or terms of use. A document is bad if it holds `{` or lorem ipsum, or if too few
+    sentences are left. -1 turns a threshold off.
     """
 
     remove_citations: bool = True
@@ -37,9 +37,9 @@ class C4:
     filter_policy: bool = True
 
     def check(self, document: Document, lines_out: Counter[str]) -> tuple[str | None, str]:
-        """Return the reason to drop a document (None to keep it), and its text without the removed lines.
+        """Return (reason to drop the document, None to keep it; its text without the bad lines).
 
-        lines_out: is updated with the number of removed lines by reason.
+        lines_out: counts of removed lines by reason; those of this document are added.
         """
         retained_lines: list[str] = []
         out: Counter[str] = Counter()
@@ -78,7 +78,8 @@ class C4:
 
 @dataclass(frozen=True)
 class FineWeb:
-    """Drops documents whose lines rarely end like sentences, are short, are repeated, or form a list."""
+    """The FineWeb rule: drops documents whose lines rarely end like sentences, are short, are repeated, or
+    form a list."""
 
     line_punct_thr: float = 0.12
     line_punct_exclude_zero: bool = False

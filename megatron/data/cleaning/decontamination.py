@@ -1,4 +1,4 @@
-"""Finds documents that share a run of words with an evaluation set (Brown et al. 2020, appendix C: 13
+"""Finds documents that share an n-gram of words with an evaluation set (Brown et al. 2020, appendix C: 13
 words)."""
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ _TEXTS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class EvaluationRuns:
-    """The names and sizes of the evaluation sets that `write_runs` has read.
+    """The names and sizes of the evaluation sets whose n-grams `write_runs` wrote.
 
     names: the names of the sets.
-    texts: how many texts they hold.
+    texts: how many texts they hold together.
     short: how many texts have too few words for an n-gram; documents are not compared with these texts.
     """
 
@@ -32,11 +32,11 @@ class EvaluationRuns:
 
 
 def write_runs(files: Sequence[InputFile], ngrams: int, folder: Path) -> EvaluationRuns:
-    """Write the sorted hashes of all n-grams of the evaluation sets (runs.npy), and the index of each one's
-    set (sets.npy).
+    """Write runs.npy, the sorted hashes of all n-grams of the evaluation sets, and sets.npy, the set index of
+    each hash.
 
-    files: the evaluation sets. If several sets have an n-gram, the first set is written. Raises DataError if
-    no text has an n-gram.
+    files: the evaluation sets. ngrams: words per n-gram. If several sets hold an n-gram, sets.npy names the
+      first set. Raises DataError if no text is long enough for an n-gram.
     """
     hashes, runs_by_batch, sets, texts, short = WordHashes(), [], [], 0, 0
     for number, file in enumerate(files):
@@ -68,15 +68,17 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 class Contamination:
-    """Finds n-grams of evaluation sets in texts. folder: where `write_runs` wrote them."""
+    """Finds n-grams of evaluation sets in texts. folder: where `write_runs` wrote the n-grams' hashes."""
 
     def __init__(self, folder: Path, ngrams: int) -> None:
         self._runs, self._sets, self._ngrams = map_npy(folder / "runs.npy"), map_npy(folder / "sets.npy"), ngrams
         self._hashes = WordHashes()
 
     def set_of(self, text: str) -> int | None:
-        """Return the index of the evaluation set with which the text shares an n-gram (the first such n-gram
-        decides); None if it shares none."""
+        """Return the index of the evaluation set that shares an n-gram with the text; None if no set does.
+
+        If several sets do, the first shared n-gram in the text decides.
+        """
         values, _ = shingles(*self._hashes.hash_words([text]), self._ngrams)
         places = np.minimum(np.searchsorted(self._runs, values), len(self._runs) - 1)
         hits = np.flatnonzero(self._runs[places] == values)
@@ -90,7 +92,7 @@ def _texts(file: InputFile) -> Iterator[list[str]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a row, however deeply nested."""
+    """Yield every string in a row's value, however deeply nested in lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):

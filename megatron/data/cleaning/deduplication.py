@@ -1,4 +1,5 @@
-"""Passes over all documents together: exact duplicates, then near-duplicates among those left."""
+"""Finds duplicates among all documents of a job: first exact duplicates, then near-duplicates among the
+others."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,8 +43,8 @@ _PAIRS_AT_ONCE = 100_000
 class Candidate:
     """A document, and what the passes so far have decided about it.
 
-    reason: why it is dropped; None if it stays. duplicate_of: for a dropped duplicate, the number of the
-    document that stays. removed: pieces taken out of its text, by scope.
+    reason: why it is dropped; None if it is kept. duplicate_of: for a dropped duplicate, the number of the
+      document that is kept instead. removed: {"paragraph" or "line": the pieces removed from its text}.
     """
 
     part: int
@@ -56,10 +57,12 @@ class Candidate:
 
 
 def find_repeats(work: Work, parts: int, stage: str, hashed: str, scope: str) -> dict[str, Any]:
-    """Write, for each part, its pieces (document, paragraphs or lines) that already occur in an earlier part.
+    """Find the pieces of each part that already occur in an earlier part, and write one file per part with
+    them.
 
-    stage: the pass to whose folder they are written. hashed: the pass that wrote the hashes.
-    Returns the number of repeated pieces, those within a part included.
+    stage: the pass whose folder the files go to. hashed: the pass that wrote the hashes. scope: the size of a
+      piece, "document", "paragraph" or "line".
+    Returns {"pieces": number of repeated pieces, including repeats within one part}.
     """
     for stale in (work.folder / stage).glob(f"*.{scope}"):
         stale.unlink()
@@ -76,8 +79,8 @@ def find_repeats(work: Work, parts: int, stage: str, hashed: str, scope: str) ->
 
 
 def _repeats_of_part(work: Work, part: int, stage: str, hashed: str, scope: str) -> np.ndarray:
-    """Return the repeated pieces of a part as REPEAT records. Their field `document` holds the row in the
-    part, not the number of the document."""
+    """Return the repeated pieces of a part as REPEAT records, whose field `document` holds the row number in
+    the part."""
     own_repeats, path = map_npy(work.file(hashed, part, f"{scope}.own.npy")), work.file(stage, part, scope)
     repeats = np.concatenate([own_repeats, np.fromfile(path, REPEAT)]) if path.exists() else np.array(own_repeats)
     repeats["document"] &= np.uint64(0xFFFFFFFF)
@@ -85,7 +88,7 @@ def _repeats_of_part(work: Work, part: int, stage: str, hashed: str, scope: str)
 
 
 def after_exact(work: Work, part: int) -> Iterator[Candidate]:
-    """Yield the documents of a part, with exact duplicates marked."""
+    """Yield every document of a part, with `reason` and `duplicate_of` set for exact duplicates."""
     originals: dict[int, int] = {}
     if "document" in work.options.exact:
         repeats = _repeats_of_part(work, part, EXACT, FILTERED, "document")
@@ -96,7 +99,7 @@ def after_exact(work: Work, part: int) -> Iterator[Candidate]:
 
 
 def after_near(work: Work, part: int) -> Iterator[Candidate]:
-    """Yield the documents of a part, with exact and near-duplicates marked."""
+    """Yield every document of a part, with `reason` and `duplicate_of` set for exact and near-duplicates."""
     duplicates: dict[int, int] = {}
     if work.options.minhash is not None:
         documents, retained = (map_npy(work.folder / MINHASH / f"{name}.npy") for name in ("dropped", "kept"))
@@ -110,9 +113,10 @@ def after_near(work: Work, part: int) -> Iterator[Candidate]:
 
 
 def write_pieces(work: Work, part: int) -> dict[str, Any]:
-    """Write the hashes of paragraphs and lines of a part's documents, except duplicate documents.
+    """Write hashes of all paragraphs and lines of a part's documents, except of documents that are
+    duplicates.
 
-    If an earlier duplicate were hashed too, its text would be removed from the document that stays.
+    Hashing a dropped duplicate too would make the kept document's own paragraphs count as repeats.
     """
     stay = [(candidate.row, candidate.text) for candidate in after_near(work, part) if candidate.reason is None]
     for scope in work.options.piece_scopes:
@@ -121,7 +125,7 @@ def write_pieces(work: Work, part: int) -> dict[str, Any]:
 
 
 def after_all(work: Work, part: int) -> Iterator[Candidate]:
-    """Yield the documents of a part, with duplicates marked and repeated paragraphs and lines removed."""
+    """Yield every document of a part, with duplicates marked and repeated paragraphs and lines removed."""
     places: dict[str, dict[int, list[int]]] = {}
     for scope in work.options.piece_scopes:
         repeats, places[scope] = _repeats_of_part(work, part, PIECES, PIECES, scope), {}
@@ -147,10 +151,10 @@ def after_all(work: Work, part: int) -> Iterator[Candidate]:
 
 
 def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
-    """Write the MinHash band keys of a part's documents; with sign False only their shingles, for
+    """Write the MinHash band keys of a part's documents; with sign=False only their shingles, for
     `sign_on_device`.
 
-    Returns the number of documents without shingles.
+    Returns {"without": number of documents too short for a shingle}.
     """
     method = work.minhash
     rows, keys = list[int](), [np.empty((0, method.bands), np.uint64)]
@@ -174,8 +178,10 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
 
 
 def sign_on_device(work: Work, part: int, device: str) -> None:
-    """Compute a part's band keys with torch from the shingles that `write_bands` wrote, write them, and
-    delete the shingles."""
+    """Compute a part's band keys with torch on `device`, from the shingles that `write_bands` wrote.
+
+    The band keys are written and the shingles deleted.
+    """
     method = work.minhash
     path = work.file(MINHASH, part, "shingles.npz")
     with np.load(path) as read:
@@ -186,12 +192,14 @@ def sign_on_device(work: Work, part: int, device: str) -> None:
 
 
 def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> None:
-    """Write a part's band keys as a sorted run for each band, with the first document of each key.
+    """Write one sorted file per MinHash band, with each band key of the part and the first document that has
+    it.
 
-    Edges from it to the other documents of the key go to edges.npy, so many copies need few records.
-    With `jaccard` the runs hold all documents and there are no edges, because the compared pairs must not
-    depend on the parts.
-    rows: the rows of the documents. counts: their numbers of shingles. keys: their band keys.
+    Edges from this first document to the key's other documents go to edges.npy, so many copies need few
+    records. With `jaccard` the files hold all documents and there are no edges, because the compared pairs
+    must not depend on how the input is split into parts.
+    rows: the row number of each document in the part. counts: how many shingles each document has. keys: the
+      band keys of each document.
     """
     method = work.minhash
     has_shingles, edges = counts > 0, [np.empty((0, 2), np.uint64)]
@@ -211,10 +219,9 @@ def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, ke
 
 
 def find_pairs(work: Work, parts: int, report: Callable[[int], None]) -> np.ndarray:
-    """Return the pairs of documents that share a band, [pairs, 2].
+    """Return the pairs of documents that share a MinHash band, [pairs, 2].
 
-    Without `jaccard` these are only as many pairs as are needed to connect each cluster.
-
+    With `jaccard` None, it returns only as many pairs as are needed to connect each cluster.
     report: called with the number of bands done.
     """
     method = work.minhash
@@ -244,7 +251,8 @@ def _reduce_edges(edges: np.ndarray, method: MinHash) -> np.ndarray:
 
 
 def write_shingle_sets(work: Work, part: int) -> None:
-    """Write the set of shingles of each document of a part that is in a pair (paired.npy)."""
+    """Write the set of shingles of each document of a part that is listed in paired.npy (documents in a
+    pair)."""
     method = work.minhash
     paired_rows = set(rows_of_part(map_npy(work.folder / MINHASH / "paired.npy"), part).tolist())
     sets = []
@@ -258,12 +266,12 @@ def write_shingle_sets(work: Work, part: int) -> None:
 
 
 def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
-    """Return the pairs whose shingle sets reach the Jaccard similarity `jaccard`."""
+    """Return the pairs of documents whose shingle sets have at least the Jaccard similarity `jaccard`."""
     method = work.minhash
     assert method.jaccard is not None
     nodes = map_npy(work.folder / MINHASH / "paired.npy")
     files, all_sizes, all_begins = [], [], []
-    for part in range(parts):  # documents of pairs are in the order of their numbers, in each part and over all
+    for part in range(parts):  # documents in pairs are sorted by their numbers, within a part and over all parts
         with np.load(work.file(MINHASH, part, "sets.npz")) as read:
             all_sizes.append(read["sizes"])
             all_begins.append(np.cumsum(read["sizes"]) - read["sizes"])
@@ -285,10 +293,12 @@ def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
 
 
 def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
-    """Choose which document of each cluster stays. Write dropped.npy, the other documents, and kept.npy, for
-    each of them the one that stays.
+    """Choose which document of each cluster is kept, and write dropped.npy and kept.npy.
 
-    parts: number of parts of the input. Returns the number of clusters, and how many clusters have each size.
+    dropped.npy lists all other documents of the clusters; kept.npy names, for each of them, the kept
+    document.
+    pairs: the near-duplicate pairs. parts: number of parts of the input. Returns {"clusters": number of
+      clusters, "sizes": {size: number of clusters of that size}}.
     """
     nodes, roots = clusters(pairs)
     method, worth = work.minhash, np.zeros(len(nodes))

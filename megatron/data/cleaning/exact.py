@@ -1,5 +1,7 @@
-"""Exact duplicates of documents, paragraphs and lines; runs of whitespace compare as one space. The first
-occurrence stays."""
+"""Finds exact duplicates of documents, paragraphs and lines, and removes repeated paragraphs and lines.
+
+Any run of whitespace compares as one space. The first occurrence is kept.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +17,12 @@ SCOPES = ("document", "paragraph", "line")
 _SEPARATOR = {"paragraph": re.compile(r"(\n\s*\n)"), "line": re.compile(r"(\n)")}
 _HASH = np.dtype([("key", "<u8"), ("rest", "<u8"), ("document", "<u8"), ("place", "<u4")])
 REPEAT = np.dtype([("document", "<u8"), ("place", "<u4"), ("first", "<u8")])
-"""A repeated piece: its document, its index in the document, and the document of the first occurrence."""
+"""The dtype of a repeated piece: its document, its index in it, and the document of the first occurrence."""
 
 
 def pieces(text: str, scope: str) -> list[str]:
-    """Split a text by `scope` (document, paragraph or line): pieces at even indices, separators at odd."""
+    """Split a text by `scope` (document, paragraph or line): even items are the pieces, odd items the
+    separators."""
     return [text] if scope == "document" else _SEPARATOR[scope].split(text)
 
 
@@ -28,8 +31,9 @@ def hash_records(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hash the pieces of a part's texts; return (first occurrences, repeats within the part).
 
-    First occurrences are records for `sorted_runs.write_run`, repeats are REPEAT records. Paragraphs and
-    lines of fewer than min_chars characters are skipped. texts: (row in the part, text).
+    texts: (row in the part, text). scope: document, paragraph or line. First occurrences are records for
+      `sorted_runs.write_run`; repeats are REPEAT records. Paragraphs and lines of fewer than min_chars
+      characters are skipped.
     """
     digest = import_optional("xxhash", DataError("--exact needs xxhash: pip install 'neox[clean]'")).xxh3_128_intdigest
     first_places: dict[int, tuple[int, int]] = {}
@@ -55,8 +59,10 @@ def hash_records(
 
 
 def repeats_across_parts(paths: Sequence[Path]) -> Iterator[np.ndarray]:
-    """Yield REPEAT records of pieces whose hash occurs in an earlier part. paths: the runs of all parts
-    (first occurrences from `hash_records`), in order."""
+    """Yield REPEAT records of the pieces whose hash occurs in an earlier part.
+
+    paths: the files of first occurrences (from `hash_records`) of all parts, in order.
+    """
     for piece in merged(paths):
         piece = piece[np.lexsort((piece["rest"], piece["key"]))]  # stable: documents stay in their order
         begins, heads = groups(piece["key"], piece["rest"])
@@ -67,7 +73,8 @@ def repeats_across_parts(paths: Sequence[Path]) -> Iterator[np.ndarray]:
 
 
 def remove_pieces(text: str, scope: str, places: Sequence[int]) -> str:
-    """Return a text without the pieces with indices `places`; the separator after each goes too."""
+    """Return `text` without the paragraphs or lines (`scope`) at indices `places`, nor the separators after
+    them."""
     parts = pieces(text, scope)
     left_out = set(places)
     retained = [
@@ -79,8 +86,10 @@ def remove_pieces(text: str, scope: str, places: Sequence[int]) -> str:
 
 
 def remove_paragraphs_and_lines(text: str, places: Mapping[str, Sequence[int]]) -> str:
-    """Return a text without some paragraphs and lines. places: their indices in the full text, under
-    "paragraph" and "line"."""
+    """Return `text` without some paragraphs and lines.
+
+    places: {"paragraph": indices, "line": indices} of what to remove, counted in the full text.
+    """
     gone_lines, gone_paragraphs = set(places["line"]), set(places["paragraph"])
     retained, first_line, parts = [], 0, pieces(text, "paragraph")
     for place, paragraph in enumerate(parts[::2]):

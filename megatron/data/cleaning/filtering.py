@@ -1,7 +1,6 @@
-"""The first pass: filters each part of the input.
+"""Runs the first pass of a cleaning job: cleans and filters each part of the input.
 
-It writes the documents that stay, the documents that are dropped, and the hashes and lengths that later
-passes need.
+It writes the kept documents, the dropped documents, and the hashes and lengths that later passes need.
 """
 
 import json
@@ -29,11 +28,12 @@ UNREADABLE = "unreadable/row"
 
 
 def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Filter a part. Raises DataError at an unreadable row, unless such rows are to be skipped.
+    """Clean and filter the documents of one part of the input.
 
-    Returns JSON values: `kept`, the number of documents that stay; `disk_bytes` of the part's input;
-    `account`, an `Account` of dropped documents; `schema`, for Parquet, the Arrow schema of the rows that
-    stay in hexadecimal.
+    Returns JSON values: `kept`, the number of documents that stay; `disk_bytes`, the size of the part's
+      input; `account`, an `Account` of dropped documents; `schema`, for Parquet the Arrow schema of the kept
+      rows, in hexadecimal.
+    Raises DataError at an unreadable row, unless `skip_bad_rows` is set.
     """
     options = work.options
     cleaner = cleaner_of(work)
@@ -78,15 +78,14 @@ def filter_part(work: Work, part: int, shards: Sequence[Shard]) -> dict[str, Any
 
 
 def write_hashes(work: Work, stage: str, part: int, scope: str, texts: Iterable[tuple[int, str]]) -> None:
-    """Hash the pieces of texts, and write the files that `deduplication.find_repeats` reads. texts: (row,
-    text)."""
+    """Hash the pieces of `texts` (row, text), and write the files that `deduplication.find_repeats` reads."""
     records, repeats = hash_records(texts, part, scope, work.options.exact_min_chars)
     write_run(work.file(stage, part, f"{scope}.npy"), records)
     np.save(work.file(stage, part, f"{scope}.own.npy"), repeats)
 
 
 def text_key(text: str) -> int:
-    """Return a 64-bit hash of a text; it decides which documents become samples."""
+    """Return a 64-bit hash of a text, which decides whether the text becomes an example in the report."""
     xxhash = import_optional("xxhash", DataError("cleaning needs the xxhash package: pip install 'neox[clean]'"))
     return int(xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")))
 
@@ -94,19 +93,23 @@ def text_key(text: str) -> int:
 @lru_cache(1)
 def cleaner_of(work: Work) -> Cleaner:
     """Return the `Cleaner` of a job, created once per process, so that its cache of words serves all parts.
-    Raises DataError for a missing package."""
+
+    Raises DataError for a missing package.
+    """
     return Cleaner(work.options.recipe, work.folder / EVALUATION, work.sets)
 
 
 def _values(row: InputRow, key: str) -> dict[str, Any]:
-    """Return the fields of a row; a bare text becomes the one field `key`."""
+    """Return the fields of a row; a row that is only a text becomes {key: text}."""
     value = row.value()
     return dict(value) if isinstance(value, dict) else {key: value}
 
 
 def _rejects(work: Work, part: int) -> AbstractContextManager[Write]:
-    """Return a context manager that gives a function to write dropped rows; without `keep_rejected` the
-    function does nothing."""
+    """Return a context manager that yields a function to write dropped rows.
+
+    Without `keep_rejected` the function does nothing.
+    """
     if work.options.keep_rejected:
         return row_writer(work.file(FILTERED, part, "rejected.jsonl.zst"), "jsonl.zst")
     return nullcontext(lambda row: None)
@@ -133,4 +136,7 @@ def _score(row: InputRow, options: CleaningOptions) -> float:
     with suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    raise DataError(f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, not a finite number")
+    raise DataError(
+        f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, expected a finite number; mend the "
+        "row, or skip it: --on-error skip"
+    )

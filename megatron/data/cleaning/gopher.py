@@ -1,4 +1,5 @@
-"""The rules of Gopher with datatrove's thresholds, word lists and names of reasons.
+"""Implements the quality and repetition rules of Gopher, with datatrove's thresholds, word lists and reason
+names.
 
 Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A.
 """
@@ -14,13 +15,16 @@ from megatron.data.cleaning.shingles import mixed
 from megatron.data.cleaning.words import Document
 
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers differ; of hashes of runs of characters
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # base of the hashes of character runs; odd, so that its powers differ
 
 
 @dataclass(frozen=True)
 class GopherQuality:
-    """Drops documents by the number and length of words, by symbols and lists, and by missing stop words. 0
-    or empty turns a threshold off."""
+    """The Gopher quality rule: drops documents by number and length of words, symbols, lists and missing stop
+    words.
+
+    0 turns a threshold off.
+    """
 
     min_doc_words: int = 50
     max_doc_words: int = 100_000
@@ -72,7 +76,11 @@ class GopherQuality:
 
 @dataclass(frozen=True)
 class GopherRepetition:
-    """Drops documents that repeat paragraphs, lines, their most frequent n-gram, or n-grams in general."""
+    """The Gopher repetition rule: drops documents that repeat paragraphs, lines or n-grams too much.
+
+    top_n_grams: (n, highest share of characters in the most frequent n-gram).
+    dup_n_grams: (n, highest share of characters in repeated n-grams).
+    """
 
     dup_line_frac: float = 0.3
     dup_para_frac: float = 0.3
@@ -106,7 +114,8 @@ class GopherRepetition:
 
 
 def duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """Return how many parts repeat an earlier part of the list, and their characters."""
+    """Return (how many parts repeat an earlier part of the list, the total length of these repeats in
+    characters)."""
     if len(set(parts)) == len(parts):
         return 0, 0
     distinct: set[str] = set()
@@ -115,19 +124,20 @@ def duplicates(parts: Sequence[str]) -> tuple[int, int]:
 
 
 class _Runs:
-    """The n-grams of a document's words, with words as integer ids."""
+    """Measures how much of a document's text is in repeated n-grams; words are stored as integer ids."""
 
     def __init__(self, words: Sequence[str]) -> None:
         numbers: dict[str, int] = {}
         self._numbers = np.array([numbers.setdefault(word, len(numbers)) for word in words], np.uint64)
-        self._ends = np.array([0, *accumulate(map(len, words))], np.int64)  # of words that stand without spaces
+        self._ends = np.array([0, *accumulate(map(len, words))], np.int64)  # of words, counted without spaces
         self._joined = "".join(words)
         self._hashes: tuple[np.ndarray, np.ndarray] | None = None
 
     def top_chars(self, n: int) -> int:
-        """Return the length of the most frequent n-gram in characters, with spaces, times its count.
+        """Return the number of characters in all occurrences of the most frequent n-gram: its length, with
+        spaces, times its count.
 
-        If several are equally frequent, the first one is used. Returns 0 if there is no n-gram.
+        If several n-grams are equally frequent, the first one is used. Returns 0 if there is no n-gram.
         """
         count = len(self._numbers) - n + 1
         if count < 1:
@@ -140,8 +150,10 @@ class _Runs:
         return int(self._ends[start + n] - self._ends[start] + n - 1) * int(times.max())
 
     def repeated_chars(self, n: int) -> int:
-        """Return the number of characters, without spaces, in n-grams that repeat an earlier n-gram. N-grams
-        that overlap a counted repeat are not counted."""
+        """Return the number of characters, without spaces, in n-grams that repeat an earlier n-gram.
+
+        N-grams that overlap a counted repeat are not counted.
+        """
         count = len(self._numbers) - n + 1
         if count < 2:
             return 0
@@ -160,11 +172,12 @@ class _Runs:
         return repeated
 
     def _substrings(self, n: int, count: int) -> np.ndarray:
-        """Return a hash for each n-gram by its characters alone: `ab c` and `a bc` hash alike."""
+        """Return a hash of the characters of each n-gram, without spaces: `ab c` and `a bc` have equal
+        hashes."""
         if self._hashes is None:
             codes = np.frombuffer(self._joined.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
             powers = np.cumprod(np.full(len(codes) + 1, _BASE, np.uint64))
-            # Every character mixed, as sums of products with powers alone would know small differences.
+            # Characters are hashed first: sums of plain codes times powers would collide for similar strings.
             sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed(codes) * powers[:-1])])
             inverse = np.uint64(pow(int(_BASE), -1, 1 << 64))
             self._hashes = sums, np.cumprod(np.full(len(codes) + 1, inverse, np.uint64))

@@ -1,14 +1,13 @@
-"""Runs a cleaning job, from its input to its output files, in passes over parts. Finished parts survive a
-restart.
+"""Runs a cleaning job in passes over the parts of its input; a restarted job keeps finished parts.
 
-While it runs, everything lies in OUT/.clean-<digest of the job>/, a folder for each pass:
-  evaluation/   runs of words of the evaluation sets
-  filtered/     for each part of the input: the documents that stay, their hashes, and an account
-  exact/        documents that repeat an earlier one
-  minhash/      keys of bands, pairs, and dropped documents
-  pieces/       hashes of paragraphs and lines of what is left, and the repeats among them
+While the job runs, its files are in OUT/.clean-<digest of the job>/, in one folder for each pass:
+  evaluation/   n-gram hashes of the evaluation sets
+  filtered/     for each part of the input: the kept documents, their hashes, and counts of dropped documents
+  exact/        documents that repeat an earlier document
+  minhash/      MinHash band keys, pairs of near-duplicates, and the documents dropped for them
+  pieces/       hashes of paragraphs and lines of the remaining documents, and the repeated ones
   published/    the output files
-A pass writes <part>.json last: where it exists, the other files of that part are complete.
+A pass writes <part>.json last: if this file exists, all other files of the part are complete.
 """
 
 import json
@@ -42,16 +41,17 @@ from megatron.data.preprocessing.inputs import InputFile
 from megatron.data.preprocessing.work_folder import digest, os_error, work_folder
 from megatron.data.preprocessing.workers import in_order
 
-# Whose versions may change a verdict: a job is not gone on with by others.
+# Other versions may drop other documents, so a job resumes only with the versions it began with.
 _LIBRARIES = ("spacy", "ftfy", "py3langid", "regex", "xxhash")
-_GO_ON = "finished work is kept: the same command goes on from there"
+_GO_ON = "finished parts are kept: run the same command again to resume"
 
 
 @dataclass
 class PassProgress:
-    """The progress of a pass.
+    """The progress of one pass of a cleaning job.
 
-    total: the size of its input, in the unit of this pass. done: how much of it is processed.
+    total: the size of the pass's work in its own unit (bytes, documents, bands or files). done: how much is
+      processed.
     documents: documents processed so far.
     resumed, resumed_done: how many of `documents` and of `done` an earlier run had processed.
     """
@@ -82,7 +82,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class _FilteredPart:
-    """A filtered part: the number of documents that stay, and for Parquet their schema in hexadecimal."""
+    """A filtered part: the number of its kept documents, and for Parquet their Arrow schema in
+    hexadecimal."""
 
     num_documents: int
     schema: str | None
@@ -90,11 +91,13 @@ class _FilteredPart:
 
 @dataclass
 class CleaningResult:
-    """The result of a job.
+    """The result of a cleaning job.
 
-    documents, chars: counts of kept documents, by set.
+    files: names of the output files.
+    documents, chars: number of kept documents and of their characters, by set (train, validation).
     account: counts of dropped documents.
     existed: True if an earlier run had already written the full result.
+    notes: remarks for the user.
     """
 
     files: list[str]
@@ -115,13 +118,14 @@ def clean(
     overwrite: bool = False,
     show: Show = lambda progress: None,
 ) -> CleaningResult:
-    """Clean the documents of `files` into the folder `target`, and write metadata.json and report.html.
+    """Clean the documents of `files` into the folder `target`, and write metadata.json and report.html there.
 
-    evaluation: sets whose n-grams no document may contain.
+    evaluation: sets whose n-grams no kept document may contain.
     arguments: written into the metadata.
     overwrite: replace the result of another job.
     show: called with the progress of each pass.
-    Raises DataError for unusable input. The same call then resumes from the finished parts.
+    Raises DataError for unusable input. Called again with the same arguments, it resumes from the finished
+    parts.
     """
     versions = [[file.version() for file in group] for group in (files, evaluation)]
     identity = digest([FORMAT, shards.CHUNK_BYTES, options.describe(), versions, _libraries()])
@@ -169,9 +173,12 @@ class _Job:
         self.facts: dict[str, Any] = {}
 
     def run(self, target: Path, identity: str, arguments: dict[str, Any]) -> CleaningResult:
-        """Run all passes, then publish the result."""
+        """Run all passes, move the output files into `target`, and return the result.
+
+        identity: a digest of the input and options. arguments: written into the metadata.
+        """
         self._evaluation_sets()
-        cleaner_of(self.work)  # what is missing is told now; the workers, which are forked, have it already
+        cleaner_of(self.work)  # reports missing packages now; forked workers inherit the cleaner
         account = Account()
         filtered = self._filter(account)
         options, parts = self.work.options, len(filtered)
@@ -185,18 +192,20 @@ class _Job:
             self.facts["pieces"] = self._find_repeats(PIECES, PIECES, options.piece_scopes, parts)
         documents, chars, count = self._write(filtered, account)
         if not sum(documents.values()):
-            shutil.rmtree(self.work.folder / FILTERED)  # nothing of the job is worth keeping
+            shutil.rmtree(self.work.folder / FILTERED)  # a restart would drop all documents again
             reasons = ", ".join(f"{reason} {number}" for reason, number in account.dropped.most_common(5))
             raise DataError(
-                f"all {account.read} documents are dropped{f': {reasons}' if reasons else ''}; use other rules or data"
+                f"all {account.read} documents are dropped{f': {reasons}' if reasons else ''}; use weaker rules or "
+                "other data"
             )
         for file in (*self.files, *self.evaluation):
             if not file.path.exists() or InputFile.from_path(file.path, file.rows) != file:
-                raise DataError(f"{file.path}: changed while it was read; run again")
+                raise DataError(f"{file.path}: this input changed while the job read it; run the command again")
         return self._publish(target, identity, arguments, account, documents, chars, parts, count)
 
     def _evaluation_sets(self) -> None:
-        """Write the n-grams of the evaluation sets into the work folder, and keep the names of the sets."""
+        """Write the n-gram hashes of the evaluation sets into the work folder, and remember the names of
+        the sets."""
         ngrams = self.work.options.recipe.decontaminate
         if ngrams is None:
             return
@@ -206,10 +215,11 @@ class _Job:
         self.work = Work(self.work.folder, self.work.options, runs.names)
         if runs.short:
             self.notes.append(f"--decontaminate: {runs.short} of {runs.texts} texts have fewer than {ngrams} words, "
-                              "so nothing was compared with them")  # fmt: skip
+                              "so no document was compared with them")  # fmt: skip
 
     def _filter(self, account: Account) -> list[_FilteredPart]:
-        """Filter each part, add the parts' accounts to `account`, and return the results without accounts."""
+        """Filter each part of the input and add its counts to `account`; return each part's document count
+        and schema."""
         progress = self._begin(PassProgress("filter", sum(file.bytes_read for file in self.files)))
         tasks = (
             partial(filter_part, self.work, part, shards_of_part)
@@ -217,14 +227,15 @@ class _Job:
         )
         filtered = []
         for values, was_done in self._run_tasks(FILTERED, tasks):
-            part_account = Account.from_dict(values["account"])  # samples of thousands of parts are not kept
+            part_account = Account.from_dict(values["account"])  # not kept: thousands of parts have many examples
             account.add(part_account)
             self._step(progress, values["disk_bytes"], part_account.read, was_done)
             filtered.append(_FilteredPart(values["kept"], values["schema"]))
         return filtered
 
     def _find_repeats(self, stage: str, hashed: str, scopes: Sequence[str], parts: int) -> dict[str, Any]:
-        """Find the repeated pieces of each scope, and return {scope: number of repeated pieces}."""
+        """Find the repeated pieces of each scope (document, paragraph or line); return {scope: number of
+        repeated pieces}."""
         progress = self._begin(PassProgress(f"exact {', '.join(scopes)}", len(scopes)))
         counts = {}
         for scope in scopes:
@@ -237,7 +248,8 @@ class _Job:
         self, name: str, stage: str, filtered: Sequence[_FilteredPart], function: Callable[..., dict[str, Any]],
         *arguments: Any,
     ) -> Iterator[dict[str, Any]]:  # fmt: skip
-        """Run a pass whose progress is in documents: call `function` for each part, and yield the results."""
+        """Run a pass that measures its progress in documents: call `function` for each part, and yield the
+        results."""
         progress = self._begin(PassProgress(name, sum(part.num_documents for part in filtered)))
         tasks = (partial(function, self.work, part, *arguments) for part in range(len(filtered)))
         for part, (values, was_done) in zip(filtered, self._run_tasks(stage, tasks), strict=True):
@@ -249,7 +261,7 @@ class _Job:
         num_too_short, device = 0, self.resources.device
         results = self._over_documents("minhash", MINHASH, filtered, deduplication.write_bands, device is None)
         for part, values in enumerate(results):
-            if work.file(MINHASH, part, "shingles.npz").exists():  # maybe of an earlier run with a device
+            if work.file(MINHASH, part, "shingles.npz").exists():  # an earlier run with a device may have left it
                 deduplication.sign_on_device(work, part, device or "cpu")
             num_too_short += values["without"]
         bands = self._begin(PassProgress("clusters", method.bands))
@@ -268,8 +280,8 @@ class _Job:
         self.facts["minhash"] = self._run_once(MINHASH, "clusters", cluster) | too_short
 
     def _write(self, filtered: Sequence[_FilteredPart], account: Account) -> tuple[dict[str, int], dict[str, int], int]:
-        """Write the output files. Return documents and characters by set, and the number of files of each
-        set."""
+        """Write the output files; return (documents of each set, characters of each set, number of files
+        of each set)."""
         work = self.work
         files = publishing.slices_of_files(work, len(filtered))
         schema = None
@@ -289,11 +301,14 @@ class _Job:
         return documents, chars, count
 
     def _run_tasks(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Run the tasks of a pass in the workers. Yield, for each task in order, its result and whether an
-        earlier run had finished it."""
+        """Run the tasks of a pass in the workers; yield (result, whether an earlier run had finished the
+        task) for each.
+
+        Results come in the order of the tasks.
+        """
         (self.work.folder / stage).mkdir(exist_ok=True)
         noted = ((task, self.work.file(stage, number, "json")) for number, task in enumerate(tasks))
-        # A task that is done is not sent to a worker: it may hold a part of the input.
+        # A finished task is not sent to a worker, because it may hold a part of the input.
         todo = ((None if path.exists() else task, path) for task, path in noted)
         yield from in_order(_remembered, todo, self.resources.workers)
 
@@ -317,8 +332,10 @@ class _Job:
         self, target: Path, identity: str, arguments: dict[str, Any], account: Account, documents: dict[str, int],
         chars: dict[str, int], parts: int, count: int,
     ) -> CleaningResult:  # fmt: skip
-        """Write the metadata and the report, and move the files into OUT. parts: of the input; count: files
-        of each set."""
+        """Write the metadata and the report, and move the output files into `target`.
+
+        parts: number of parts of the input. count: number of output files of each set.
+        """
         options, folder = self.work.options, self.work.folder / PUBLISHED
         files = [
             file_name(name, number, count, options.format)
@@ -362,10 +379,10 @@ def _described(file: InputFile, digest_of_it: str) -> dict[str, Any]:
 
 
 def _remembered(call: Task | None, path: Path) -> tuple[dict[str, Any], bool]:
-    """Return (result, True) from the file `path` if it exists; else call `call`, write the file, and return
-    (result, False).
+    """Return (result, True) if the file `path` holds the result of an earlier call, else (result of `call`,
+    False).
 
-    call: None if the file exists.
+    A new result is written to `path`. call: may be None if the file exists.
     """
     if call is None or path.exists():
         return json.loads(path.read_text(encoding="utf-8")), True

@@ -1,6 +1,7 @@
-"""MinHash (Broder 1997) with locality-sensitive hashing, by numpy or torch with identical bits.
+"""Finds near-duplicates by MinHash (Broder 1997) with locality-sensitive hashing.
 
-Documents with many common shingles probably share a band of their signatures.
+A text's signature is divided into bands; texts with many common shingles probably share a band. numpy and
+torch compute the same bits.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from megatron.data.cleaning.shingles import WordHashes, mixed, shingles
 from megatron.data.cleaning.sorted_runs import groups
 
-_BLOCK = 8192  # shingles at once: with all hash functions about the cache of a core
+_BLOCK = 8192  # shingles hashed at once; with all hash functions they about fill a core's cache
 _GPU_BLOCK = 1 << 18
 _MAX_INT32 = np.int32(2**31 - 1)
 
@@ -24,7 +25,7 @@ class MinHash:
 
     ngrams: words per shingle.
     bands, rows: a signature is `bands` bands of `rows` values.
-    keep: which document of a cluster stays.
+    keep: which document of a cluster is kept: the first, the longest, or the best by score.
     score: the field of a row that holds the score for keep "best".
     jaccard: pairs that share a band but have a lower Jaccard similarity are no duplicates; None: sharing a
       band is enough.
@@ -39,8 +40,11 @@ class MinHash:
     jaccard: float | None = None
 
     def functions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (factors a, all odd; summands b) of the hash functions x -> a x + b modulo 2^32, each int32
-        [bands x rows]."""
+        """Return (factors a, summands b) of the hash functions x -> a x + b modulo 2^32, each int32 [bands x
+        rows].
+
+        All factors are odd.
+        """
         numbers = np.arange(2 * self.bands * self.rows, dtype=np.uint64) + np.uint64(self.seed << 32)
         halves = (mixed(mixed(numbers)) >> np.uint64(32)).astype(np.uint32)
         factors, summands = np.split(halves, 2)
@@ -48,16 +52,19 @@ class MinHash:
 
 
 def hashed_shingles(texts: Sequence[str], hashes: WordHashes, ngrams: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all shingles of texts, int32 [shingles], and how many each text has [texts]."""
+    """Return (hashes of all shingles of `texts`, int32 [shingles]; number of shingles of each text [texts]).
+
+    ngrams: words per shingle.
+    """
     values, counts = shingles(*hashes.hash_words(texts), ngrams)
     return (values >> np.uint64(32)).astype(np.uint32).view(np.int32), counts
 
 
 def signatures(values: np.ndarray, counts: np.ndarray, method: MinHash) -> np.ndarray:
     """Return the MinHash signature of each text: the minimum of each hash function over its shingles, int32
-    [texts, functions]. The values of a text without shingles are 2^31 - 1.
+    [texts, functions].
 
-    values, counts: the result of `hashed_shingles`.
+    A text without shingles has 2^31 - 1 everywhere. values, counts: the result of `hashed_shingles`.
     """
     factors, summands = (part[:, None] for part in method.functions())
     minima = np.full((len(factors), len(counts)), _MAX_INT32)
@@ -72,7 +79,7 @@ def signatures(values: np.ndarray, counts: np.ndarray, method: MinHash) -> np.nd
 
 
 def torch_signatures(values: np.ndarray, counts: np.ndarray, method: MinHash, device: Any) -> np.ndarray:
-    """Compute `signatures` with torch on a device, bit for bit the same."""
+    """Return the same bits as `signatures`, computed with torch on `device`."""
     import torch
 
     factors, summands = (torch.from_numpy(part).to(device) for part in method.functions())
@@ -87,7 +94,10 @@ def torch_signatures(values: np.ndarray, counts: np.ndarray, method: MinHash, de
 
 
 def band_keys(signature: np.ndarray, method: MinHash) -> np.ndarray:
-    """Return a hash for each band of each text [texts, bands]; equal values of the same band hash alike."""
+    """Return a hash for each band of each text's signature, [texts, bands].
+
+    Two texts get the same hash for a band if they have the same values in it.
+    """
     values = signature.view(np.uint32).reshape(len(signature), method.bands, method.rows).astype(np.uint64)
     keys = mixed(np.broadcast_to(np.arange(1, method.bands + 1, dtype=np.uint64), values.shape[:2]))
     for row in range(method.rows):
@@ -96,8 +106,8 @@ def band_keys(signature: np.ndarray, method: MinHash) -> np.ndarray:
 
 
 def clusters(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (all documents in `edges` [edges, 2], for each of them the smallest document of its connected
-    component).
+    """Group the documents that `edges` [edges, 2] connect; return (sorted documents, smallest document of
+    each one's group).
 
     Union-find over all edges at once: each round links roots to smaller roots and shortens the paths.
     """
@@ -116,7 +126,7 @@ def clusters(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs_of(keys: np.ndarray, documents: np.ndarray, neighbours: bool) -> np.ndarray:
-    """Return edges [edges, 2] from the first document of each key to the key's other documents.
+    """Return edges [edges, 2] from the first document of each key to all other documents with this key.
 
     keys, documents: the key of each document, sorted by key, then by document.
     neighbours: also return edges between consecutive documents of a key.
@@ -130,9 +140,10 @@ def pairs_of(keys: np.ndarray, documents: np.ndarray, neighbours: bool) -> np.nd
 
 
 def _blocks(counts: np.ndarray, size: int) -> "Sequence[tuple[np.ndarray, np.ndarray, int]]":
-    """Split shingles into blocks of about `size`; a text with more shingles is in several blocks.
+    """Split shingles into blocks of about `size` shingles; a text with more shingles is in several blocks.
 
-    Returns for each block: its texts, the start of each text's shingles, and the end of the block.
+    counts: number of shingles of each text. Returns for each block: its texts, the start of each text's
+      shingles, and the end of the block.
     """
     owners = np.flatnonzero(counts)
     ends = np.cumsum(counts[owners])

@@ -1,4 +1,4 @@
-"""Writes the HTML report of a cleaning job: dropped documents by reason, with samples."""
+"""Writes the HTML report of a cleaning job: dropped documents by reason, with examples of their text."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,17 @@ from typing import Any
 
 from megatron.data.cleaning.accounts import Account
 
-_MAX_TEXT_CHARS = 1200  # characters of a document that stays
+_MAX_TEXT_CHARS = 1200  # characters shown of a kept document
 _INPUTS = 200
 
 
 def write_page(path: Path, metadata: Mapping[str, Any], account: Account, retained_texts: Mapping[int, str]) -> None:
-    """Write the HTML report of a job. retained_texts: {number of a document: its text} for the documents that
-    stay in the place of sampled duplicates."""
-    from jinja2 import Environment  # torch brings it
+    """Write the HTML report of a job to `path`.
+
+    retained_texts: {number of a document: its text}, for the documents kept instead of the duplicates shown
+      as examples.
+    """
+    from jinja2 import Environment  # installed with torch
 
     text = files("megatron.data.cleaning").joinpath("page.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True).from_string(text)

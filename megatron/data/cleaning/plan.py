@@ -1,4 +1,4 @@
-"""The options of a cleaning job, the paths of its files, and how its input is split into parts."""
+"""Defines the options of a cleaning job and the paths of its files, and splits its input into parts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,20 +13,20 @@ from megatron.data.preprocessing.columnar import Table
 from megatron.data.preprocessing.inputs import InputFile, ShardSlice
 from megatron.data.preprocessing.shards import RecordShard, Shard
 
-FORMAT = 1  # of the files of a job
-EVALUATION = "evaluation"  # the folder of the runs of evaluation sets
+FORMAT = 1  # version of the format of a job's files
+EVALUATION = "evaluation"  # the folder with the n-gram hashes of the evaluation sets
 _NUM_PARTS = 64
-_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 16 << 20  # of the input of a part
+_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 16 << 20  # bytes of input in one part
 
 
 @dataclass(frozen=True)
 class CleaningOptions:
-    """The options that decide which documents are kept, and in which files.
+    """The options that decide which documents are kept, and into which files they go.
 
     text_key: the field of a row that holds its text.
-    exact: what is deduplicated exactly: some of `exact.SCOPES` (documents, paragraphs, lines).
-    exact_min_chars: shorter paragraphs and lines are never duplicates.
-    validation: the share of documents that go to validation files, by a hash of the text and `seed`.
+    exact: where exact duplicates are removed, any of "document", "paragraph" and "line".
+    exact_min_chars: shorter paragraphs and lines never count as duplicates.
+    validation: the share of documents that go to validation files, chosen by a hash of the text and `seed`.
     file_chars: approximate characters of text in a file.
     keep_rejected: also write the dropped documents.
     skip_bad_rows: skip unreadable rows instead of stopping.
@@ -46,7 +46,8 @@ class CleaningOptions:
 
     @property
     def piece_scopes(self) -> tuple[str, ...]:
-        """The scopes in `exact` of which repeated pieces are removed from documents: paragraph, line."""
+        """The scopes in `exact` that are smaller than a document ("paragraph", "line"), whose repeats are
+        removed."""
         return tuple(scope for scope in self.exact if scope != "document")
 
     def describe(self) -> dict[str, Any]:
@@ -56,7 +57,8 @@ class CleaningOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The work folder of a running job, and its options. sets: names of the evaluation sets."""
+    """The work folder of a running cleaning job, and the job's options. sets: names of the evaluation
+    sets."""
 
     folder: Path
     options: CleaningOptions
@@ -64,25 +66,26 @@ class Work:
 
     @property
     def minhash(self) -> MinHash:
-        """The settings of near-duplicates, in passes that a job has only with them."""
+        """The settings of near-duplicate detection; only for jobs that have them (`options.minhash` is not
+        None)."""
         assert self.options.minhash is not None
         return self.options.minhash
 
     def file(self, stage: str, part: int, kind: str) -> Path:
-        """Return the path of a file of a part, as filtered/000012.jsonl.zst."""
+        """Return the path of a file that pass `stage` writes for a part, such as
+        filtered/000012.jsonl.zst."""
         return self.folder / stage / f"{part:06d}.{kind}"
 
     def all_files(self, stage: str, parts: int, kind: str) -> list[Path]:
-        """Return the paths of a pass's files of one kind, for every part in order."""
+        """Return the paths of the files of one kind that pass `stage` writes, for every part in order."""
         return [self.file(stage, part, kind) for part in range(parts)]
 
 
 def parts_of(files: Sequence[InputFile]) -> Iterator[tuple[Shard, ...]]:
-    """Yield the parts of the input, each as its shards. A worker processes one part at a time, and a crash
-    loses at most the parts in progress.
+    """Split the input files into parts, and yield each part as its shards.
 
-    Parts depend on the input alone. Rows of compressed input are held in memory, so the size of their text
-    limits a part.
+    A worker processes one part at a time, and a crash loses at most the parts in progress. Parts depend on
+    the input alone. Rows of compressed input are held in memory, so the size of their text limits a part.
     """
     total = sum(file.bytes_read for file in files)
     size = min(max(total // _NUM_PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
@@ -90,7 +93,7 @@ def parts_of(files: Sequence[InputFile]) -> Iterator[tuple[Shard, ...]]:
     for file in files:
         for shard in (piece for file_shard in file.shards(None) for piece in _small(file_shard, size)):
             held.append(shard)
-            # Records out of a stream are held in memory, a chunk of text in each.
+            # Shards of records from a stream are in memory; each holds a chunk of text.
             bytes_held += max(shard.disk_bytes, shards.CHUNK_BYTES) if _is_held(shard) else shard.disk_bytes
             if bytes_held >= size:
                 yield tuple(held)
@@ -104,7 +107,7 @@ def _is_held(shard: Shard) -> bool:
 
 
 def _small(shard: Shard, size: int) -> list[Shard]:
-    """Split a shard of a table into slices of about `size` bytes; other shards are small already."""
+    """Split a shard of a table into slices of about `size` bytes; other shards are returned as they are."""
     count = -(-shard.disk_bytes // size)
     if not isinstance(shard, Table) or count < 2:
         return [shard]

@@ -1,5 +1,5 @@
-"""The last pass: writes the documents that stay, in their order, into files of similar size; and the output
-folder that these are moved into."""
+"""Runs the last pass of a cleaning job: writes kept documents, in order, to files of similar size in the
+output folder."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from megatron.data.preprocessing.inputs import InputFile
 
 PUBLISHED = "published"
 METADATA, PAGE = "metadata.json", "report.html"
-WORK = ".clean-"  # and the digest of the job
-_MARKER = "publishing.json"  # in the work folder, from before the first file gets its place
+WORK = ".clean-"  # begins the name of the work folder; the digest of the job follows
+_MARKER = "publishing.json"  # in the work folder, while files are moved into the output folder
 SETS = ("train", "validation")
 _SPAN = 1 << 64
 
@@ -40,8 +40,11 @@ class Slice:
 
 
 def slices_of_files(work: Work, parts: int) -> list[list[Slice]]:
-    """Return, for each output file, which documents go into it. A new file begins after each `file_chars`
-    characters of filtered text, so the result does not depend on how the input is split into files."""
+    """Return, for each output file, which documents go into it.
+
+    A new file begins after each `file_chars` characters of filtered text, so the result does not depend on
+    how the input is split into files.
+    """
     size, chars_so_far = work.options.file_chars, 0
     files: dict[int, list[Slice]] = {}
     for part in range(parts):
@@ -55,13 +58,20 @@ def slices_of_files(work: Work, parts: int) -> list[list[Slice]]:
 
 
 def file_name(name: str, number: int, files: int, kind: str) -> str:
-    """Return the name of a file of a set, as `train-00000-of-00012.jsonl.zst`."""
+    """Return the name of an output file, such as `train-00000-of-00012.jsonl.zst`.
+
+    name: train, validation or duplicates. number: index of the file. files: number of files. kind: the file
+      format.
+    """
     return f"{name}-{number:05d}-of-{files:05d}.{kind}"
 
 
 def write_files(work: Work, number: int, files: int, slices: Sequence[Slice], schema: str | None) -> dict[str, Any]:
-    """Write output file `number` of each set (train, validation). Return counts of the written documents by
-    set, and an `Account` of the duplicates left out, as JSON values."""
+    """Write output file `number` of each set (train, validation).
+
+    Returns JSON values: the number of written documents and characters by set, and an `Account` of dropped
+      duplicates.
+    """
     options = work.options
     folder = work.folder / PUBLISHED
     account, documents, chars, pieces = Account(), Counter[str](), Counter[str](), Counter[str]()
@@ -100,7 +110,7 @@ def write_files(work: Work, number: int, files: int, slices: Sequence[Slice], sc
 
 
 def text_of_document(work: Work, document: int) -> str:
-    """Return the text of a document of the job, by its number."""
+    """Return the text of the document with the number `document` in this job."""
     part, row = document >> 32, document & 0xFFFFFFFF
     return next(candidate.text for candidate in after_all(work, part) if candidate.row == row)
 
@@ -114,35 +124,36 @@ def _documents(work: Work, piece: Slice) -> Iterator[Candidate]:
 
 
 def check_target(target: Path, identity: str, inputs: Sequence[InputFile], overwrite: bool) -> Mapping[str, Any] | None:
-    """Return the metadata of the same job if its result already exists, else None.
+    """Return the metadata of the same job if its full result already exists in the output folder, else None.
 
     Raises DataError if the folder holds something that would be lost: an input, files that no job lists, or,
-    without overwrite, the result of another job.
+      without overwrite, the result of another job.
     """
     for file in inputs:
         if file.path.resolve().is_relative_to(target.resolve()):
-            raise DataError(f"{target}: holds the input {file.path}; choose another OUT")
+            raise DataError(f"{target}: this output folder holds the input {file.path}; choose another OUT")
     if not target.exists():
         return None
     metadata = _metadata(target)
     if metadata is not None and metadata["identity"] == identity:
         return metadata if all((target / name).exists() for name in metadata["output_files"]) else None
     if (target / f"{WORK}{identity}" / _MARKER).exists():
-        return None  # our own, half in its place
+        return None  # this job was interrupted while it moved its files here
     if metadata is None:
         foreign = [path for pattern in ("train-*-of-*", "validation-*-of-*", PAGE) for path in target.glob(pattern)]
         if foreign:
-            raise DataError(f"{foreign[0]}: was not made by this command; choose another OUT")
+            raise DataError(f"{foreign[0]}: this file was not made by this command; choose another OUT")
     elif not overwrite:
-        raise DataError(f"{target}: holds the result of another job; choose another OUT, or add --overwrite")
+        raise DataError(
+            f"{target}: this folder holds the result of another job; choose another OUT, or add --overwrite"
+        )
     return None
 
 
 def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mapping[str, Any]) -> None:
-    """Move files and then the metadata into the output folder, replacing an earlier result. If interrupted,
-    call it again.
+    """Move the output files and then the metadata into the output folder, replacing an earlier result.
 
-    work: the work folder of the job. files: final name -> current path.
+    If it is interrupted, call it again. work: the work folder of the job. files: {final name: current path}.
     """
     marker = work / _MARKER
     if not marker.exists():
@@ -152,15 +163,17 @@ def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mappi
         if name not in files:
             (target / name).unlink(missing_ok=True)
     for name, path in files.items():
-        if path.exists():  # else it has its place since an earlier try
+        if path.exists():  # else an earlier call has moved it
             (target / name).parent.mkdir(exist_ok=True)
             os.replace(path, target / name)
     write_json(target / METADATA, metadata)
 
 
 def _metadata(target: Path) -> dict[str, Any] | None:
-    """Return the content of metadata.json if this command wrote it, for any job; None if there is no such
-    file. Raises DataError if it is not of this command."""
+    """Return the content of metadata.json in `target`, of whatever job; None if there is no such file.
+
+    Raises DataError if the file was not written by this command, or is damaged.
+    """
     try:
         metadata = json.loads((target / METADATA).read_text(encoding="utf-8"))
         if isinstance(metadata["identity"], str) and all(isinstance(name, str) for name in metadata["output_files"]):
@@ -169,4 +182,4 @@ def _metadata(target: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise DataError(f"{target / METADATA}: was not made by this command, or is damaged; choose another OUT")
+    raise DataError(f"{target / METADATA}: this file was not made by this command, or is damaged; choose another OUT")

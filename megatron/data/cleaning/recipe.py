@@ -1,5 +1,4 @@
-"""The steps applied to each document by itself, in this order: repairs, language, rules, personal data,
-contamination."""
+"""Cleans each document by itself, in this order: repairs, language, rules, personal data, contamination."""
 
 import dataclasses
 from collections import Counter
@@ -26,7 +25,7 @@ RULES: dict[str, type[Rule]] = {
     "c4": C4,
     "fineweb": FineWeb,
 }
-"""The rules by their names in --recipe; the name gopher stands for both of its rules, in this order."""
+"""Cleaning rules by their names in --recipe. The name gopher stands for both gopher rules in this order."""
 _SEVERAL = {"gopher": ("gopher-repetition", "gopher-quality")}
 
 
@@ -35,9 +34,12 @@ class Recipe:
     """Settings of the steps that clean single documents.
 
     normalize: names of the repairs to apply, from NORMALIZATIONS.
+    language: which languages are kept; None: all.
     rules: (name, rule) in the order in which they are applied.
-    word_language: the language by whose spaCy rules texts are split into words.
-    decontaminate: n of the n-grams (words) that no document may share with an evaluation set; None: off.
+    word_language: the language whose spaCy rules split texts into words.
+    mask_personal: replace e-mail addresses and public IP addresses.
+    decontaminate: words per n-gram; a document that shares an n-gram with an evaluation set is dropped; None:
+      off.
     """
 
     normalize: tuple[str, ...] = tuple(NORMALIZATIONS)
@@ -50,12 +52,12 @@ class Recipe:
 
 @dataclass
 class Edits:
-    """Counts of changes, in documents that stay and in dropped documents.
+    """Counts of the changes that cleaning made to texts, of kept and dropped documents alike.
 
     documents: documents changed, by step.
     lines: lines removed, by reason.
     languages: documents by identified language.
-    personal: addresses replaced.
+    personal: e-mail and IP addresses replaced.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -64,7 +66,7 @@ class Edits:
     personal: int = 0
 
     def named_counts(self) -> dict[str, Mapping[str, int]]:
-        """Return the counts by their names in the metadata."""
+        """Return the counts under the names that they have in metadata.json."""
         return {
             "documents_changed": self.documents, "lines_removed": self.lines, "languages": self.languages,
             "addresses_replaced": {"addresses_replaced": self.personal},
@@ -121,8 +123,9 @@ class Cleaner:
 
 
 def rules_of(names: Sequence[str], settings: Sequence[str] = ()) -> tuple[tuple[str, Rule], ...]:
-    """Return the rules that `--recipe` and `--set` name. settings: RULE.KEY=VALUE, as c4.min_num_sentences=3.
+    """Return (name, rule) for each rule in `names`, with thresholds changed as `settings` say.
 
+    names: from --recipe, such as gopher. settings: from --set, RULE.KEY=VALUE such as c4.min_num_sentences=3.
     Raises DataError for an unknown name or an invalid value.
     """
     rule_names = [rule for name in names for rule in _SEVERAL.get(name, (name,))]
@@ -130,11 +133,16 @@ def rules_of(names: Sequence[str], settings: Sequence[str] = ()) -> tuple[tuple[
         if name not in RULES:
             suggestions = get_close_matches(name, [*RULES, *_SEVERAL], 1)
             hint = (
-                f"; did you mean {suggestions[0]}?" if suggestions else f"; there are {', '.join([*_SEVERAL, *RULES])}"
+                f"; did you mean {suggestions[0]}?"
+                if suggestions
+                else f"; the rules are {', '.join([*_SEVERAL, *RULES])}"
             )
             raise DataError(f"--recipe: there is no rule {name!r}{hint}")
     if len(set(rule_names)) < len(rule_names):
-        raise DataError(f"--recipe: {', '.join(names)}: names a rule twice")
+        raise DataError(
+            f"--recipe: {', '.join(names)}: a rule is named twice; name each once (gopher is gopher-repetition and "
+            "gopher-quality)"
+        )
     changes: dict[str, dict[str, Any]] = {name: {} for name in rule_names}
     for setting in settings:
         path, equals, text = setting.partition("=")
@@ -149,7 +157,9 @@ def _value(setting: str, rule: type[Rule], key: str, text: str) -> Any:
     defaults = {item.name: item.default for item in dataclasses.fields(rule)}
     if key not in defaults:
         suggestions = get_close_matches(key, defaults, 1)
-        raise DataError(f"--set {setting}: no key {key!r}; did you mean {' or '.join(suggestions or defaults)}?")
+        raise DataError(
+            f"--set {setting}: the rule has no key {key!r}; did you mean {' or '.join(suggestions or defaults)}?"
+        )
     default = defaults[key]
     try:
         value = _tuples(yaml.safe_load(text))
@@ -163,7 +173,7 @@ def _value(setting: str, rule: type[Rule], key: str, text: str) -> Any:
             type(item) is type(default[0]) and (not isinstance(item, tuple) or len(item) == 2) for item in value
         )
     if not is_valid:
-        raise DataError(f"--set {setting}: expected a value of the form of its default, {default!r}")
+        raise DataError(f"--set {setting}: expected a value of the same type as the default, {default!r}")
     return value
 
 

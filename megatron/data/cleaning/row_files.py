@@ -1,4 +1,5 @@
-"""Files of rows: JSONL, compressed or not, and Parquet. The same rows always give the same bytes."""
+"""Reads and writes files of rows: JSONL, compressed or not, and Parquet. Equal rows always give equal
+bytes."""
 
 import base64
 import contextlib
@@ -23,11 +24,12 @@ Write = Callable[[Mapping[str, Any]], None]
 
 @contextlib.contextmanager
 def row_writer(path: Path, kind: str, schema: bytes | None = None) -> Iterator[Write]:
-    """Open a file for writing; the block gets a function that writes one row of JSON values. The file gets
-    its name only when it is complete.
+    """Context manager that opens the file `path` for writing, and yields a function that writes one row of
+    JSON values.
 
-    kind: one of FORMATS. schema: for Parquet, from `unified_schema`. Raises DataError if a package is missing
-    or a row does not fit the schema.
+    The file gets its name only when it is complete.
+    kind: one of FORMATS. schema: for Parquet, from `unified_schema`.
+    Raises DataError if a package is missing or a row does not fit the schema.
     """
     unfinished = temporary(path)
     try:
@@ -46,11 +48,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def as_json(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of JSON. Types that JSON lacks become text (dates, decimals; bytes in base64);
-    NaN and infinity become null."""
+    """Return a row as a line of JSON, without the line feed.
+
+    Types that JSON lacks become text (dates, decimals; bytes in base64). NaN and infinity become null.
+    """
     try:
         return to_json(row, ensure_ascii=False, default=_text).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair beside the text
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: written as \uXXXX
         return to_json(row, default=_text).encode()
 
 
@@ -59,19 +63,24 @@ def _text(value: Any) -> str:
 
 
 def schema_of(rows: list[dict[str, Any]]) -> bytes:
-    """Return the serialized Arrow schema of rows; fields that only some rows have are null in the others.
-    Raises DataError if the rows do not fit one schema."""
+    """Return the serialized Arrow schema of `rows`. A field that only some rows have is null in the other
+    rows.
+
+    Raises DataError if the rows do not fit one schema.
+    """
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)
-    with _refused():  # of a list Arrow asks the first for its fields
+    with _refused():  # Arrow takes the fields from the first row
         table = pyarrow.Table.from_pylist([{**dict.fromkeys(names), **rows[0]}, *rows[1:]])
         return table.schema.serialize().to_pybytes()
 
 
 def unified_schema(schemas: list[bytes]) -> bytes:
-    """Merge schemas from `schema_of` into one; a column of both integers and floats becomes floats. Raises
-    DataError if the schemas do not fit together."""
+    """Merge schemas from `schema_of` into one; a column with both integers and floats becomes floats.
+
+    Raises DataError if the schemas do not fit together.
+    """
     import pyarrow
 
     with _refused():
@@ -81,13 +90,13 @@ def unified_schema(schemas: list[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turn errors of Arrow inside the block into DataError."""
+    """Context manager that turns Arrow's errors into DataError; errors of the disk pass unchanged."""
     import pyarrow
 
     try:
         yield
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError, RecursionError, OSError) as problem:
-        if isinstance(problem, OSError) and problem.errno is not None:  # of the disk
+        if isinstance(problem, OSError) and problem.errno is not None:  # an error of the disk
             raise
         reason = str(problem).strip().splitlines()[0]
         raise DataError(f"--format parquet: the rows do not form one table ({reason}); use --format jsonl") from None
@@ -98,7 +107,7 @@ def _json_lines(path: Path, kind: str) -> Iterator[Write]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "wb"))
         sink: Any = file
-        if kind == "jsonl.gz":  # no time and no name in it
+        if kind == "jsonl.gz":  # neither time nor file name inside, so equal rows give equal bytes
             sink = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
         elif kind == "jsonl.zst":
             missing = DataError("writing .zst needs the zstandard package: pip install 'neox[clean]'")

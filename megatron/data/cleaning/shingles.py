@@ -1,7 +1,7 @@
-"""Hashes runs of n normalised words (shingles), for near-duplicates and contamination.
+"""Hashes shingles (runs of n consecutive normalised words), to find near-duplicates and contamination.
 
-Normalisation is that of CCNet and datatrove: lower case, without punctuation and accents, numbers as 0, split
-at whitespace.
+Words are normalised as in CCNet and datatrove: lower case, no punctuation or accents, numbers as 0, split at
+  whitespace.
 """
 
 import re
@@ -14,23 +14,26 @@ from megatron.data.cleaning.words import PUNCTUATION
 from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
-_BLOCK = 1 << 16  # bytes of text that are hashed at once: with their powers they fit a core's cache
-_NUMBER = re.compile(rb"[0-9]+(?:[.,][0-9]+)?")  # that of ASCII
+_BLOCK = 1 << 16  # bytes of text hashed at once: they and their powers fit a core's cache
+_NUMBER = re.compile(rb"[0-9]+(?:[.,][0-9]+)?")  # a number in ASCII text
 _BASE = 0x9E3779B97F4A7C15  # odd
 _HALF, _FACTOR_1, _FACTOR_2 = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """Return the values hashed by MurmurHash3's 64-bit finalizer: each bit of a result depends on all bits of
-    its value."""
+    """Return the values hashed by MurmurHash3's 64-bit finalizer: each bit of a hash depends on all bits
+    of the value."""
     values = (values ^ (values >> _HALF)) * _FACTOR_1
     values = (values ^ (values >> _HALF)) * _FACTOR_2
     return values ^ (values >> _HALF)
 
 
 class WordHashes:
-    """Hashes normalised words: each byte is mapped to a random number, and a word's hash is a polynomial of
-    these numbers modulo 2^64. One cumulative sum over a text gives the hashes of all its words."""
+    """Hashes normalised words with a polynomial hash modulo 2^64.
+
+    Each byte is mapped to a random number, and a word's hash is a polynomial of these numbers. One cumulative
+    sum over a text gives the hashes of all its words.
+    """
 
     def __init__(self) -> None:
         missing = DataError("--minhash and --decontaminate need the regex package: pip install 'neox[clean]'")
@@ -46,8 +49,7 @@ class WordHashes:
         self._powers, self._inverses = _powers(_BASE, _BLOCK), _powers(pow(_BASE, -1, 1 << 64), _BLOCK)
 
     def hash_words(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes of the words of all texts [words], and the number of each text's words
-        [texts]."""
+        """Return (hashes of the words of all texts [words], number of words of each text [texts])."""
         hashes, counts, held, size = list[np.ndarray](), list[np.ndarray](), list[bytes](), 0
         for text in texts:
             data = self._bytes(text)
@@ -69,10 +71,9 @@ class WordHashes:
         return text.split()
 
     def _bytes(self, text: str) -> bytes:
-        """Return the normalised words of a text as bytes.
+        """Return the normalised words of a text as bytes, separated by spaces.
 
-        Words of ASCII texts have one or more spaces between them, because signs became spaces; words of other
-        texts have one.
+        In an ASCII text several spaces may separate two words, because punctuation became spaces.
         """
         if not text.isascii():
             return " ".join(self.words(text)).encode("utf-8", "surrogatepass")
@@ -82,14 +83,14 @@ class WordHashes:
         return data.translate(self._table)
 
     def _hash(self, texts: Sequence[bytes], counts: list[np.ndarray]) -> np.ndarray:
-        """Return the hashes of the words of texts; the number of each text's words is appended to
-        `counts`."""
+        """Return the hashes of all words in `texts` (from `_bytes`), and append the number of words of
+        each to `counts`."""
         codes = np.frombuffer(b" " + b" ".join(texts) + b" ", np.uint8)
         powers, inverses = self._powers, self._inverses
-        if len(codes) > len(powers):  # of a text that is longer than a block
+        if len(codes) > len(powers):  # a single text is longer than a block
             powers, inverses = _powers(_BASE, len(codes)), _powers(pow(_BASE, -1, 1 << 64), len(codes))
         is_space = codes == 32
-        edges = np.flatnonzero(is_space[1:] != is_space[:-1])  # the last byte before a word, and the last of it
+        edges = np.flatnonzero(is_space[1:] != is_space[:-1])  # the byte before each word, and the word's last byte
         before_word, word_end = edges[::2], edges[1::2]
         sums = np.cumsum(self._values[codes] * powers[: len(codes)])
         lengths = np.fromiter(map(len, texts), np.int64, len(texts)) + 1
@@ -105,10 +106,10 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def shingles(words: np.ndarray, counts: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all shingles, the runs of n consecutive words of each text, [shingles], and how
-    many each text has, [texts].
+    """Return (hashes of all shingles [shingles], number of shingles of each text [texts]).
 
-    words, counts: the result of `WordHashes.hash_words`. A text of fewer than n words has no shingle.
+    A shingle is n consecutive words of one text; a text of fewer than n words has none.
+    words, counts: the result of `WordHashes.hash_words`.
     """
     total = len(words) - n + 1
     if total < 1:
@@ -118,6 +119,6 @@ def shingles(words: np.ndarray, counts: np.ndarray, n: int) -> tuple[np.ndarray,
         values = mixed(values) + words[i : total + i]
     is_within_text = np.ones(len(words), bool)
     ends = np.cumsum(counts)
-    for back in range(1, n):  # runs that begin in the last words of a text end in the next one
+    for back in range(1, n):  # no run may begin in the last n - 1 words of a text
         is_within_text[np.maximum(ends - back, 0)[ends >= back]] = False
     return mixed(values[is_within_text[:total]]), np.maximum(counts - (n - 1), 0)

@@ -1,4 +1,5 @@
-"""Sorted runs of records on disk, merged in key order. Memory holds one range of keys at a time."""
+"""Writes sorted files of records (runs), and merges them in key order. Memory holds one range of keys at a
+time."""
 
 import os
 from bisect import bisect_left
@@ -13,7 +14,7 @@ _RECORDS_AT_ONCE = 8_000_000  # a few hundred MB while they are sorted
 
 
 def document_numbers(part: int, rows: np.ndarray) -> np.ndarray:
-    """Return the numbers of the documents in these rows of a part.
+    """Return the number in the job of each document, given its part and its row in the part.
 
     A number holds the part in the upper 32 bits and the row in the lower 32, so numbers rise in input order.
     """
@@ -21,7 +22,8 @@ def document_numbers(part: int, rows: np.ndarray) -> np.ndarray:
 
 
 def rows_of_part(documents: np.ndarray, part: int) -> np.ndarray:
-    """Return the rows of those of `documents`, sorted document numbers, that are in part `part`."""
+    """Return the rows, in part `part`, of those documents of `documents` (sorted numbers) that belong to
+    the part."""
     first_index, last_index = np.searchsorted(documents, document_numbers(part, np.array([0, 2**32 - 1])))
     candidates = documents[first_index : last_index + 1]
     return (candidates[candidates >> np.uint64(32) == part] & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -40,8 +42,10 @@ def groups(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_run(path: Path, records: np.ndarray) -> None:
-    """Sort records by their field `key` (uint64) and write them to `path`. The file gets its name only when
-    it is complete."""
+    """Sort records by their field `key` (uint64), and write them to `path`.
+
+    The file gets its name only when it is complete.
+    """
     unfinished = temporary(path)
     with open(unfinished, "wb") as file:
         np.save(file, records[np.argsort(records["key"], kind="stable")])
@@ -49,10 +53,11 @@ def write_run(path: Path, records: np.ndarray) -> None:
 
 
 def merged(paths: Sequence[Path], at_once: int = _RECORDS_AT_ONCE) -> Iterator[np.ndarray]:
-    """Yield the records of all runs in key order, in pieces that never split a key.
+    """Merge the sorted files `paths`: yield their records in key order, in arrays.
 
-    Records of equal keys stay in the order of `paths`, and within a path in the order of its run.
-    at_once: approximate number of records in a piece; keys must be evenly distributed hashes.
+    All records of one key are in the same array, in the order of `paths` and within a path in the order of
+    its file.
+    at_once: approximate number of records in an array; the keys must be evenly distributed hashes.
     """
     total = sum(len(map_npy(path)) for path in paths)
     if not total:

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
-_MOST_CHUNKS = 500_000  # kept; a chunk with its words takes about 400 bytes
+_MOST_CHUNKS = 500_000  # in the cache; a chunk with its words takes about 400 bytes
 _LONGEST_CACHED = 64  # characters
-# spaCy's time grows with the square of a chunk of signs. What is longer than anything that people write is
-# given to it in pieces, which makes other words of it than datatrove's.
+# spaCy's time grows with the square of the length of a chunk of symbols. Chunks longer than people write are
+# split before spaCy reads them; their words then differ from datatrove's.
 _LONGEST, _PIECE = 10_000, 1000
 _RUN = re.compile(r"(\W)\1{199,}")
 _RUN_PIECE = 100
 
-# The signs that CCNet's text normalisation removes, to which datatrove adds the control characters, and the
-# ends of sentences: what is made of these alone is no word.
+# The punctuation that CCNet's text normalisation removes, and the control characters that datatrove adds. A
+# token of these and of sentence ends alone (_NO_WORD) is not a word.
 _SIGNS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~«´»–—’“”„…∶━►、。〈〉《》「」【】！％（），．１：；？～"
 PUNCTUATION = frozenset(_SIGNS) | {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
-# Unicode's Sentence_Terminal with three signs of Khmer, in hexadecimal.
+# Unicode's Sentence_Terminal and three Khmer characters, as hexadecimal codes and ranges.
 _TERMINAL = """
 21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 17d4-17d6
 17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f 203c-203d 2047-2049 2e2e
@@ -40,17 +40,17 @@ def _codes(ranges: str) -> frozenset[str]:
 
 TERMINAL_PUNCTUATION = _codes(_TERMINAL)
 _NO_WORD = PUNCTUATION | TERMINAL_PUNCTUATION
-# Of a token, for the ends of sentences: E may end one, P is other punctuation, W begins one after an E.
+# Kinds of tokens: E may end a sentence, P is other punctuation, W is a word; a W after E begins a sentence.
 _SENTENCE = re.compile(b"E[EP]*W")
 _RUNS = re.compile(r"\s+|\S+")
 
 
 class _Chunk(NamedTuple):
-    """The words of a stretch of text without whitespace.
+    """The words of a chunk, a stretch of text between whitespace.
 
-    kinds: a letter for each word, E, P or W as in _SENTENCE.
+    kinds: a letter for each word: E if it may end a sentence, P for other punctuation, W for any other word.
     num_plain_words: number of words that are not only punctuation.
-    plain_chars: characters of those words.
+    plain_chars: characters of the words counted in `num_plain_words`.
     alpha: number of words with a letter.
     """
 
@@ -73,8 +73,10 @@ class Splitter(dict[str, _Chunk]):
         self._begin()
 
     def _begin(self) -> None:
-        """Load the language's rules from spaCy and clear the cache. It is called again when the caches,
-        spaCy's own too, have grown large."""
+        """Load the language's rules from spaCy and clear the cache.
+
+        Called again when the caches, including spaCy's own, have grown large.
+        """
         missing = DataError("the rules of --recipe need the spaCy package to count words: pip install 'neox[clean]'")
         spacy = import_optional("spacy", missing)
         self.clear()
@@ -83,18 +85,20 @@ class Splitter(dict[str, _Chunk]):
             nlp: Any = spacy.blank(self._language)
         except (ImportError, ValueError, OSError) as problem:
             reason = str(problem).strip().splitlines()[0]
-            raise DataError(f"--word-language {self._language}: spaCy cannot split this language ({reason})") from None
+            raise DataError(
+                f"--word-language {self._language}: spaCy cannot split this language ({reason}); use another code"
+            ) from None
         self._ends = frozenset(nlp.add_pipe("sentencizer").punct_chars)
         self._tokenizer, self._special = nlp.tokenizer, frozenset(nlp.tokenizer.rules)
 
     def chunks(self, text: str) -> list[_Chunk]:
-        """Return the chunks of a text in order."""
+        """Return the chunks of a text (stretches between whitespace) in order, each with its words."""
         if self._num_split > _MOST_CHUNKS:
             self._begin()
         return list(map(self.__getitem__, text.split()))
 
     def sentences(self, line: str) -> int:
-        """Return the number of sentences that spaCy's rules find in a line, which is not empty."""
+        """Return the number of sentences in a non-empty line, by spaCy's rules."""
         words = line.split()
         if " ".join(words) == line:
             kinds = b"".join([self[word].kinds for word in words])
@@ -119,21 +123,21 @@ class Splitter(dict[str, _Chunk]):
         return result
 
     def _tokens(self, chunk: str) -> list[tuple[str, bool]]:
-        """Return the words of a chunk, and whether each is punctuation."""
+        """Return (word, whether it is punctuation) for each word of a chunk."""
         self._num_split += 1
-        # English splits no run of ASCII's letters that is not in its list, and most chunks are such runs.
+        # For English, spaCy splits a run of ASCII letters only if a rule lists it; most chunks are such runs.
         if self._language == "en" and chunk.isascii() and chunk.isalpha() and chunk not in self._special:
             return [(chunk, False)]
         try:
             tokens: Any = self._tokenizer(chunk)
-        except ValueError:  # the name of an attribute, which spaCy does not take as a text
+        except ValueError:  # spaCy does not accept the name of its attribute as text
             tokens = self._tokenizer(chunk.replace("IS_ALPHA", ""))
         return [(token.text, token.is_punct) for token in tokens if token.text.strip()]
 
 
 def _pieces(chunk: str) -> list[str]:
-    """Split a chunk into the pieces passed to spaCy: very long chunks, and long runs of one repeated symbol,
-    are divided."""
+    """Split a very long chunk, or a long run of one repeated symbol, into the pieces that are passed to
+    spaCy."""
     if len(chunk) < 200:
         return [chunk]
     if len(chunk) > _LONGEST:
@@ -149,17 +153,17 @@ def _pieces(chunk: str) -> list[str]:
 
 @dataclass
 class Document:
-    """A text, with its words computed once for all rules."""
+    """A text whose words are computed once for all rules."""
 
     text: str
     splitter: Splitter
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
-        """The text's chunks between whitespace, each with its words."""
+        """The stretches of the text between whitespace, each with its words."""
         return self.splitter.chunks(self.text)
 
     @cached_property
     def words(self) -> list[str]:
-        """The text's words in order; most punctuation marks are words of their own."""
+        """The words of the text in order; most punctuation marks are words of their own."""
         return [word for chunk in self.chunks for word in chunk.words]

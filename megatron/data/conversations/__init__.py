@@ -1,7 +1,7 @@
-"""Conversations: readers for every format of rows and requests, and their comparison with a chat
-template's text.
+"""Reads conversations from every supported format of rows and requests, and checks what a chat template makes
+of them.
 
-All that gives a model messages reads them here: training data, prompts, questions, the server.
+Training data, prompts, evaluation questions and the server all read messages with this package.
 """
 
 from megatron.data.conversations.messages import (

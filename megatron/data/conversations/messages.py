@@ -1,6 +1,7 @@
-"""Reads conversations from rows, as messages with `role` and `content`.
+"""Reads conversations from rows, and returns them as messages with `role` and `content`.
 
-Formats: OpenAI's (with the weights of fine-tuning files), ShareGPT's, LLaMA-Factory's and ms-swift's.
+Formats: OpenAI's (including the `weight` of messages in fine-tuning files), ShareGPT's, LLaMA-Factory's and
+  ms-swift's.
 """
 
 import json
@@ -14,8 +15,12 @@ Message = dict[str, Any]
 PAIR = ("chosen", "rejected")
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 UNREAD_COLUMNS = ("weight", "train", "loss_weight", "loss_scale", "reasoning_content", "thinking")
-"""Columns that other programs read from a row with a conversation, but this one does not."""
-REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of messages that some templates write
+"""Columns of conversation rows that other training programs read, but this program ignores."""
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # fields of messages with reasoning, which some templates render
 
 _ROLES = {
     "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -27,25 +32,25 @@ _FRACTIONS = ("loss_weight", "loss_scale", "train_detail")
 
 
 class TemplateSettings(NamedTuple):
-    """Inputs of a chat template besides messages: definitions of tools, and variables."""
+    """The inputs of a chat template other than the messages: tool definitions and template variables."""
 
     tools: list | None = None
     variables: Mapping[str, Any] | None = None
 
 
 def conversation(value: object, name: str) -> list[Message]:
-    """Return the messages of a column in the form that chat templates take.
+    """Return the messages in a column of a row, in the form that chat templates take.
 
     value: the content of the column, a list of messages or its JSON. name: the column's name, for errors.
     Content becomes one text, tool calls take OpenAI's form with objects as arguments, and null fields are
-    removed at every depth. A message that is not trained has `weight: 0`. Raises DataError, naming the
+    removed at every depth. A message that must not be trained gets `weight: 0`. Raises DataError, naming the
     message, if it cannot be read.
     """
     value = _parsed(value, f'"{name}"') if isinstance(value, str) and value.lstrip().startswith("[") else value
     if not isinstance(value, list):
-        raise DataError(f'"{name}" is {type(value).__name__}, not a list of messages')
+        raise DataError(f'"{name}" is {type(value).__name__}, not a list of messages with role and content')
     if not value:
-        raise DataError(f'"{name}" is an empty conversation')
+        raise DataError(f'"{name}" is an empty conversation; it needs at least one message')
     return [_message(item, f'"{name}" message {number}') for number, item in enumerate(value)]
 
 
@@ -67,7 +72,7 @@ def _message(item: object, location: str) -> Message:
     content = message.get("content")
     if content is None and not calls:
         raise DataError(f"{location} has no content (found: {', '.join(map(str, item))})")
-    # Templates differ in what they make of none
+    # Templates treat a missing content differently
     message["content"] = "" if content is None else _text(content, location)
     if calls:
         message["tool_calls"] = calls
@@ -77,15 +82,19 @@ def _message(item: object, location: str) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return the value without fields that are null: a table fills them in because other rows have them. (As
-    transformers, but at every depth.)"""
+    """Return the value without null fields, at every depth.
+
+    A table adds null fields to a row because other rows have these fields. (transformers removes them at the
+    top level only.)
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _text(content: Any, location: str) -> str:
-    """Return a message's content; parts of type text are joined (as OpenAI and vLLM)."""
+    """Return a message's content as one text; a list of parts of type text is joined, as in OpenAI's API
+    and vLLM."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -104,7 +113,7 @@ def _calls(message: Message, location: str) -> list[Message]:
     """Remove the tool calls from a message and return them in OpenAI's form."""
     calls = message.pop("tool_calls", None)
     if calls is None:
-        calls = message.pop("function_call", None)  # OpenAI's before there were several
+        calls = message.pop("function_call", None)  # OpenAI's older field, with a single call
     calls = _parsed(calls, f"{location}: tool_calls") if isinstance(calls, str) else calls
     calls = [calls] if isinstance(calls, dict) else calls or []
     if not isinstance(calls, list):
@@ -142,17 +151,20 @@ def _parsed(text: str, label: str) -> Any:
 
 
 def _weight(message: Message, location: str) -> bool:
-    """Return whether a message is trained, and remove the fields that decide it from the message."""
+    """Return whether a message is trained, and remove the fields that say so (weight, train, loss) from
+    the message."""
     trained = True
     for name in _FRACTIONS:
         if name in message:
             raise DataError(
-                f"{location}: {name} is not supported; remove it, or write weight: 0 to leave the message untrained"
+                f"{location}: {name} is not supported; remove it, or write weight: 0 if the message must not be trained"
             )
     for name in _TRAINED:
         value = message.pop(name, True)
         if value not in (0, 1):
-            raise DataError(f"{location}: {name} is {value!r}; a message is trained (1, true) or not (0, false)")
+            raise DataError(
+                f"{location}: {name} is {value!r}; write 1 or true if the message is trained, 0 or false if not"
+            )
         trained &= bool(value)
     return trained
 
@@ -163,39 +175,42 @@ def is_trained(message: Message) -> bool:
 
 
 def message_texts(message: Message) -> list[str]:
-    """Return the texts of a message: its content, and the names of the tools that it calls."""
+    """Return the texts of a message: its content, then the names of the tools that it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls", [])]
     return [message["content"], *names]
 
 
 def template_settings(row: Mapping[str, Any]) -> TemplateSettings:
-    """Return the template settings of a row, from its columns `tools` (a list, or its JSON) and
-    `chat_template_kwargs`. Raises DataError for other types."""
+    """Return the `TemplateSettings` of a row, from its columns `tools` and `chat_template_kwargs`.
+
+    `tools` is a list or its JSON, `chat_template_kwargs` an object. Raises DataError for other types.
+    """
     tools, variables = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         tools = _parsed(tools, '"tools"') if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
-        raise DataError(f'"tools" is {type(tools).__name__}, not a list')
+        raise DataError(f'"tools" is {type(tools).__name__}, not a list of tool definitions')
     if variables is not None and not isinstance(variables, dict):
-        raise DataError(f'"chat_template_kwargs" is {type(variables).__name__}, not an object')
+        raise DataError(f'"chat_template_kwargs" is {type(variables).__name__}, not an object of template variables')
     tools = [_tool(tool, f'"tools" {number}') for number, tool in enumerate(tools or [])]
     return TemplateSettings(tools or None, _without_nulls(variables))
 
 
 def _tool(tool: Any, location: str) -> Message:
-    """Return the definition of a tool, with its parameters as an object."""
+    """Return the definition of a tool, with its parameters as an object instead of JSON text."""
     tool = _without_nulls(_parsed(tool, location) if isinstance(tool, str) else tool)
     function = tool.get("function", tool) if isinstance(tool, dict) else tool
     function = _parsed(function, location) if isinstance(function, str) else function
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{location} is not a definition of a tool with a name")
+        raise DataError(f"{location} is not a tool definition: it needs a function with a name")
     if isinstance(function.get("parameters"), str):
         function = {**function, "parameters": _parsed(function["parameters"] or "{}", f"{location}: its parameters")}
     return {**tool, "function": function} if "function" in tool else function
 
 
 def row_system(row: Mapping[str, Any]) -> str | None:
-    """Return the system message in the column `system` of a row (as in LLaMA-Factory); None without it."""
+    """Return the system message in the column `system` of a row (as in LLaMA-Factory); None if there is
+    none."""
     system = row.get("system")
     if system is not None and not isinstance(system, str):
         raise DataError(f'"system" is {type(system).__name__}, not the text of a system message')
@@ -203,39 +218,42 @@ def row_system(row: Mapping[str, Any]) -> str | None:
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
-    """Return the messages with `system` put before them as a system message, unless it is None or they begin
-    with a system message already."""
+    """Return the messages, with `system` put before them as a system message.
+
+    They stay unchanged if `system` is None, or if they already begin with a system message.
+    """
     if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def row_conversation(row: Mapping[str, Any], name: str) -> list[Message]:
-    """Return the messages in column `name` of a row, with the system message of its column `system` put
-    before them (see `with_system`)."""
+    """Return the messages in column `name` of a row, after the system message in its column `system` (see
+    `with_system`)."""
     return with_system(conversation(row.get(name), name), row_system(row))
 
 
 def shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Split two conversations, or two texts, into (shared prompt, rest of chosen, rest of rejected).
 
-    As in TRL 1.16 the prompt is what both begin with. Raises DataError if they begin differently.
+    The shared prompt is the common beginning of both, as in TRL 1.16. Raises DataError if they begin
+    differently.
     """
     length = min(len(chosen), len(rejected))
     end = next((i for i in range(length) if chosen[i] != rejected[i]), length - 1)
     if 0 < end < length and chosen[end] != rejected[end] and chosen[end - 1] == " ":
-        end -= 1  # the blank before a word belongs to the word
+        end -= 1  # the space before a word belongs to the word
     if end < 1:
-        raise DataError('"chosen" and "rejected" begin differently; give their prompt in a column "prompt"')
+        raise DataError('"chosen" and "rejected" begin differently; put their prompt into a column "prompt"')
     return chosen[:end], chosen[end:], rejected[end:]
 
 
 def prompt_message(prompt: str, messages: list[Message], key: str, role: str) -> list[Message] | None:
     """Return the text column `prompt` as a list of one user message, to go before `messages`.
 
-    Returns None if the messages already begin with the prompt.
-    They begin with it if their first message that is not a system message has another role than `role` and
-    holds that text. In chosen and rejected (`key`) another role is enough.
+    Returns None if the messages already begin with the prompt: their first message that is not a system
+      message has another role than `role` and contains the prompt's text. For the columns chosen and rejected
+      (`key`) another role is enough.
     """
     first_message = next((message for message in messages if message["role"] != "system"), messages[0])
     is_held = first_message["role"] != role and (
@@ -245,13 +263,15 @@ def prompt_message(prompt: str, messages: list[Message], key: str, role: str) ->
 
 
 def check_characters(text: str) -> None:
-    """Raise DataError if a text holds half of a surrogate pair, which no tokenizer can read."""
+    """Raise DataError if a text contains half of a surrogate pair, which no tokenizer can read."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is not a character; remove it") from None
+        raise DataError(
+            "the text holds half of a surrogate pair, which is not a character; remove it from the data"
+        ) from None
 
 
 def roles_of(messages: Iterable[Message]) -> str:
-    """Return the roles of the messages, each once, joined by commas, for use in error messages."""
+    """Return the distinct roles of the messages, joined by commas, for error messages."""
     return ", ".join(dict.fromkeys(message["role"] for message in messages))

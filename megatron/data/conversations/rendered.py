@@ -1,7 +1,7 @@
-"""Checks that a chat template wrote all that it was given.
+"""Checks that a chat template wrote all messages that it was given.
 
-A template is a third-party program: it may silently leave out roles, calls or turns, and a model would then
-be trained on, or asked, something other than the row.
+A template is a third-party program. It may silently leave out roles, tool calls or turns; the model would
+then be trained on, or asked, something else than the row says.
 """
 
 import json
@@ -20,7 +20,7 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class RenderedCheck:
-    """Checks that the text that a template rendered holds all messages.
+    """Checks that the text that a chat template rendered holds all messages.
 
     Two checks are made, because each alone misses cases. First, the messages' texts must occur in the
     rendered text, in order; but a short text may occur in the template itself. Second, for each new
@@ -32,16 +32,19 @@ class RenderedCheck:
         self._complete: set[tuple[Any, ...]] = set()  # roles and fields whose marks were all found
 
     def __call__(self, messages: Sequence[Message], text: str, render: Render, tools: list | None = None) -> Counter:
-        """Check that `text`, rendered from `messages`, holds all of them. Return counts of what the template
-        leaves out by design.
+        """Check that `text`, rendered from `messages`, holds all of them; return counts of what the template
+        omits by design.
 
-        render: renders a list of messages by the same template. Raises DataError, naming the message, for
-        anything else that is left out.
+        render: renders a list of messages by the same template. Raises DataError, naming the message, if
+          anything else is missing.
         """
         left_out: Counter = Counter()
         end = 0
         for number, message in enumerate(messages):
-            anywhere = message["role"] in ("system", "developer")  # some templates write it before the last question
+            anywhere = message["role"] in (
+                "system",
+                "developer",
+            )  # some templates write the system message before the last question
             begin = 0 if anywhere else end
             location = f"message {number} ({message['role']})"
             ends = [_end_of_content(message, text, begin, location, left_out)]
@@ -67,7 +70,7 @@ class RenderedCheck:
         ]
         try:
             text = render(marked)
-        except ValueError:  # a template may refuse other texts: then these alone tell nothing
+        except ValueError:  # the template refuses the marked texts, so they prove nothing
             return
         for number, mark in marks.items():
             if mark not in text:
@@ -76,8 +79,11 @@ class RenderedCheck:
 
 
 def _end_of_content(message: Message, text: str, begin: int, location: str, left_out: Counter) -> int:
-    """Return where a message's content ends in the text. If the template leaves out the reasoning before the
-    content, it is counted in `left_out`. Raises DataError if the content is missing."""
+    """Return the position in `text` at which the message's content ends; it is searched from `begin` on.
+
+    If the template omits reasoning before the content, this is counted in `left_out`. Raises DataError if the
+    content is missing.
+    """
     content = message.get("content", "")
     end = _find(content, text, begin)
     if end is None and _END_OF_REASONING in content:
@@ -89,8 +95,10 @@ def _end_of_content(message: Message, text: str, begin: int, location: str, left
 
 
 def _end_of_call(call: Message, text: str, begin: int, location: str) -> int:
-    """Return where the name of a called tool ends in the text. Raises DataError if the name or the arguments
-    of the call are missing."""
+    """Return the position in `text` at which the name of a called tool ends; it is searched from `begin` on.
+
+    Raises DataError if the name or the arguments of the call are missing.
+    """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     end = _find(name, text, begin)
     if end is None:
@@ -101,14 +109,14 @@ def _end_of_call(call: Message, text: str, begin: int, location: str) -> int:
 
 
 def _has_arguments(arguments: dict[str, Any], text: str) -> bool:
-    """Return whether the text holds the arguments: as JSON in any spelling, or each value by itself as XML
-    templates write them."""
+    """Return whether `text` contains a tool call's arguments: as JSON of any spelling, or each value
+    alone, as XML templates write."""
     if json.dumps(arguments, ensure_ascii=False) in text or any(
         arguments in (value, value.get("arguments"), value.get("parameters")) for value in _json_objects(text)
     ):
         return True
     if json.dumps(json.dumps(arguments, ensure_ascii=False), ensure_ascii=False) in text:
-        return False  # JSON within the text of JSON
+        return False  # the arguments are in JSON as a text, in JSON
     return all(
         any(spelling in text for spelling in (str(leaf).strip(), json.dumps(leaf), _escaped(str(leaf).strip())))
         for leaf in _leaves(arguments)
@@ -116,7 +124,7 @@ def _has_arguments(arguments: dict[str, Any], text: str) -> bool:
 
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield all JSON objects in a text, nested ones too."""
+    """Yield all JSON objects in a text, including nested objects."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:
@@ -136,8 +144,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _find(part: str, text: str, begin: int) -> int | None:
-    """Return where `part` ends in `text`, searched from index `begin` on; None if it is not found. Blanks
-    around it are ignored, and it may be JSON-escaped."""
+    """Return where `part` ends in `text`, searched from index `begin` on; None if it is not found.
+
+    White space around `part` is ignored, and `part` may be JSON-escaped in `text`.
+    """
     for spelling in dict.fromkeys((part.strip(), _escaped(part.strip()))):
         place = text.find(spelling, begin)
         if place >= 0:
@@ -150,9 +160,12 @@ def _escaped(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the beginning of a text, quoted, for error messages."""
+    """Return the beginning of a text in quotes, for error messages."""
     return repr(text if len(text) <= _MAX_EXCERPT else text[:_MAX_EXCERPT] + "...")
 
 
 def _left_out(location: str, content: str) -> DataError:
-    return DataError(f"{location} is not in what the chat template writes, or out of its order: {quoted(content)}")
+    return DataError(
+        f"{location} is not in what the chat template writes, or not in this order: {quoted(content)}; mend the "
+        "template or the messages"
+    )

@@ -1,1 +1,1 @@
-"""Inspects data: samples as text or HTML, statistics, and checks of full sets."""
+"""Shows and checks datasets: samples as text or HTML, statistics, and verification of full files."""

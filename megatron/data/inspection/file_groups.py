@@ -1,4 +1,5 @@
-"""Groups dataset files that belong together: a text with its labels and rewards, and the sides of pairs."""
+"""Groups dataset files that belong together: a text with its labels and rewards, and both sides of
+preference pairs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ COMPANIONS = ("_label_document", "_reward_document")
 
 @dataclass(frozen=True)
 class FileGroup:
-    """The prefixes of the files of one text, of its labels and of its rewards. name: the kind of text
-    (`text`, `chosen`, ...)."""
+    """The path prefixes of a text's files: `text`, and if they exist its `label` and `reward` files.
+
+    name: the kind of text (`text`, `chosen`, ...).
+    """
 
     name: str
     text: str
@@ -23,11 +26,10 @@ class FileGroup:
 
 
 def find_file_groups(prefix: str | Path) -> list[FileGroup]:
-    """Return the file groups of a prefix, which names one `.bin/.idx` pair or `.npy` folder, or is the
-    `--output-prefix` of several pairs.
+    """Return the file groups that belong to `prefix`.
 
-    For a chosen or rejected text, the other side and the prompt are returned too. Raises DataError if no file
-    exists.
+    prefix: one `.bin/.idx` pair, a `.npy` folder, or the `--output-prefix` of several pairs. For a chosen or
+      rejected text, the other side and the prompt are returned too. Raises DataError if no file exists.
     """
     path = str(prefix).removesuffix(".idx").removesuffix(".bin")
     if index_path(path).is_file() or Path(path).is_dir():
@@ -40,15 +42,21 @@ def find_file_groups(prefix: str | Path) -> list[FileGroup]:
         prefixes = [file.removesuffix(".idx") for file in files if file.endswith(f"{DOCUMENT}.idx")]
         texts = [file for file in prefixes if not file.endswith(COMPANIONS)]
         if not texts:
-            raise DataError(f"{path}.idx: no such file, and no {path}_*_document.idx either; give a data path")
+            raise DataError(
+                f"{path}.idx: no such file, and no {path}_*_document.idx either; give the path of a dataset without "
+                ".bin/.idx"
+            )
     names = (text.removesuffix(DOCUMENT).rsplit("_", 1)[-1] for text in texts)
     companions = ((companion_prefix(text, kind) for kind in COMPANIONS) for text in texts)
     return [FileGroup(name, text, *pair) for name, text, pair in zip(names, texts, companions, strict=True)]
 
 
 def companion_prefix(text: str, kind: str) -> str | None:
-    """Return the prefix of a text's labels or rewards: `X_label_document` for `X_document`, or for
-    `X_text_document` as preprocess_data_with_mask.py names it. None if there is none. kind: of COMPANIONS."""
+    """Return the path prefix of a text's labels or rewards; None if there are none.
+
+    For a text `X_document` (or `X_text_document`, as preprocess_data_with_mask.py names it) it is
+    `X_label_document` or `X_reward_document`. kind: one of COMPANIONS.
+    """
     base = text.removesuffix(DOCUMENT)
     for stem in (base, base.removesuffix("_text")):
         if not text.endswith(COMPANIONS) and index_path(stem + kind).is_file():

@@ -1,4 +1,4 @@
-"""Renders samples as coloured text for a terminal, and as one self-contained HTML page."""
+"""Renders samples as coloured text for a terminal, or as one self-contained HTML page."""
 
 import base64
 import html
@@ -10,16 +10,17 @@ from megatron.data.inspection.statistics import DatasetStats, rewards_line, shar
 
 CODES = {"trained": "\x1b[32m", "masked": "\x1b[2m", "padding": "\x1b[90m"}
 SPECIAL, BOLD, END = "\x1b[7m", "\x1b[1m", "\x1b[0m"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: could drive the terminal
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: others could control the terminal
 
 
 def visible(text: str) -> str:
-    """Return the text with each control character replaced by its Unicode picture (U+2400 on), or U+FFFD."""
+    """Return the text with each control character replaced by its Unicode picture (U+2400 on) or U+FFFD."""
     return CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
 
 
 def headline(sample: DisplayedSample) -> str:
-    """Return a line such as `document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`."""
+    """Return a sample's title line, such as `document 3 · chosen · 174 tokens · 54 trained, 120 masked ·
+    reward 0.5`."""
     counts = [f"{sample.count(kind)} {KINDS[kind]}" for kind in (TRAINED, MASKED, PADDING) if sample.count(kind)]
     tokens = sum(len(part.tokens) for part in sample.parts)
     items = [sample.title, sample.name, f"{tokens} tokens", ", ".join(counts)]
@@ -33,7 +34,7 @@ def positions(start: int, count: int) -> str:
 
 
 def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
-    """Return a sample as text for a terminal. Without colour, trained text stands between « and »."""
+    """Return a sample as text for a terminal. Without colour, trained text is put between « and »."""
     bold, end = (BOLD, END) if colour else ("", "")
     lines = [f"{bold}━━ {headline(sample)}{end}"]
     for part in sample.parts:
@@ -42,7 +43,7 @@ def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
         for span in text_spans(part, tokenizer):
             text = visible(span.text) or f"({span.tokens} padding tokens)"
             if colour:
-                # Anew on every line, as pagers forget colours at its end
+                # The colour is set again on every line, because pagers forget it at the end of a line
                 code = CODES[span.kind] + (SPECIAL if span.special else "")
                 texts.append("\n".join(f"{code}{line}{END}" if line else "" for line in text.split("\n")))
             else:
@@ -84,7 +85,10 @@ def page(
     stats: Sequence[DatasetStats],
     picture: bytes | None,
 ) -> Iterator[str]:
-    """Yield an HTML page piece by piece. groups: samples to show side by side. picture: PNG or None."""
+    """Yield an HTML page of samples and statistics, piece by piece.
+
+    groups: samples to show side by side. picture: a PNG, or None.
+    """
     name = html.escape(title)
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     yield f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{LEGEND}\n"

@@ -1,4 +1,4 @@
-"""Measures token lengths of raw rows before preprocessing: texts, conversations, prompts with answers, and
+"""Measures token lengths of raw rows before preprocessing: texts, conversations, prompts with answers, or
 pairs."""
 
 from array import array
@@ -28,7 +28,7 @@ from megatron.data.preprocessing.shards import InputRow
 
 ROWS_AT_ONCE = 256
 SUGGESTED = tuple(2**power for power in range(7, 21))
-TARGET_SHARE = 0.95  # share of the rows that a suggested length holds
+TARGET_SHARE = 0.95  # share of the rows that must fit into a suggested length
 PARTS = {
     "pairs": ("prompt", *PAIR, "whole"),
     "prompts with completions": ("prompt", "completion", "whole"),
@@ -39,8 +39,9 @@ PARTS = {
 
 @dataclass(frozen=True)
 class RowTexts:
-    """The texts of a row: its prompt, empty if there is none, and the prompt with each response.
+    """The texts of a row whose tokens are counted.
 
+    prompt: empty if there is none. full_texts: the prompt with each response.
     special: whether the tokenizer adds its own special tokens to the texts.
     """
 
@@ -50,8 +51,10 @@ class RowTexts:
 
 
 def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
-    """Return the kind of the rows (a key of PARTS), told by the columns of the first row. Raises DataError if
-    it has none of the expected columns."""
+    """Return the kind of a file's rows (a key of PARTS), judged by the columns of its first row.
+
+    Raises DataError if the row has none of the expected columns.
+    """
     if all(side in row for side in PAIR):
         return "pairs"
     if "prompt" in row and "completion" in row:
@@ -67,7 +70,8 @@ def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
 
 
 def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatTokenizer) -> RowTexts:
-    """Return the texts of a row whose tokens are counted. Raises DataError if the row is not of `kind`."""
+    """Return the texts of a row whose tokens are to be counted. Raises DataError if the row is not of
+    `kind`."""
     if kind == "texts":
         return RowTexts("", (_text(row, text_column),), True)
     if kind == "conversations":
@@ -120,10 +124,11 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 def measure_lengths(
     rows: Iterable[InputRow], chat: ChatTokenizer, text_column: str = "text"
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Return (kind of the rows, {part: how many tokens it has in each row, [rows] int32}).
+    """Count the tokens of all rows; return (kind of the rows, {part: number of tokens in each row, [rows]
+    int32}).
 
-    The parts of each kind are in PARTS; "whole" is the prompt with the longer answer. Raises DataError,
-    naming the row. Memory: 4 bytes per row and part.
+    PARTS lists the parts of each kind; "whole" is the prompt with the longer answer. Raises DataError, naming
+    the row. Memory: 4 bytes per row and part.
     """
     kind = ""
     lengths: dict[str, array] = {}
@@ -163,12 +168,12 @@ def _token_counts(texts: Sequence[RowTexts], chat: ChatTokenizer) -> Iterator[tu
 
 
 def suggested_length(lengths: np.ndarray) -> int:
-    """Return the smallest power of two that at least TARGET_SHARE of the lengths do not exceed."""
+    """Return the smallest power of two that at least TARGET_SHARE (95 %) of the lengths do not exceed."""
     return next((length for length in SUGGESTED if (lengths <= length).mean() >= TARGET_SHARE), SUGGESTED[-1])
 
 
 def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_prompt_length: int) -> list[str]:
-    """Return a table of the lengths as lines for a terminal; the last line suggests flags.
+    """Return a table of the lengths as lines for a terminal; the last line suggests values for the flags.
 
     max_length, max_prompt_length: limits in use; the table says how many rows exceed them.
     """
@@ -191,7 +196,9 @@ def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_p
     for flag, limit, part, unit in limits:
         if part in lengths:
             count = int((lengths[part] > limit).sum())
-            lines.append(f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) would be cut")
+            lines.append(
+                f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) are longer and would be cut"
+            )
             flags.append(f"{flag} {suggested_length(lengths[part])}")
     lines.append(f"suggested: {' '.join(flags)} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
     return lines

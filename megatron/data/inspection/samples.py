@@ -1,4 +1,4 @@
-"""Samples for display: which text is trained, masked or padding, and where documents begin."""
+"""Prepares samples for display: which text is trained, masked or padding, and where documents begin."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 
-KINDS = ("masked", "trained", "padding")  # of a place in a sample; indices of DisplayedPart.kinds
+KINDS = ("masked", "trained", "padding")  # of a position in a sample; DisplayedPart.kinds holds indices of these
 MASKED, TRAINED, PADDING = range(3)
-CONTEXT = 4  # tokens before a run that its text may depend on
+CONTEXT = 4  # tokens before a span that are decoded with it, because its text may depend on them
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer needed to show samples."""
+    """The part of a tokenizer's interface that is needed to show samples."""
 
     vocab_size: int
 
@@ -32,7 +32,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DisplayedPart:
-    """The tokens of one document in a sample, or the padding."""
+    """The tokens of one document in a sample, or the sample's padding."""
 
     name: str
     tokens: np.ndarray  # [n] ids
@@ -41,7 +41,11 @@ class DisplayedPart:
 
 @dataclass(frozen=True, eq=False)
 class DisplayedSample:
-    """A sample for display. name: the side of a pair, else empty; reward: None without rewards."""
+    """A sample prepared for display.
+
+    name: the side of a preference pair (chosen or rejected), else empty. reward: None if the data has no
+      rewards.
+    """
 
     title: str
     name: str
@@ -54,8 +58,11 @@ class DisplayedSample:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Consecutive text of one kind. special: True if it is the name of a special token. start: position of
-    the first token."""
+    """Consecutive text of one kind (masked, trained or padding).
+
+    special: True if the text is the name of a special token. start: position of its first token. tokens: how
+      many tokens it has.
+    """
 
     text: str
     kind: str
@@ -65,8 +72,10 @@ class TextSpan:
 
 
 class StoredDocuments:
-    """A dataset whose item i is a list with document i of each file group, in full. A preference pair has
-    several groups, other data one."""
+    """A dataset of full documents for display: item i is a list with document i of each file group.
+
+    A preference pair has several file groups, other data one.
+    """
 
     def __init__(self, file_groups: Sequence[FileGroup]):
         texts = [open_dataset(group.text) for group in file_groups]
@@ -74,7 +83,10 @@ class StoredDocuments:
         counts = {len(text.doc_idx) - 1 for text in texts}
         if len(counts) > 1:
             names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in texts)
-            raise DataError(f"a pair's files hold different numbers of documents: {names}; make them again in one go")
+            raise DataError(
+                f"the files of a pair hold different numbers of documents: {names}; make them again in one "
+                "preprocessing run"
+            )
         self._count = counts.pop()
 
     def __len__(self) -> int:
@@ -93,16 +105,16 @@ class StoredDocuments:
 
 
 class PackedRows:
-    """A dataset whose item i is a list that holds sample i as training sees it: seq_length tokens, and one
-    that is only predicted.
+    """A dataset of training samples for display: item i is a list that holds sample i as training sees it.
 
-    The first token is never trained, because no token precedes it.
+    A sample has seq_length + 1 tokens; the last is only predicted. The first token is never trained, because
+    no token precedes it.
     """
 
     def __init__(self, group: FileGroup, seq_length: int, pack_impl: str, seed: int):
         text = open_dataset(group.text)
         if not len(text):
-            raise DataError(f"{text.index_file}: no documents")
+            raise DataError(f"{text.index_file}: it holds no documents, so there is nothing to show")
         packing, (labels, rewards) = Packing(pack_impl=pack_impl), _companions(group, text)
         maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
         self._set = PackedDataset(text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
@@ -126,14 +138,14 @@ class PackedRows:
 
 
 def _companions(group: FileGroup, text: IndexedDataset) -> tuple[IndexedDataset | None, IndexedDataset | None]:
-    """Return the labels and the rewards of a text, opened."""
+    """Open and return the labels and the rewards of a text; None for those that it does not have."""
     labels = None if group.label is None else open_labels(group.label, text)
     return labels, None if group.reward is None else open_rewards(group.reward, text)
 
 
 def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
-    """Return the file groups in lists: the groups of a preference pair form one list, any other group forms a
-    list by itself."""
+    """Return the file groups as lists: all groups of a preference pair in one list, every other group in
+    its own list."""
     groups: dict[str, list[FileGroup]] = {}
     for group in file_groups:
         base = group.text.removesuffix(group.name + DOCUMENT) if group.name in PAIR else group.text
@@ -142,14 +154,16 @@ def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
 
 
 def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
-    """Yield the text of a part, split where the kind changes and around special tokens. Padding is one span
-    without text."""
+    """Yield the text of a part as spans, split where the kind changes and around special tokens.
+
+    Padding is one span without text.
+    """
     ids = part.tokens.tolist()
     if part.name == "padding":
         yield TextSpan("", KINDS[PADDING], False, 0, len(ids))
         return
     names = [_name(i, tokenizer) for i in ids]
-    start = text_start = 0  # plain: where the text since the last special token begins
+    start = text_start = 0  # text_start: the first token after the last special token
     for end in range(1, len(ids) + 1):
         goes_on = end < len(ids) and names[start] is None and names[end] is None
         if goes_on and part.kinds[end] == part.kinds[start]:
@@ -168,8 +182,10 @@ def _name(token: int, tokenizer: Decoder) -> str | None:
 
 
 def _text(context: list[int], ids: list[int], tokenizer: Decoder) -> str:
-    """Return the text of ids. context: the ids before them; both are decoded together, because some
-    tokenizers drop a leading blank."""
+    """Return the text of `ids`.
+
+    context: the ids before them, which are decoded too, because some tokenizers drop a leading space.
+    """
     head, full_text = tokenizer.detokenize(context), tokenizer.detokenize([*context, *ids])
     if not context or head.endswith("\ufffd") or not full_text.startswith(head):
         return tokenizer.detokenize(ids)

@@ -1,5 +1,5 @@
-"""Statistics of a dataset: lengths, packing, labels, duplicates, special tokens; and a histogram of
-lengths."""
+"""Computes statistics of a dataset: lengths, packing, labels, duplicates and special tokens; draws a
+histogram."""
 
 import hashlib
 import io
@@ -21,12 +21,13 @@ CANDIDATE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class PackingShares:
-    """How well documents fill rows of `length` tokens, by way of packing.
+    """How well documents fill rows of `length` tokens, for each way of packing.
 
-    fit: share of documents that are not longer than a row; longer ones are truncated, except by `packed`.
+    fit: share of documents that are not longer than a row; longer documents are truncated, except by
+      `packed`.
     unpacked: share of row positions that hold text if each row holds one document.
-    next_fit: share that hold text if documents are packed in order until the next does not fit.
-    best_fit: share that hold text with best-fit decreasing packing.
+    next_fit: the same share if documents are packed in order until the next does not fit.
+    best_fit: the same share with best-fit decreasing packing.
     packed_cuts: share of documents that continue in another row if all rows are full (`packed`).
     """
 
@@ -40,11 +41,11 @@ class PackingShares:
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Statistics of one dataset.
+    """The statistics of one dataset.
 
-    special: name of a special token -> its count.
-    trained: share of trained tokens, None without labels.
-    rewards: value -> number of documents, None without rewards.
+    special: {name of a special token: its count}.
+    trained: share of trained tokens; None without labels.
+    rewards: {reward: number of documents}; None without rewards.
     """
 
     name: str
@@ -125,7 +126,7 @@ def _rewards(reward: IndexedDataset) -> dict[float, int]:
 
 
 def _duplicates(text: IndexedDataset) -> int:
-    """Return the number of documents that have the same tokens as an earlier one."""
+    """Return the number of documents that have the same tokens as an earlier document."""
 
     def digests() -> Iterator[int]:
         for start, end in zip(text.doc_idx[:-1].tolist(), text.doc_idx[1:].tolist(), strict=True):
@@ -148,7 +149,7 @@ def _counts(text: IndexedDataset, special_tokens: Mapping[int, str]) -> dict[str
 
 
 def table(stats: DatasetStats) -> list[str]:
-    """Return the statistics as lines for a terminal."""
+    """Return the statistics as lines of text for a terminal."""
     lines = [
         f"{stats.name}: {stats.documents} documents, {stats.tokens} tokens, mean {stats.mean:.1f}",
         f"  empty {stats.empty}, exact duplicates {stats.duplicates} ({share(stats.duplicates, stats.documents)})",
@@ -187,7 +188,7 @@ def share(part: int, total: int) -> str:
 def histogram(lengths: Mapping[str, np.ndarray]) -> bytes:
     """Return a PNG with a histogram of document lengths (logarithmic axis) and their cumulative share.
 
-    lengths: {name of a dataset: tokens of each document}.
+    lengths: {name of a dataset: number of tokens of each document}.
     """
     import matplotlib
 

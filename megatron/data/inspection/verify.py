@@ -1,4 +1,4 @@
-"""Checks full datasets; each error names the first wrong document."""
+"""Checks full datasets for errors; each error message names the first wrong document."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.labels import MASKED
 from megatron.data.open_dataset import has_cached_format, open_dataset
 
-TOKENS = 1 << 22  # read in one go
+TOKENS = 1 << 22  # tokens read at once
 
 
 @dataclass(frozen=True)
 class VerifiedDataset:
-    """A dataset in which `verify` found no error.
+    """The facts about a dataset in which `verify` found no error.
 
-    ids: lowest and highest token id, None without tokens.
-    trained: number of labels that are not masked, None for a dataset that holds no labels.
+    ids: lowest and highest token id; None without tokens.
+    trained: number of labels that are not masked; None if the dataset does not hold labels.
     """
 
     prefix: str
@@ -31,10 +31,10 @@ class VerifiedDataset:
 
 
 def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[VerifiedDataset]:
-    """Check the text, then its labels, then its rewards; yield the result of each. Raises DataError, naming
-    the first bad document.
+    """Check a text, then its labels, then its rewards, and yield the result of each.
 
-    vocab_size: token ids must be below it; None: they must only not be negative.
+    Raises DataError, naming the first bad document. vocab_size: token ids must be below it; None: ids must
+    only not be negative.
     """
     text = _opened(group.text)
     yield _check_ids(text, vocab_size)
@@ -47,7 +47,7 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
         if len(reward.doc_idx) != len(text.doc_idx):
             raise DataError(
                 f"{reward.index_file}: {len(reward.doc_idx) - 1} documents, but {text.index_file} has "
-                f"{len(text.doc_idx) - 1}; make both again in one go"
+                f"{len(text.doc_idx) - 1}; make both again in one preprocessing run"
             )
         for begin, end in blocks(reward.sizes):
             values = np.asarray(reward.span(begin, end))
@@ -57,7 +57,7 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
 
 
 def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield ranges [begin, end) of sequences; each holds about TOKENS tokens, and at least one sequence."""
+    """Yield ranges [begin, end) of sequences, each with about TOKENS tokens and at least one sequence."""
     for start in range(0, len(sizes), CHUNK):
         ends = np.cumsum(sizes[start : start + CHUNK], dtype=np.int64)
         begin = 0
@@ -69,12 +69,15 @@ def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def document_of(dataset: IndexedDataset, sequence: int) -> int:
-    """Return the index of the document that holds a sequence; a document may hold none or several."""
+    """Return the index of the document that holds sequence `sequence`.
+
+    A document may hold no sequence, or several.
+    """
     return int(np.searchsorted(dataset.doc_idx, sequence, side="right")) - 1
 
 
 class _UncheckedIndex(IndexedDataset):
-    """Reads only the `.idx` of a pair, without checking it."""
+    """Reads only the `.idx` of a dataset, and does not check it."""
 
     def __init__(self, prefix: str):
         self.prefix, self.index_file, self.data_file = prefix, index_path(prefix), data_path(prefix)
@@ -82,8 +85,10 @@ class _UncheckedIndex(IndexedDataset):
 
 
 def _opened(prefix: str) -> IndexedDataset:
-    """Open the dataset of a prefix. Raises DataError, naming the first document whose place in the `.bin` is
-    wrong."""
+    """Open the dataset at data path `prefix`.
+
+    Raises DataError, naming the first document whose place in the `.bin` is wrong.
+    """
     if index_path(prefix).is_file() and data_path(prefix).is_file() and not has_cached_format(prefix):
         _check_layout(_UncheckedIndex(prefix))
     return open_dataset(prefix)
@@ -106,14 +111,19 @@ def _check_layout(index: IndexedDataset) -> None:
             expected = int(ends[i - 1]) if i else end
             if pointers[i] != expected:
                 raise DataError(
-                    f"{index.index_file}: {location} points to byte {pointers[i]}, but must begin at byte {expected}"
+                    f"{index.index_file}: {location} points to byte {pointers[i]}, but must begin at byte {expected}; "
+                    "make or copy the pair again"
                 )
             raise DataError(
-                f"{index.data_file}: truncated after {size} bytes, before the end of {location} at byte {ends[i]}"
+                f"{index.data_file}: truncated after {size} bytes, before the end of {location} at byte {ends[i]}; "
+                "make or copy the pair again"
             )
         end = int(ends[-1])
     if size != end:
-        raise DataError(f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}")
+        raise DataError(
+            f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}; make or copy "
+            "the pair again"
+        )
 
 
 def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDataset:
@@ -141,7 +151,7 @@ def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
             lengths = [_tokens(dataset, document) for dataset in (label, text)]
             raise DataError(
                 f"{label.index_file}: document {document} has {lengths[0]} labels, but {lengths[1]} tokens in "
-                f"{text.index_file}; both must be made in one go"
+                f"{text.index_file}; make both again in one preprocessing run"
             )
 
 
@@ -173,8 +183,10 @@ def _verified(
 
 
 def _bad(dataset: IndexedDataset, begin: int, i: int, problem: str, values: np.ndarray) -> DataError:
-    """Return a DataError about `values[i]`, where `values` begin with sequence `begin`. It names the document
-    and the token, then says `problem`."""
+    """Return a DataError about `values[i]` that names its document and token, then says `problem`.
+
+    `values` hold the dataset's tokens from sequence `begin` on.
+    """
     sequence, offset = begin, 0
     while offset + int(dataset.sizes[sequence]) <= i:
         offset, sequence = offset + int(dataset.sizes[sequence]), sequence + 1

@@ -1,1 +1,2 @@
-"""Datasets of preference training: pairs, KTO's examples, and a reference model's scores of their rows."""
+"""Provides the datasets of preference training: pairs, KTO's examples, and a reference model's scores of
+responses."""

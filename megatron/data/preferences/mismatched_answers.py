@@ -1,7 +1,7 @@
-"""KTO's mismatched set: each prompt with the response to another prompt, to estimate the KL from the
-reference.
+"""Builds KTO's mismatched samples: each prompt with the response to another prompt.
 
-"KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306), section 4.1.
+Their log-probabilities estimate the KL from the reference model. "KTO: Model Alignment as Prospect Theoretic
+Optimization" (arXiv 2402.01306), section 4.1.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from megatron.data.sliced_documents import DocumentSlices
 
 
 def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed: int) -> np.ndarray:
-    """Return, for each of `documents`, the document whose response its prompt is joined with.
+    """Choose, for each document, another document whose response its prompt is joined with; return these.
 
-    The result is a permutation in which no document gets a response to its own prompt.
+    The result is a permutation of `documents` in which no document gets a response to its own prompt.
     Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are
     shuffled by `seed`, and each gets the response to the next prompt. Raises DataError if there are too few
     prompts.
@@ -49,12 +49,13 @@ def mismatched_maps(
     max_length: int | None,
     earlier_ends: Sequence[int] = (),
 ) -> tuple[list[DocumentSlices], np.ndarray, IndexMaps]:
-    """Return (slices, prompt lengths, index maps) of a set that joins every trained prompt with the response
-    to another prompt.
+    """Return (slices, prompt lengths, index maps) of a dataset that joins each trained prompt with another
+    prompt's response.
 
-    slices: of the prompts and of the responses, in the files of the data. A prompt and its response together
-      are truncated to max_length tokens. If unpacked, sample i has the prompt of sample i of `maps`.
+    slices: of the prompts and of the responses, in the data files. A prompt and its response together are
+      truncated to max_length tokens. If unpacked, sample i has the prompt of sample i of `maps`.
     maps: the index maps of the trained prompts with their own responses.
+    sources: number of data files.
     paired: documents 2p and 2p + 1 have the same prompt.
     earlier_ends: the ends of the earlier segments of the order, in samples (see `build_packed`).
     Raises DataError if there are too few prompts.
@@ -80,10 +81,10 @@ def mismatched_maps(
 
 
 def rotate_responses(samples: Sequence[PreferenceSample], max_length: int | None) -> list[PreferenceSample]:
-    """Return the examples of a micro-batch with `kl_sample` set as in TRL: prompt i with response i - 1,
-    truncated to max_length tokens.
+    """Return the samples of a micro-batch with `kl_sample` set as in TRL: prompt i with response i - 1.
 
-    Each example must be alone in its row. Examples that are padding come last.
+    It is truncated to max_length tokens. Each sample must hold one response, alone in its row. Samples that
+    are padding come last.
     """
     real = [sample for sample in samples if sample.preference_labels.any()]
     pieces = [_prompt_and_response(sample) for sample in real]
@@ -98,7 +99,8 @@ def rotate_responses(samples: Sequence[PreferenceSample], max_length: int | None
 
 
 def _prompt_and_response(sample: PreferenceSample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens of the prompt, tokens of the response, and labels of the response of an example."""
+    """Return (tokens of the prompt, tokens of the response, labels of the response) of a sample with one
+    response."""
     (row,), (response_ids,) = sample.rows, sample.response_ids
     num_tokens = int((response_ids >= 0).sum())
     prompt_length = 1 + int(np.argmax(row.labels[1:] >= 0))
@@ -108,8 +110,8 @@ def _prompt_and_response(sample: PreferenceSample) -> tuple[np.ndarray, np.ndarr
 def _joined(
     sample: PreferenceSample, prompt: np.ndarray, response: np.ndarray, response_labels: np.ndarray, max_length: int
 ) -> PreferenceSample:
-    """Return a sample shaped like `sample` with one row: the prompt, then the response, at most max_length
-    tokens."""
+    """Return a sample shaped like `sample` whose one row is the prompt, then the response, at most
+    max_length tokens."""
     (row,), (response_ids,) = sample.rows, sample.response_ids
     end = min(max_length, len(row.tokens), len(prompt) + len(response))
     tokens, labels = np.zeros_like(row.tokens), np.full_like(row.labels, MASKED)

@@ -1,7 +1,8 @@
-"""Preference pairs: a chosen and a rejected answer to the same prompt (`dataset_impl: pairwise`).
+"""Reads preference pairs: a chosen and a rejected answer to the same prompt (`dataset_impl: pairwise`).
 
-Document d of the pos set is prompt and chosen answer, and of the neg set prompt and rejected answer. Labels
-mask the prompt; without labels the prompt is the common prefix of both (TRL's implicit prompt).
+Document d of the pos set is the prompt and the chosen answer, document d of the neg set the prompt and the
+rejected answer. Labels mask the prompt; without labels the prompt is the common prefix of both (TRL's
+implicit prompt).
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,11 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def implicit_prompt_lengths(pos: IndexedDataset, neg: IndexedDataset, pairs: int) -> np.ndarray:
-    """Return the prompt lengths of both sides of the first `pairs` pairs, for data without labels [pairs, 2].
+    """Return the prompt lengths of both sides of the first `pairs` pairs, for data without labels, [pairs,
+    2].
 
-    The prompt is the common prefix of both sides. It is at least one token, because nothing predicts the
-    first token.
+    The prompt is the common prefix of both sides. It has at least one token, because the first token cannot
+    be predicted.
     """
     shared = np.array([max(1, common_prefix(pos.get(i), neg.get(i))) for i in range(pairs)], np.int64)
     return np.repeat(shared[:, None], 2, axis=1)
@@ -34,7 +36,7 @@ def shared_prefixes(sides: Sequence[IndexedDataset], begin: np.ndarray, max_toke
     beginning, [pairs] int64.
 
     sides: the files of chosen and rejected. begin [pairs, 2]: the first used token of each response.
-    max_tokens [pairs]: how many tokens are compared at most.
+      max_tokens [pairs]: how many tokens are compared at most.
     """
     pos, neg = sides
     starts, counts = begin.tolist(), max_tokens.tolist()
@@ -48,25 +50,31 @@ def shared_prefixes(sides: Sequence[IndexedDataset], begin: np.ndarray, max_toke
 
 
 def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
-    """Raise DataError unless both files have equally many documents, and the same ones are empty."""
+    """Raise DataError unless both files have the same number of documents and the same documents are
+    empty."""
     if len(pos) != len(neg):
         raise DataError(
             f"{pos.data_file}: {len(pos)} documents, but {neg.data_file} has {len(neg)}: "
-            "the two files are not pairs; make both again in one go"
+            "the two files are not pairs; make both again in one preprocessing run"
         )
     if not np.array_equal(pos.doc_idx, neg.doc_idx):
         raise DataError(
-            f"{pos.data_file}: its empty documents are not those of {neg.data_file}, so chosen and rejected would "
+            f"{pos.data_file}: its empty documents differ from those of {neg.data_file}: chosen and rejected would "
             "be paired wrongly; make both files again without the rows that have an empty side"
         )
 
 
 def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
-    """Raise DataError unless `reference`, the reference model's log-probabilities, has one finite float for
-    each token of `side`, or one for each document."""
+    """Raise DataError unless the reference model's log-probabilities fit the tokens of `side`.
+
+    `reference` must hold one finite float for each token of `side`, or one for each document.
+    """
     file = reference.data_file
     if len(reference) != len(side) or reference.dtype.kind != "f":
-        raise DataError(f"{file}: {len(reference)} documents of {reference.dtype}; expected {len(side)} of float32")
+        raise DataError(
+            f"{file}: {len(reference)} documents of {reference.dtype}; expected {len(side)} of float32; make the "
+            "values again"
+        )
     if (reference.sizes != 1).any() and (reference.sizes != side.sizes).any():
         document = int(np.flatnonzero(reference.sizes != side.sizes)[0])
         raise DataError(
@@ -79,8 +87,8 @@ def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
 
 
 def check_sums(reference: IndexedDataset, side: IndexedDataset, num_used: np.ndarray, in_samples: np.ndarray) -> None:
-    """Raise DataError if the reference log-probabilities are sums over full documents, but a document is
-    truncated.
+    """Raise DataError if a document is truncated, but the reference log-probabilities are sums over full
+    documents.
 
     num_used: [documents] tokens used of each document. in_samples: the documents to check.
     """

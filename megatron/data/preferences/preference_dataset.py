@@ -1,8 +1,9 @@
-"""Samples of preference training: rows of full responses, each a prompt and a model's answer.
+"""Provides samples of preference training: rows of full responses, each a prompt with a model's answer.
 
-The chosen and the rejected response of pair p are documents 2p and 2p + 1; an example of KTO is one document.
-A unit, a pair or an example, is never split over samples: packed `best_fit` its responses are in one row;
-otherwise the chosen and the rejected response of a pair are in the same places of two rows.
+The chosen and the rejected response of pair p are documents 2p and 2p + 1; a KTO example is one document. A
+pair or an example is called a unit and is never split over samples: with `pack_impl: best_fit` the responses
+of a unit are in one row; otherwise the chosen and the rejected response of a pair are in the same places of
+two rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,15 @@ from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, S
 
 @dataclass(frozen=True, eq=False)
 class PreferenceSample:
-    """One sample of n responses.
+    """One sample of preference training, with n responses.
 
-    response_ids: for each row [seq_length + 1] int64, the response of each token (2p and 2p + 1 for pair p),
-      -1 in padding.
+    response_ids: for each row [seq_length + 1] int64, the number of the response that each token belongs to
+      (2p and 2p + 1 for pair p), -1 in padding.
     preference_labels: [n] float32, as in `Responses`.
     reference_logprobs: [n] float32, as in `Responses`.
     margins: [n / 2] float32, as in `Responses`.
-    prefix_lengths: [n] int64, the length of the prefix that a response shares with the previous one in its
-      row, and that the row does not repeat; None: no shared prefixes.
+    prefix_lengths: [n] int64, the length of the prefix that a response shares with the response before it,
+      and that the row does not repeat; None: no shared prefixes.
     kl_sample: responses to other prompts, for KTO's KL.
     """
 
@@ -40,23 +41,23 @@ class PreferenceSample:
     kl_sample: "PreferenceSample | None" = None
 
     def as_padding(self) -> "PreferenceSample":
-        """Return a sample of the same shapes in which nothing is trained."""
+        """Return a sample of the same shapes in which no token is trained."""
         rows = tuple(replace(row, labels=np.full_like(row.labels, MASKED)) for row in self.rows)
         kl_sample = None if self.kl_sample is None else self.kl_sample.as_padding()
         return replace(self, rows=rows, preference_labels=np.zeros_like(self.preference_labels), kl_sample=kl_sample)
 
 
 class PreferenceDataset:
-    """A dataset whose item i is the `PreferenceSample` of sample i.
+    """A dataset of preference training: item i is a `PreferenceSample`.
 
     sources: the files with the tokens.
     parts: slices of documents in `sources`; document d joins slice d of each part.
-    prompts: [documents], number of tokens before the first trained one.
-    maps: index maps over documents; over pairs with two_rows.
+    prompts: [documents], number of tokens before the first trained token.
+    maps: index maps over documents; with two_rows, over pairs.
     preference_labels: [documents] float32, as in `Responses`.
     two_rows: the responses of a pair, documents 2p and 2p + 1, are in two rows instead of one.
-    shared: [documents] int64, the length of the prefix that each document shares with the one before, and
-      that the row does not repeat.
+    shared: [documents] int64, the length of the prefix that each document shares with the document before it,
+      and that the row does not repeat.
     labels: for each source, one value per token.
     references: for each source, one float32 per token or per document.
     margins: [pairs] float32, as in `Responses`.
@@ -117,7 +118,8 @@ class PreferenceDataset:
         return PreferenceSample(rows, response_ids, labels, reference, margins, prefixes, kl_sample)
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Yield (row, document of that row, first token, number of tokens) of each document in a sample.
+        """Yield (row, document of that row, first token, number of tokens) for each document in sample
+        `index`.
 
         The first token is counted within the used part of the document.
         """
@@ -126,7 +128,7 @@ class PreferenceDataset:
                 yield number, *piece
 
     def documents(self, index: int) -> list[int]:
-        """Return the numbers of the documents of a sample, in the order of its responses."""
+        """Return the numbers of the documents in sample `index`, in the order of its responses."""
         pieces = [[document for document, _, _ in row.pieces(index)] for row in self.rows]
         return [
             document * len(pieces) + row
@@ -135,11 +137,14 @@ class PreferenceDataset:
         ]
 
     def _response_ids(self, row: int, index: int, units: int) -> np.ndarray:
-        """Return, for each token of one row, the number of its response, [seq_length + 1] int64; -1 in
-        padding. units: pairs or examples in the sample."""
+        """Return the response number of each token in one row of sample `index`, [seq_length + 1] int64; -1
+        in padding.
+
+        units: number of pairs or examples in the sample.
+        """
         packed = self.rows[row]
         response_ids, filled = np.full(packed.seq_length + 1, -1, np.int64), 0
-        # GPT-NeoX's rows end in a token of a document that is no response of theirs
+        # GPT-NeoX's rows end with a token of the next document, which belongs to no response
         for unit, (_, _, count) in zip(range(units), packed.pieces(index), strict=False):
             response_ids[filled : filled + count] = unit * len(self.rows) + row
             filled += count
@@ -148,7 +153,7 @@ class PreferenceDataset:
     def _reference_logprobs(
         self, documents: np.ndarray, rows: tuple[TokenSample, ...], response_ids: tuple[np.ndarray, ...]
     ) -> np.ndarray:
-        """Return, for each response, the reference model's log-probability: the sum over its trained tokens,
+        """Return the reference model's log-probability of each response, summed over its trained tokens,
         [n] float32."""
         assert self.references is not None
         sums, (part,) = np.zeros(len(documents), np.float32), self.parts

@@ -1,4 +1,5 @@
-"""Builds the index maps of preference training: the tokens of the responses that make each sample."""
+"""Builds the index maps of preference training, which say which tokens of which responses make each
+sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,32 +11,32 @@ from megatron.data.packing import build_maps
 
 COUNTS = (
     "units",  # pairs or examples that are trained
-    "samples",  # of one epoch
-    "tokens",  # used, of all responses
+    "samples",  # samples of one epoch
+    "tokens",  # used tokens of all responses
     "untrained",  # units with a response that has no token to train
     "first_untrained",
-    "unreached",  # units with a response whose tokens to train are all cut off
+    "unreached",  # units with a response whose trained tokens are all truncated
     "first_unreached",
     "too_long",  # units left out by allow_chopped: false
     "cut_prompts",
     "cut_prompt_tokens",
     "cut_answers",
     "cut_answer_tokens",
-    "shared",  # tokens of prefixes that are laid out once
-    "shareable",  # tokens of prefixes that chosen and rejected have in common
+    "shared",  # prefix tokens that are stored once for both responses
+    "shareable",  # prefix tokens that chosen and rejected have in common
 )
 
-# From the first token that is used of each document [units, 2], and how many come before the first trained
-# one of either [units], to how many of these begin both alike, [units].
+# f(first used token of each document [units, 2], number of tokens to compare [units]) -> how many tokens
+# the two documents of each pair have in common at their beginning [units].
 CommonPrefixes = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """To how many tokens a prompt and its response are truncated; None: no limit.
+    """The numbers of tokens to which prompts and responses are truncated; None: no limit.
 
-    max_prompt: of the prompt (the tokens before the first trained one), whose last tokens are kept.
-    max_length: of the truncated prompt and the response together, whose first tokens are kept.
+    max_prompt: limit of the prompt (the tokens before the first trained token), whose last tokens are kept.
+    max_length: limit of the truncated prompt and the response together, whose first tokens are kept.
     """
 
     max_length: int | None = None
@@ -44,12 +45,12 @@ class LengthLimits:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceMaps(IndexMaps):
-    """`IndexMaps` over documents, or over pairs if a pair takes two rows.
+    """The `IndexMaps` of preference data, over documents, or over pairs if a pair takes two rows.
 
     begin: [documents] int64, the first used token of each document.
     size: [documents] int64, the number of used tokens.
-    prompt: [documents] int64, how many used tokens precede the first trained one.
-    shared: [documents] int64, how many used tokens are left out of the row, because the document before
+    prompt: [documents] int64, how many used tokens precede the first trained token.
+    shared: [documents] int64, how many used tokens the row does not repeat, because the document before
       begins with them.
     counts: [14] int64, counts for the log; their names are in `COUNTS`.
     """
@@ -73,7 +74,7 @@ def build_preference_maps(
     common_prefixes: CommonPrefixes | None = None,
     least_saving: float = 0.0,
 ) -> PreferenceMaps:
-    """Build the index maps of pairs or examples (units): full epochs with at least num_samples samples.
+    """Build the index maps of pairs or KTO examples (units): full epochs with at least `num_samples` samples.
 
     There may be no row at all.
     sizes: [units, responses], tokens of each document, prompt included.
@@ -81,8 +82,8 @@ def build_preference_maps(
     earlier_ends: the ends of the earlier segments of the order, in samples (see `build_packed`).
     common_prefixes: f(first used token of each document [units, 2], tokens to compare [units]) -> how many
       tokens the responses of each pair have in common [units]. None: prefixes are never shared.
-    least_saving: prefixes are stored once if that saves at least this share of all tokens. Which pairs are
-      truncated, and where, does not change.
+    least_saving: prefixes are stored once if that saves at least this share of all tokens. It does not change
+      which pairs are truncated, and where.
     """
     width = seq_length + 1
     full = sizes.astype(np.int64)
@@ -94,17 +95,19 @@ def build_preference_maps(
     size = np.minimum(remaining, min(limits.max_length or width, width))
     one_row = packing.pack_impl == "best_fit"
     pairs_in_one_row = one_row and size.shape[1] == 2
-    if pairs_in_one_row:  # both responses share the row: each gets half of it, or what the other one leaves
+    if (
+        pairs_in_one_row
+    ):  # both responses share the row: each gets half of it, or the room that the other response leaves
         size = np.minimum(size, np.maximum(width // 2, width - size[:, ::-1]))
     trained = (first_trained < full).all(axis=1)
     short = (size == remaining).all(axis=1) if not packing.allow_chopped else np.ones(len(full), bool)
     reached = (first_trained < begin + size).all(axis=1)
     keep = trained & short & reached
-    if packing.compat:  # all documents as they are
+    if packing.compat:  # no document is truncated or left out
         begin, size, keep = np.zeros_like(full), full, np.ones(len(full), bool)
     prompt, shared = np.clip(first_trained - begin, 0, size), np.zeros_like(size)
     if pairs_in_one_row and common_prefixes is not None and not packing.compat:
-        # The last token before the answers stands before each of them: its place predicts their first tokens.
+        # The prompt's last token is stored for both answers: its position predicts their first tokens.
         common = common_prefixes(begin, np.where(keep, prompt.min(axis=1), 0))
         shared[:, 1] = np.maximum(0, common - 1)
     shareable = shared.sum()
@@ -141,5 +144,5 @@ def build_preference_maps(
 
 
 def _documents_of_pairs(pairs: np.ndarray) -> np.ndarray:
-    """Return documents 2p and 2p + 1 of pairs p, [2 * pairs]."""
+    """Return the documents 2p and 2p + 1 of each pair p, [2 * pairs]."""
     return (2 * pairs[:, None] + np.arange(2)).ravel()

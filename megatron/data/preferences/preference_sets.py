@@ -1,7 +1,7 @@
-"""Builds the sets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples.
+"""Builds the datasets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples.
 
-As for text, every set is planned, one process builds its missing maps into the cache, then every process maps
-them.
+As in `text_sets.py`, every set is planned first. Then one process writes its missing index maps into the
+cache, and every process memory-maps them.
 """
 
 import hashlib
@@ -61,12 +61,13 @@ IndexedDatasets = tuple[IndexedDataset, ...]
 
 @dataclass(frozen=True)
 class PreferenceMapsKey(CacheKey):
-    """The cache key of the index maps of one member of a set. Its field names are part of the names of cached
-    files.
+    """The cache key of the index maps of one dataset (member) of a blend. Its field names are part of the
+    names of cached files.
 
     contents: hashes of the labels, and of the tokens if there are no labels or prefixes are shared. units:
-    pairs or examples. per_unit: responses of one unit. before: the ends of the earlier segments of the order,
-    in samples (see `build_packed`). least_prefix_saving: the result of `losses.least_prefix_saving`.
+      number of pairs or examples. per_unit: responses of one unit. before: the ends of the earlier segments
+      of the order, in samples (see `build_packed`). least_prefix_saving: the result of
+      `losses.least_prefix_saving`.
     """
 
     index_sha256: tuple[str, ...]
@@ -85,12 +86,12 @@ class PreferenceMapsKey(CacheKey):
 
 @dataclass(frozen=True)
 class _PreferenceSource:
-    """One member of a set.
+    """The opened files of one member of a preference set; a set with several members is a blend.
 
     sources: for pairs, the datasets of the chosen and of the rejected responses; for KTO, one dataset.
     labels, references: one dataset for each source.
     rewards: rewards of KTO's examples, or margins of pairs, one for each document of the first source.
-    limit: at most that many documents of each source are used.
+    limit: at most this many documents of each source are used.
     """
 
     name: str
@@ -102,19 +103,20 @@ class _PreferenceSource:
 
     @property
     def documents(self) -> int:
-        """How many documents of each source are used."""
+        """The number of documents of each source that are used."""
         count = len(self.sources[0])
         return count if self.limit is None else min(count, self.limit)
 
     @property
     def file(self) -> Path:
-        """The file that messages about this member name."""
+        """The data file that messages about this dataset name."""
         return self.sources[0].data_file
 
 
 @dataclass(frozen=True)
 class _PreferencePlan:
-    """One set: its members, the keys of their maps, and the key of their blend when there are several."""
+    """The plan of one preference set: its members, the cache keys of their maps, and of their blend if
+    there are several."""
 
     name: str
     members: tuple[_PreferenceSource, ...]
@@ -133,8 +135,10 @@ def build_preference_sets(
     epochs: int | None,
     data_state: DataState,
 ) -> Datasets:
-    """Build the sets of preference training. Arguments and result are those of `build_datasets`; each of the
-    `epochs` passes over the training set has its own order."""
+    """Build the datasets of preference training. Arguments and result are as in `build_datasets`.
+
+    Each of the `epochs` passes over the training set has its own order.
+    """
 
     def write() -> tuple[list[_PreferencePlan], list[str]]:
         plans: list[_PreferencePlan] = []
@@ -145,7 +149,7 @@ def build_preference_sets(
                 continue
             passes = epochs if name == "train" else None
             if name != "train" and not packing_from_args(args).compat:
-                num_samples, passes = 1, (1 if len(members) > 1 else None)  # one pass: no sample counts twice
+                num_samples, passes = 1, (1 if len(members) > 1 else None)  # one pass, so that no sample counts twice
             plan = _cached_plan(args, name, members, num_samples, passes, data_state)
             plans.append(plan)
             batch, cached_maps = train_batch_size if name == "train" else None, plan.cached_maps(args)
@@ -178,8 +182,10 @@ def preference_samples_per_epoch(args: NeoXArgs) -> int:
 
 
 def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Return the files of pairs as {name: prefixes}; names are `train_pos`, `valid_neg_labels`,
-    `train_rewards` and so on."""
+    """Return the data paths of preference pairs as {name: paths}.
+
+    Names are such as `train_pos`, `valid_neg_labels` and `train_rewards`.
+    """
     prefixes = {}
     for name in SET_NAMES:
         for side in ("pos", "neg"):
@@ -193,7 +199,8 @@ def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
 
 
 def _paths(args: NeoXArgs, name: str, side: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Return the data paths and label paths of one side, "pos" (chosen) or "neg" (rejected), of a set."""
+    """Return (data paths, label paths) of one side of a preference set. side: "pos" (chosen) or "neg"
+    (rejected)."""
     pos = (
         (args.pos_train_data_paths, args.pos_train_label_data_paths),
         (args.pos_valid_data_paths, args.pos_valid_label_data_paths),
@@ -251,8 +258,10 @@ def _pairs(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
 
 
 def _margin_paths(args: NeoXArgs, name: str) -> tuple[str, ...] | None:
-    """Return the paths of the margins of a set's pairs; None if there are none, or if no reward model is
-    trained."""
+    """Return the paths of the margins of a set's pairs, None if there are none.
+
+    Only reward models (`train_impl: rm`) have margins.
+    """
     return companion_paths(args, name)[1] if args.train_impl == "rm" else None
 
 
@@ -264,15 +273,17 @@ def _cached_plan(
     epochs: int | None,
     data_state: DataState,
 ) -> _PreferencePlan:
-    """Write the missing index maps of a set into the cache, and return its plan. A resumed run keeps the
-    segments of its order (see `build_packed`)."""
+    """Write the missing index maps of a preference set into the cache, and return the set's plan.
+
+    A resumed run keeps the segments of its order (see `build_packed`).
+    """
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:
         shares = [num_samples] if len(members) == 1 else samples_per_member(weights, num_samples)
         blend: BlendingKey = BlendKey(weights, num_samples)
     else:
         shares = [epochs * samples for samples in _samples_per_epoch(args, members)]
-        # To train by size; to validate by weight, each sample once
+        # Training sets are mixed by size, validation sets by weight, each sample once
         blend = EpochKey(tuple(shares)) if name == "train" else OnePassKey(weights, tuple(shares))
     joint = packing_from_args(args).joint and (epochs is None or name == "train")
     ends = [segment_ends(data_state.segments(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
@@ -293,14 +304,14 @@ def _cache_dir(args: NeoXArgs, member: _PreferenceSource) -> Path:
 
 
 def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) -> PreferenceMapsKey:
-    """Return the cache key of the index maps of a member.
+    """Return the cache key of the index maps of one dataset (member) of a blend.
 
     ends: the ends of the segments of its order, in samples; the last is the number of samples.
     """
     saving, hash_cache = least_prefix_saving(args), hash_cache_dir(args, member.sources[0].prefix)
     deciding = member.labels or member.sources
     if saving is not None and member.labels is not None:
-        deciding += member.sources  # what they begin with
+        deciding += member.sources  # the tokens decide which prefixes are shared
     return PreferenceMapsKey(
         tuple(source.index_sha256 for source in member.sources),
         tuple(cached_sha256(file, hash_cache) for source in deciding for file in source.data_files),
@@ -317,7 +328,7 @@ def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) ->
 
 
 def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> list[int]:
-    """Return, for each member, the number of samples in one pass over it."""
+    """Return, for each dataset (member) of a blend, the number of samples in one pass over it."""
     if not members:
         return []
     keys, folder = [_maps_key(args, member, (1,)) for member in members], _cache_dir(args, members[0])
@@ -328,7 +339,8 @@ def _samples_per_epoch(args: NeoXArgs, members: Sequence[_PreferenceSource]) -> 
 
 
 def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> PreferenceMaps:
-    """Build the index maps of a member. Raises DataError if its documents give no sample."""
+    """Build the index maps of one dataset (member) of a blend. Raises DataError if its documents give no
+    sample."""
     sizes = np.stack([source.sizes[: key.units].astype(np.int64) for source in member.sources], axis=1)
     if member.labels is not None:
         first_trained = np.stack([first_labelled_token(labels)[: key.units] for labels in member.labels], axis=1)
@@ -343,15 +355,15 @@ def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> Preference
     )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
-            f"{member.file}: none of {key.units} documents makes a {member.name} sample: no answer is trained within "
-            f"seq_length {key.seq_length}, max_length {key.limits.max_length} and allow_chopped "
-            f"{key.packing.allow_chopped}; change these keys"
+            f"{member.file}: none of {key.units} documents makes a {member.name} sample: no answer has a trained token "
+            f"within seq_length {key.seq_length} and max_length {key.limits.max_length} (allow_chopped: "
+            f"{key.packing.allow_chopped}); raise these lengths, or check the labels"
         )
     return maps
 
 
 def _load(args: NeoXArgs, plan: _PreferencePlan) -> PreferenceDataset | BlendedDataset:
-    """Return the dataset of a plan. Its index maps are read from the cache, memory-mapped."""
+    """Return the dataset of a preference plan; its index maps are memory-mapped from the cache."""
     cached_maps = plan.cached_maps(args)
     sets = [
         _load_member(args, member, key, cached_maps.maps(key, PreferenceMaps))
@@ -396,7 +408,7 @@ def _load_member(
 
 
 def _first_rewards(rewards: IndexedDataset, count: int) -> np.ndarray:
-    """Return the rewards of the first `count` documents, float32."""
+    """Return the rewards of the first `count` documents, [count] float32."""
     return np.array([rewards.get(i, 0, 1)[0] for i in range(count)], np.float32)
 
 
@@ -414,7 +426,10 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
         rewards = _first_rewards(member.rewards, count)
         zero = np.flatnonzero(rewards == 0)
         if len(zero):
-            raise DataError(f"{member.rewards.data_file}: document {zero[0]} has reward 0; it must be above or below 0")
+            raise DataError(
+                f"{member.rewards.data_file}: document {zero[0]} has reward 0; write a reward above 0 (desirable) or "
+                "below 0 (undesirable)"
+            )
         desirable = rewards > 0
     return np.where(desirable, 1, -1).astype(np.float32)
 
@@ -422,10 +437,10 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
 def _log_lines(
     member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None, seq_length: int
 ) -> list[str]:
-    """Return log lines on how full the rows of a member are, and on truncated and dropped documents.
+    """Return log lines on how full the rows of a dataset are, and on its truncated and dropped documents.
 
-    batch: samples per step, None unless it is a training set. seq_length: tokens of a row that the model
-    reads.
+    batch: samples per step; None unless it is a training set. seq_length: tokens of a row that the model
+      reads.
     """
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
@@ -438,12 +453,17 @@ def _log_lines(
     lines = [f"{line}; {padding:.1f} % padding"]
     if key.least_prefix_saving is not None:
         share = 100 * count["shareable"] / max(1, count["tokens"])
-        outcome = "are laid out once" if count["shared"] else "stand twice: sharing them does not pay"
+        outcome = (
+            "are laid out once" if count["shared"] else "are stored twice, because sharing them would save too little"
+        )
         lines.append(
             f"{member.name}: prefix_sharing: {count['shareable']} tokens that chosen and rejected begin with "
             f"({share:.1f} %) {outcome}"
         )
-    for kind, reason in (("untrained", "an answer has no token to train"), ("unreached", "all to train is cut off")):
+    for kind, reason in (
+        ("untrained", "an answer has no token to train"),
+        ("unreached", "all trained tokens of an answer are cut off"),
+    ):
         if count[kind]:
             lines.append(
                 f"{member.file}: {count[kind]} {unit} are left out: {reason} "

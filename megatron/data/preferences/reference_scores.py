@@ -1,4 +1,4 @@
-"""Looks up a reference model's scores of responses, by a hash of their tokens."""
+"""Looks up a reference model's scores of responses by a hash of the responses' tokens."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.run_datasets import SampleSet, WrappedSet
 
-# name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
+# name: `Response.name`; sum: summed log-probabilities of its trained tokens; count: number of trained tokens.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
 
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """A response with its prompt: tokens and labels, both [tokens] int64.
+    """A response together with its prompt, as tokens and labels, both [tokens] int64.
 
     labels: the label of each token, negative if it is not trained.
     """
@@ -30,7 +30,7 @@ class Response:
 
     @property
     def name(self) -> bytes:
-        """A hash of the tokens and of the labels that are trained, 32 hexadecimal digits."""
+        """A hash of the response's tokens and of the labels that are trained, 32 hexadecimal digits."""
         digest = hashlib.blake2b(self.tokens.astype("<i8").tobytes(), digest_size=16)
         digest.update(np.where(self.labels >= 0, self.labels, MASKED).astype("<i8").tobytes())
         return digest.hexdigest().encode()
@@ -42,7 +42,7 @@ class Response:
 
 
 def responses_of(sample: PreferenceSample) -> list[Response]:
-    """Return the responses of a sample, in the order of their ids, without those of its `kl_sample`.
+    """Return the responses of a sample in the order of their ids, without the responses of its `kl_sample`.
 
     Raises DataError for a response that no row holds.
     """
@@ -52,19 +52,19 @@ def responses_of(sample: PreferenceSample) -> list[Response]:
             places = np.flatnonzero(response_ids == number)
             if len(places):
                 tokens, labels = row.tokens[places], row.labels[places].copy()
-                labels[:1] = MASKED  # nothing stands before the first token, so it is never predicted
+                labels[:1] = MASKED  # no token precedes the first token, so it is never predicted
                 if sample.prefix_lengths is not None and (shared := int(sample.prefix_lengths[number])):
                     tokens = np.concatenate([responses[-1].tokens[:shared], tokens])
                     labels = np.concatenate([np.full(shared, MASKED, np.int64), labels])
                 responses.append(Response(tokens, labels))
                 break
         else:
-            raise DataError(f"answer {number} of a sample is in none of its rows")
+            raise DataError(f"answer {number} of a sample is in none of the sample's rows; make the data again")
     return responses
 
 
 def all_responses_of(sample: PreferenceSample) -> list[Response]:
-    """Return the responses of a sample, then those of its `kl_sample`."""
+    """Return the responses of a sample, followed by the responses of its `kl_sample`."""
     return responses_of(sample) + (responses_of(sample.kl_sample) if sample.kl_sample is not None else [])
 
 
@@ -73,8 +73,7 @@ def pack_responses(
 ) -> tuple[list[PreferenceSample], list[int]]:
     """Pack responses into samples with one row of `width` tokens each.
 
-    Returns the samples and, for the responses in the order in which the samples hold them, their indices in
-    `responses`.
+    Returns (the samples, for each response in the order of the samples its index in `responses`).
     packed: a sample holds several responses; otherwise one.
     least_saving: store a common prefix of consecutive responses once if that saves at least this share of the
       tokens; None: never.
@@ -85,7 +84,7 @@ def pack_responses(
         shared = _shared_with_previous(responses, lengths, width)
         if shared.sum() < least_saving * lengths.sum():
             shared[:] = 0
-    firsts = np.flatnonzero(shared == 0)  # each with the one that continues its prefix, if any
+    firsts = np.flatnonzero(shared == 0)  # responses that share no prefix with the response before
     order, begins = np.arange(len(firsts)), np.arange(len(firsts) + 1)
     if packed and responses:
         order, begins = best_fit(np.add.reduceat(lengths - shared, firsts), width)
@@ -99,11 +98,10 @@ def pack_responses(
 
 
 def _shared_with_previous(responses: Sequence[Response], lengths: np.ndarray, width: int) -> np.ndarray:
-    """Return, for each response, how many tokens at its beginning need not be stored because the response
-    before it begins with them, [n].
+    """Return how many tokens at the beginning of each response need not be stored, [n].
 
-    They are the common prefix of both prompts without its last token, because the answer's first token is
-    predicted at the position of that token.
+    The response before it begins with the same tokens. They are the common prefix of both prompts without its
+    last token, because the answer's first token is predicted at the position of that token.
     """
     shared = np.zeros_like(lengths)
     for i in range(1, len(responses)):
@@ -140,9 +138,9 @@ def responses_to_sample(
 
 
 class ReferenceScores:
-    """Looks up the scores of responses by `Response.name`.
+    """Looks up a reference model's scores of responses by `Response.name`.
 
-    rows: records of type `SCORES`, in any order. If several have one name, the first is used.
+    rows: records of type `SCORES`, in any order. If several have the same name, the first is used.
     """
 
     def __init__(self, rows: np.ndarray) -> None:
@@ -153,7 +151,8 @@ class ReferenceScores:
         return len(self.rows)
 
     def find(self, names: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (whether each name has a score, boolean [names]; its index in `rows`, valid only if so)."""
+        """Return (whether each name has a score, boolean [names]; index of the score in `rows`, valid only
+        if there is one)."""
         name_array = np.array(list(names), self.names.dtype)
         if not len(self.names) or not len(name_array):
             return np.zeros(len(name_array), bool), np.zeros(len(name_array), np.int64)
@@ -161,7 +160,7 @@ class ReferenceScores:
         return self.names[places] == name_array, places
 
     def with_references(self, sample: PreferenceSample) -> PreferenceSample:
-        """Return the sample with `reference_logprobs` set, in its `kl_sample` too.
+        """Return the sample with `reference_logprobs` set, also in its `kl_sample`.
 
         Raises DataError for a response without a score.
         """
@@ -169,14 +168,15 @@ class ReferenceScores:
         if not has_score.all():
             raise DataError(
                 f"{int((~has_score).sum())} of {len(has_score)} answers of a sample have no reference "
-                "log-probabilities: the data has changed since the run began; start the run again"
+                "log-probabilities: the data changed after they were computed; start the run again"
             )
         kl_sample = None if sample.kl_sample is None else self.with_references(sample.kl_sample)
         return replace(sample, reference_logprobs=self.rows["sum"][places], kl_sample=kl_sample)
 
 
 class ReferenceScoredDataset(WrappedSet):
-    """Wraps a dataset: each sample gets the `reference_logprobs` of its responses, looked up in `scores`."""
+    """Wraps a dataset so that each sample has the `reference_logprobs` of its responses, looked up in
+    `scores`."""
 
     def __init__(self, dataset: SampleSet, scores: ReferenceScores) -> None:
         super().__init__(dataset)

@@ -1,4 +1,5 @@
-"""The answers of a micro-batch that losses compare, and how samples with answers become a micro-batch."""
+"""Defines the answers of a micro-batch that losses compare, and collates samples with answers into a
+micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,16 @@ from megatron.data.preferences.preference_dataset import PreferenceSample
 
 @dataclass(frozen=True, eq=False)
 class Responses(MethodBatch):
-    """The answers of a micro-batch, numbered from 0 over the micro-batch.
+    """The answers (responses) of a micro-batch, numbered from 0 over the micro-batch.
 
     A pair is responses 2p (chosen) and 2p + 1 (rejected) and is never split over micro-batches. A KTO example
     is one response. The score of a response is the sum of log-probabilities over its positions with loss
     weight 1.
     """
 
-    response_ids: Tensor  # [batch, seq] int64: response of each place, prompt included; -1: none's
+    response_ids: Tensor  # [batch, seq] int64: response number at each position, prompt included; -1: none
     preference_labels: Tensor  # [n] float32: for pairs 1; for KTO the weight, negative if undesirable; padding 0
-    reference_logprobs: Tensor | None = None  # [n] float32, sum of each response; None: not (yet) known
+    reference_logprobs: Tensor | None = None  # [n] float32, reference score of each response; None: unknown
     margins: Tensor | None = None  # [n / 2] float32, by which the chosen response of a pair should win; None: 0
     kl_batch: Batch | None = None  # KTO: mismatched responses, scored without gradients; all count in its KL
     baseline: Tensor | None = None  # [n] float32, subtracted from each response's score; the objective fills it
@@ -33,13 +34,13 @@ class Responses(MethodBatch):
 
 
 def batch_responses(batch: Batch) -> Responses:
-    """Returns the answers of a batch that has some."""
-    assert isinstance(batch.method, Responses), "the batch has no answers"
+    """Return the answers of a batch. The batch must have answers."""
+    assert isinstance(batch.method, Responses), "the batch has no answers: `batch.method` is no Responses"
     return batch.method
 
 
 def with_responses(batch: Batch, **changes: Any) -> Batch:
-    """Returns the batch with some values of its answers changed."""
+    """Return a copy of the batch with some fields of its `Responses` replaced by `changes`."""
     return replace(batch, method=replace(batch_responses(batch), **changes))
 
 
@@ -53,14 +54,14 @@ def collate_preferences(
     read_last_token: bool = False,
     seed: int = 0,
 ) -> Batch:
-    """Collate preference samples: the rows of all samples in order, with responses numbered over the batch.
+    """Collate preference samples into a Batch: the rows of all samples in order, responses numbered over the
+    batch.
 
     packed: rows hold several documents, separate in attention and positions.
-    rotate: make `kl_batch` from the samples themselves (`rotate_responses`), truncated to max_length
-      tokens.
+    rotate: make `kl_batch` from the samples themselves (`rotate_responses`), truncated to max_length tokens.
     read_last_token: the last token of a row is also an input, not only a label; rows become one position
       longer.
-    Raises ValueError for a `length`.
+    Raises ValueError if `length` is not None.
     """
     if length is not None:
         raise ValueError(
@@ -100,7 +101,7 @@ def collate_preferences(
 
 
 def _one_place_longer(sample: PreferenceSample) -> PreferenceSample:
-    """Return the sample with one more position of padding at the end of each row."""
+    """Return the sample with one more padding position at the end of each row."""
     rows = tuple(
         replace(
             row,
@@ -114,12 +115,12 @@ def _one_place_longer(sample: PreferenceSample) -> PreferenceSample:
 
 
 def share_prefixes(batch: Batch, response_ids: Tensor, lengths: np.ndarray) -> Batch:
-    """Return a batch of packed documents with `Documents.prefixes`; positions in a document then count its
+    """Return a batch of packed documents with `Documents.prefixes` set; positions then count each document's
     prefix too.
 
     response_ids: `[batch, seq]`, as in `Responses`.
-    lengths: [n] int64, for each response the length of the prefix that it shares with the response before it
-      in the same row, in tokens.
+    lengths: [n] int64, for each response the length in tokens of the prefix that it shares with the response
+      before it in the same row.
     """
     assert batch.documents is not None and batch.positions is not None
     total, padded = batch.tokens.numel(), batch.documents.cu_seqlens.numpy()
@@ -127,7 +128,7 @@ def share_prefixes(batch: Batch, response_ids: Tensor, lengths: np.ndarray) -> B
     response = response_ids.numpy().ravel()[starts]
     prefix = np.where(response >= 0, lengths[np.maximum(response, 0)], 0)
     own_lengths = np.diff(starts, append=total)
-    shift = np.cumsum(prefix)  # of a document's own tokens, when all are written out
+    shift = np.cumsum(prefix)  # how far each document's own tokens move in the expanded layout
     ends = np.cumsum(own_lengths) + shift
     written = np.concatenate([[0], ends])
     number = np.repeat(np.arange(len(starts)), own_lengths + prefix)

@@ -1,4 +1,4 @@
-"""Turns prepared rows of chat data into documents: their tokens and labels, truncated to a length."""
+"""Turns prepared rows of chat data into documents: tokens and labels, truncated to a length."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class LabelledDocument:
     """The tokens of one document, with labels.
 
     ids: [n] int32.
-    labels: [n] int32, not shifted, MASKED where not trained; None: all are trained (--no-mask).
+    labels: [n] int32, not shifted, MASKED where not trained; None: all tokens are trained (--no-mask).
     """
 
     ids: np.ndarray
@@ -31,7 +31,7 @@ class LabelledDocument:
 class ChatDocuments:
     """The documents and the reward of one row.
 
-    documents: for each key, a list of documents; the lists of all keys have the same length, which is above 1
+    documents: for each key, a list of documents. The lists of all keys have the same length, which is above 1
       only after `overlong: split`.
     """
 
@@ -39,13 +39,13 @@ class ChatDocuments:
     reward: float | None
 
 
-# (text, whether the tokenizer adds its own special tokens) -> (ids, character ranges), as of
+# (text, whether the tokenizer adds its own special tokens) -> (ids, character range of each token), from
 # `ChatTokenizer.encode`.
 Encoded = Mapping[tuple[str, bool], tuple[np.ndarray, np.ndarray]]
 
 
 def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
-    """Tokenise all texts and prompts in the items, each once. See `Encoded` for the result."""
+    """Tokenise all texts and prompts of the items, each once; the result is described at `Encoded`."""
     encoded: dict[tuple[str, bool], tuple[np.ndarray, np.ndarray]] = {}
     for special, ranges in ((False, False), (True, False), (False, True)):
         selected = [item for item in items if (item.special, item.spans is not None) == (special, ranges)]
@@ -58,8 +58,8 @@ def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
 def encode_rows(
     rows: Sequence[PreparedRow], chat: ChatTokenizer, options: ChatOptions
 ) -> tuple[list[ChatDocuments | None], Counter]:
-    """Return (the documents of each row, or None if the row is dropped; counts of events by their names in
-    the report).
+    """Return (the documents of each row, None if the row is dropped; counts of events by their names in the
+    report).
 
     Raises DataError, naming the row, for a row that cannot be used.
     """
@@ -78,7 +78,7 @@ def encode_rows(
 def _documents(
     row: PreparedRow, encoded: Encoded, chat: ChatTokenizer, options: ChatOptions, counts: Counter
 ) -> ChatDocuments | None:
-    """Return the documents of one row; None if its over-long documents are dropped or have no trained token
+    """Return the documents of one row; None if they are too long and are dropped, or have no trained token
     left.
 
     Adds events to `counts`. Raises DataError for a row without a trained token, unless `untrained` allows it.
@@ -107,7 +107,7 @@ def _documents(
         return None
     if any(_untrained(document) for group in fitted for document in group):
         if options.untrained == "refuse":
-            raise DataError("none of its tokens is trained; see --untrained")
+            raise DataError("none of its tokens is trained; mend the row, or keep it with --untrained keep")
         counts["rows without a trained token"] += 1
     if set(PAIR) <= set(options.keys):
         chosen, rejected = (fitted[options.keys.index(side)][0].ids for side in PAIR)
@@ -116,7 +116,7 @@ def _documents(
 
 
 def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatOptions) -> list[np.ndarray | None]:
-    """Return, for each item, its labels if it has a prompt, else None.
+    """Return, for each item, the labels of its text if it has a prompt, else None.
 
     The labels of chosen and rejected begin at the same token.
     """

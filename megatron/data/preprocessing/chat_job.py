@@ -1,5 +1,4 @@
-"""Jobs of `job_runner.py` that write labels with the tokens: conversations, and text whose beginning is
-masked."""
+"""Defines preprocessing jobs that also write labels: conversations, and text whose beginning is masked."""
 
 import dataclasses
 import functools
@@ -21,15 +20,17 @@ from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_
 from megatron.data.preprocessing.encode_job import EncodeJob, JoinedDocuments, join_documents
 from megatron.data.preprocessing.shards import InputRow
 
-TRAINED = "trained tokens"  # how this is called among the counts of a job
+TRAINED = "trained tokens"  # its name among the counts of a job
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
 class ChatJob:
-    """A job that writes tokens, labels and rewards of conversations through the tokenizer's chat template.
+    """A job that writes the tokens, labels and rewards of conversations, rendered by the tokenizer's chat
+    template.
 
-    The files are NeoX's: all int32, except float32 rewards. day: the ISO date that templates take for today.
+    The files are as in NeoX: all int32, except float32 rewards. day: the ISO date that templates take for
+      today.
     """
 
     tokenizer_path: str
@@ -45,7 +46,8 @@ class ChatJob:
         return _build(self.tokenizer_path, self.template_file, self.day)
 
     def names(self) -> list[str]:
-        """Return, for each output, what follows the output prefix in its name."""
+        """Return, for each output, the end of its file name after the output prefix, such as
+        `messages_label_document`."""
         extra = {"label_document": self.options.mask, "reward_document": self.options.reward_key}
         kinds = ["document", *(kind for kind, is_written in extra.items() if is_written)]
         return [f"{key}_{kind}" for key in self.options.keys for kind in kinds]
@@ -87,7 +89,7 @@ class ChatJob:
                 "sha256": chat.fingerprint(),
                 "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
             },
-            # None: the template asks for no date
+            # None: the template does not use the date
             "template_date": chat.date and chat.date.isoformat(),
             "chat": dataclasses.asdict(self.options),
         }
@@ -95,10 +97,10 @@ class ChatJob:
 
 @dataclass(frozen=True)
 class DelimiterJob:
-    """A job for plain text: labels are masked up to and including the first `delimiter` (token ids); all
-    files are int32, as in NeoX.
+    """A job for plain text whose labels are masked up to and including the first `delimiter` (token ids).
 
-    A document without the delimiter is trained in full, as in NeoX, and counted.
+    All files are int32, as in NeoX. A document without the delimiter is trained in full, as in NeoX, and
+    counted.
     """
 
     text: EncodeJob

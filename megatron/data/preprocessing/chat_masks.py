@@ -1,11 +1,11 @@
-"""Finds the trained characters and tokens of a conversation: spans, their verification, and labels.
+"""Finds and checks the trained parts of a conversation, as spans of characters and as labels of tokens.
 
 A template with `{% generation %}` marks what the model writes. For other templates, an answer is the text
 that the render up to and including it adds to the prompt (the render before it, with the generation prompt).
 Either way every trained answer is checked, and a failure is an error:
 1. the trained text is the answer, with what the template puts around every answer;
 2. the stop token, where the template has one, is trained;
-3. the text before it begins with the exact prompt that the model sees in generation (prefix-stable).
+3. the text before the answer begins with the exact prompt that the model sees in generation (prefix-stable).
 """
 
 import re
@@ -22,16 +22,16 @@ from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
 
-UNSTOPPED = "answers without a stop token"  # how this is called among the counts of a job
+UNSTOPPED = "answers without a stop token"  # its name among the counts of a job
 
 _WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A rendered conversation with the character ranges that are trained.
+    """A rendered conversation with the character ranges (spans) that are trained.
 
-    counts: answers without a stop token, and what the template leaves out by design.
+    counts: answers without a stop token, and what the template omits by design.
     """
 
     text: str
@@ -48,13 +48,12 @@ def trained_spans(
     settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
     unanswered: bool = False,
 ) -> TrainedText:
-    """Render a conversation and return the spans of the answers, the messages of `role`. With only_last, only
-    the last message has a span, if it is an answer.
+    """Render a conversation, and return its text with the spans of the answers, the messages of `role`.
 
-    An answer with `weight: 0` has no span. An answer that opens the conversation, without a prompt, has a
-      span only if the template marks it.
-    unanswered: allow a conversation without a message of `role`.
-    Raises DataError for such a conversation otherwise, and for a failed check.
+    With only_last, only the last message has a span, if it is an answer. An answer with `weight: 0` has no
+    span. An answer that opens the conversation, without a prompt, has a span only if the template marks it.
+    unanswered: allow a conversation without a message of `role`; otherwise it raises DataError.
+    Raises DataError for a failed check.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
@@ -92,8 +91,8 @@ class _TemplateRenderer:
     def marked(
         self, messages: Sequence[Message], answers: list[int], selected: list[int]
     ) -> tuple[str, dict[int, Span]]:
-        """Return (text, {index: span} of the selected answers). The spans are those that the template marks
-        with `{% generation %}`."""
+        """Return (text, {index: span} of the selected answers), with the spans that the template marks by
+        `{% generation %}`."""
         text, spans = self.chat.render_generations(messages, self.settings)
         if len(spans) != len(answers):
             raise DataError(
@@ -103,8 +102,11 @@ class _TemplateRenderer:
         return text, {index: span for index, span in zip(answers, spans, strict=True) if index in selected}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
-        """Return (text, {index: span} of each answer). The span is what the render up to and including the
-        answer adds to its prompt. prompts: {index: rendered prompt} of the answers."""
+        """Return (text, {index: span} of each answer), with spans found by comparing renders.
+
+        The span is what the render up to and including the answer adds to the answer's prompt. prompts:
+        {index: rendered prompt} of the answers.
+        """
         text = self.chat.render(messages, self.settings)
         spans = {}
         for index, prompt in prompts.items():
@@ -125,7 +127,7 @@ class _TemplateRenderer:
             if part.strip() not in body:
                 raise DataError(
                     f"message {index} cannot be verified: its trained text {quoted(body)} does not hold the message's "
-                    f"text {quoted(part.strip())}"
+                    f"text {quoted(part.strip())}; use a template that writes it unchanged"
                 )
         content = messages[index].get("content")
         affixes = None
@@ -137,7 +139,7 @@ class _TemplateRenderer:
                 self._check_lead(lead, messages, index, prompt)
         if affixes is not None and affixes in self.chat.verified:
             return
-        # With other words from the others nothing that is trained may change
+        # Changing the words of all other messages must not change the trained text
         altered = [
             message if i == index or message["role"] in ("system", "developer", "tool") else _other_words(message, i)
             for i, message in enumerate(messages)
@@ -149,14 +151,17 @@ class _TemplateRenderer:
             probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
             raise DataError(
-                f"message {index} cannot be verified: its trained text contains words of other messages: {quoted(body)}"
+                f"message {index} cannot be verified: its trained text contains words of other messages: "
+                f"{quoted(body)}; use a template that writes each message by itself"
             )
         if affixes is not None:
             self.chat.verified.add(affixes)
 
     def _affixes(self, messages: Sequence[Message], index: int, body: str, prompt: str) -> tuple[str, str]:
-        """Return what the template writes before and after the answer within its span `body`. An empty answer
-        is replaced by placeholder words to find out."""
+        """Return what the template writes before and after the answer within its span `body`.
+
+        An empty answer is replaced by placeholder words to find this out.
+        """
         answer = messages[index]["content"].strip()
         if not answer and not self.is_marked:
             altered = _other_words(messages[index], index)
@@ -166,8 +171,11 @@ class _TemplateRenderer:
         return lead, suffix
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """Raise DataError if `lead`, which the template writes before the answer but not in its generation
-        prompt, holds words."""
+        """Raise DataError if the template writes words before the answer that its generation prompt does not
+        have.
+
+        lead: what the template writes before the answer.
+        """
         silent = prompt == self.chat.render(messages[:index], self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
@@ -180,9 +188,9 @@ class _TemplateRenderer:
 
 
 def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, index: int) -> bool:
-    """Return whether an answer has no stop token: False if its trained text ends in one, else True.
+    """Return whether an answer lacks a stop token: False if its trained text ends with one, else True.
 
-    Raises DataError if a stop token follows that is not trained: the model would never learn to stop.
+    Raises DataError if a stop token follows that is not trained, because the model would never learn to stop.
     """
     if chat.ends_with_stop_token(text[slice(*span)], message):
         return False
@@ -201,8 +209,8 @@ def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[
     elsewhere.
 
     ranges [n, 2]: the characters of each token. A token that begins in the prompt and ends in the answer is
-    trained. A token that begins the text after the answer, and holds only trailing blanks of the answer, is
-    not.
+      trained. A token that begins the text after the answer, and holds only trailing white space of the
+      answer, is not.
     """
     trained = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
@@ -216,7 +224,7 @@ def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[
 
 
 def completion_labels(prompts: Sequence[np.ndarray], full_rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the labels of each full row (prompt and completion): the prompt is masked, as in TRL 1.16.
+    """Return the labels of each full row (prompt and completion), with the prompt masked as in TRL 1.16.
 
     The completion begins where the tokens of the prompt and of the full row first differ, which may be inside
     the prompt. If there are several rows (chosen, rejected), all begin at the earliest of these positions.
@@ -226,8 +234,10 @@ def completion_labels(prompts: Sequence[np.ndarray], full_rows: Sequence[np.ndar
 
 
 def delimiter_labels(ids: np.ndarray, delimiter: Sequence[int]) -> tuple[np.ndarray, bool]:
-    """Return (labels, whether `delimiter` occurs). Tokens up to the end of its first occurrence are masked;
-    if it does not occur, no token is masked."""
+    """Return (labels, whether `delimiter` occurs in `ids`).
+
+    Tokens up to the end of the first delimiter are masked; without a delimiter, no token is masked.
+    """
     size = len(delimiter)
     labels = np.asarray(ids, dtype=np.int32).copy()
     if size and len(ids) >= size:
@@ -247,7 +257,7 @@ def _other_words(message: Message, number: int) -> Message:
 def _unstable(index: int, part: str, text: str) -> str:
     num_equal = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     return (
-        f"message {index} cannot be verified: up to it the conversation renders as {quoted(part[num_equal:])} where "
-        f"the full one renders as {quoted(text[num_equal:])}: the template changes earlier text (try --only-last, or a "
-        "template for training)"
+        f"message {index} cannot be verified: the conversation up to this message renders as "
+        f"{quoted(part[num_equal:])} where the full conversation renders as {quoted(text[num_equal:])}: the template "
+        "changes earlier text (try --only-last, or a template for training)"
     )

@@ -1,4 +1,4 @@
-"""The options of `tools/datasets/preprocess_data_with_chat_template.py`: how rows of chat data become
+"""Defines the options of `tools/datasets/preprocess_data_with_chat_template.py`: how rows become
 documents."""
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SCOPES = ("completion", "all_assistant", "last_turn")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options that decide how a row becomes documents.
+    """The options that decide how a row of chat data becomes documents.
 
     keys: the columns to read; each gives its own output files.
     role: the role whose messages are trained.
@@ -45,9 +45,15 @@ class ChatOptions:
         no_spans = self.for_rm or not self.mask
         for wrong, message in (
             (self.binary_reward and self.reward_key is None, "--binary-reward needs --reward-key"),
-            (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other"),
-            (self.scope is not None and no_spans, "--loss-scope and --only-last exclude --for-rm and --no-mask"),
-            (self.maps and len(self.keys) > 1, "--map makes one conversation a row; give one name in --jsonl-keys"),
+            (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other; leave one out"),
+            (
+                self.scope is not None and no_spans,
+                "--loss-scope and --only-last cannot be used with --for-rm or --no-mask",
+            ),
+            (
+                self.maps and len(self.keys) > 1,
+                "--map makes one conversation of each row; give one name in --jsonl-keys",
+            ),
             (self.max_length is not None and self.max_length < 2, "--max-length must be at least 2 tokens"),
             (self.overlong != "refuse" and self.max_length is None, f"--overlong {self.overlong} needs --max-length"),
             (
@@ -56,7 +62,7 @@ class ChatOptions:
             ),
             (
                 self.for_rm and self.overlong in ("truncate_right", "split"),
-                f"--overlong {self.overlong} cuts off the last token, which --for-rm trains",
+                f"--overlong {self.overlong} cuts off the last token, which --for-rm trains; choose another --overlong",
             ),
         ):
             if wrong:

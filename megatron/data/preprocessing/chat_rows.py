@@ -1,4 +1,4 @@
-"""Turns rows of chat data into the text of each document, and its trained part."""
+"""Turns rows of chat data into the text of each document, and finds the part of it that is trained."""
 
 import math
 import os
@@ -28,12 +28,12 @@ from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
 from megatron.data.preprocessing.encode_job import fix_text
 
-PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, where there is one
+PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, if the row has one
 
 
 @dataclass(frozen=True)
 class TextToEncode:
-    """A document to tokenise.
+    """The text of a document that is to be tokenised, and which part of it is trained.
 
     spans: the ranges of characters that are trained.
     prompt: the beginning of the text, which is not trained.
@@ -44,12 +44,12 @@ class TextToEncode:
     prompt: str | None = None
     spans: tuple[Span, ...] | None = None
     special: bool = False  # plain text: the tokenizer adds its own special tokens
-    eos: int | None = None  # added after the text, which ends in no token of the template's
+    eos: int | None = None  # id to add at the end, if the template writes no stop token there
 
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """A row with its text for each key.
+    """A row of chat data with its rendered text for each key.
 
     items: the text of each key.
     counts: counts of events, by their names in the report.
@@ -65,7 +65,8 @@ class PreparedRow:
 def prepare(
     row: Any, chat: ChatTokenizer, options: ChatOptions, location: Callable[[], str] = lambda: "row"
 ) -> PreparedRow:
-    """Render a row and find its trained part. Raises DataError, naming the row, if it cannot be used.
+    """Render a row of chat data and find its trained part. Raises DataError, naming the row, if it cannot be
+    used.
 
     location: returns the name of the row for messages.
     """
@@ -80,7 +81,7 @@ def prepare(
             check_characters(item.text + (item.prompt or ""))
             chat.check_single_bos(item.text, special=item.special)
             if not item.text:
-                raise DataError("its text is empty")
+                raise DataError("its text is empty; remove the row")
         reward = None if options.reward_key is None else _reward(row, options)
     except DataError as problem:
         raise DataError(f"{location()}: {problem}") from None
@@ -88,8 +89,10 @@ def prepare(
 
 
 def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOptions, counts: Counter) -> TextToEncode:
-    """Return the text of one key of a row, with its trained part. Raises DataError if the trained part cannot
-    be verified."""
+    """Return the text of one key of a row, with its trained part.
+
+    Raises DataError if the trained part cannot be verified.
+    """
     prompt, completion = _parts(row, key, options, counts)
     if options.scope == "all_assistant" and isinstance(completion, str):
         raise DataError(f'"{key}" is plain text, but --loss-scope all_assistant is only for conversations')
@@ -136,14 +139,16 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     for number, message in enumerate(completion):
         for part in message_texts(message):
             if part.strip() not in text[start:]:
-                raise DataError(f'"{key}" message {number} cannot be verified: its text is missing after the prompt')
+                raise DataError(
+                    f'"{key}" message {number} cannot be verified: the rendered text after the prompt lacks its text'
+                )
     return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], completion, chat))
 
 
 def _parts(
     row: Mapping[str, Any], key: str, options: ChatOptions, counts: Counter
 ) -> tuple[list[Message] | str | None, list[Message] | str]:
-    """Return (prompt or None, completion) of one key: both are texts, or both are messages."""
+    """Return (prompt or None, completion) of one key of a row: both are texts, or both are messages."""
     if options.maps:
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], row, options, counts)
     if (value := row.get(key)) is None:
@@ -165,8 +170,8 @@ def _parts(
     if isinstance(value, str):
         if not isinstance(prompt, str):
             raise DataError(
-                f'"{key}" is text, not a list of messages; plain text needs a column "prompt" beside it and the name '
-                "completion, chosen or rejected"
+                f'"{key}" is text, not a list of messages; plain text needs the column name completion, chosen or '
+                'rejected, and a column "prompt"'
             )
         if options.system is not None:
             raise DataError(f'"{key}" is plain text, but --system-file is only for conversations')
@@ -176,13 +181,15 @@ def _parts(
         return None, _with_system(messages, row, options, counts)
     prompt_messages = conversation(prompt, "prompt")
     if messages[: len(prompt_messages)] == prompt_messages:
-        raise DataError(f'"{key}" begins with the messages of "prompt", which would come twice; drop column "prompt"')
+        raise DataError(
+            f'"{key}" begins with the messages of "prompt", which would be written twice; remove the column "prompt"'
+        )
     return _with_system(prompt_messages, row, options, counts), messages
 
 
 def _plain_text(prompt: str, completion: str, chat: ChatTokenizer, options: ChatOptions) -> TextToEncode:
-    """Return prompt and completion of plain text as one text to tokenise, with the eos_token at the end (as
-    TRL)."""
+    """Return prompt and completion of plain text as one text to tokenise, with the eos_token at its end
+    (as in TRL)."""
     chat.require_eos()
     end = "" if completion.endswith(chat.hf.eos_token) else chat.hf.eos_token
     masked = options.mask and not options.for_rm
@@ -195,15 +202,20 @@ def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:
     except KeyError as missing:
         raise DataError(f"--map {role}: no column {missing} (found: {', '.join(map(str, row))})") from None
     except (ValueError, IndexError, AttributeError, TypeError) as problem:
-        raise DataError(f"--map {role}={text}: {problem}; braces hold column names, {{{{ and }}}} are braces") from None
+        raise DataError(
+            f"--map {role}={text}: {problem}; put column names in braces, and write a brace itself as {{{{ or }}}}"
+        ) from None
     return {"role": role, "content": filled}
 
 
 def _with_system(
     messages: list[Message], row: Mapping[str, Any], options: ChatOptions, counts: Counter
 ) -> list[Message]:
-    """Return the messages with a system message put before them: that of the row's column `system`, else that
-    of the job. Messages that already begin with a system message are unchanged."""
+    """Return the messages with a system message put before them.
+
+    It is the text in the row's column `system`, else the job's system message. Messages that already begin
+    with a system message stay unchanged.
+    """
     with_own = with_system(messages, None if options.maps else row_system(row))
     result = with_system(with_own, options.system)
     counts["conversations that keep a system message of their own"] += options.system is not None and result is with_own
@@ -211,7 +223,8 @@ def _with_system(
 
 
 def _eos(text: str, messages: Sequence[Message], chat: ChatTokenizer) -> int | None:
-    """Return the id of the eos_token to add at the end (as TRL); None if the text ends in a stop token."""
+    """Return the id of the eos_token to add at the end (as in TRL); None if the text already ends with a
+    stop token."""
     return None if chat.ends_with_stop_token(text, messages[-1]) else chat.require_eos()
 
 
@@ -220,7 +233,7 @@ def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
     value = row.get(key)
     if options.binary_reward:
         if value not in (True, False, -1):
-            raise DataError(f'"{key}" is {value!r}: --binary-reward reads true and false, 1 and 0, or 1 and -1')
+            raise DataError(f'"{key}" is {value!r}: with --binary-reward write true or false, 1 or 0, or 1 or -1')
         return 1.0 if value in (True,) else -1.0
     if isinstance(value, bool | int | float):
         reward = float(value)
@@ -230,7 +243,7 @@ def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
 
 
 def _repaired(value: Any) -> Any:
-    """Return the value of a row with all its text repaired by ftfy."""
+    """Return a row's value with all its texts repaired by ftfy, however deeply nested."""
     if isinstance(value, str):
         return fix_text(value)
     if isinstance(value, dict):
@@ -239,5 +252,6 @@ def _repaired(value: Any) -> Any:
 
 
 def trained_to_the_end(item: TextToEncode) -> bool:
-    """Return whether the last non-blank character of a text is trained; the text has spans or a prompt."""
+    """Return whether the last non-blank character of the item's text is trained; the item has spans or a
+    prompt."""
     return item.prompt is not None or bool(item.spans and not item.text[item.spans[-1][1] :].strip())

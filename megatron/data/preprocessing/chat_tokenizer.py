@@ -1,4 +1,4 @@
-"""Renders conversations as text and tokens, through the chat template of a tokenizer."""
+"""Renders conversations as text and tokens, with the chat template of a tokenizer."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 
 
 class ChatTokenizer:
-    """A fast tokenizer of `transformers` and its chat template, with today's date frozen.
+    """A fast tokenizer of `transformers` with its chat template, in which today's date is fixed.
 
     date: the day that `strftime_now` returns in the template; None if the template does not call it.
     added: texts of the added tokens.
@@ -35,9 +35,10 @@ class ChatTokenizer:
         self.source = source or hf.name_or_path
         if not hf.is_fast:
             raise DataError(
-                f"{hf.name_or_path}: no tokenizer.json, which is needed to know the characters of each token"
+                f"{hf.name_or_path}: this tokenizer has no tokenizer.json, which is needed to know the characters of "
+                "each token"
             )
-        # A file saved with these would cut conversations off, or fill them up, without a word
+        # Truncation or padding saved in tokenizer.json would silently change conversations
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
         if getattr(hf.backend_tokenizer.model, "dropout", None):
@@ -54,35 +55,41 @@ class ChatTokenizer:
         self.eos: int | None = hf.eos_token_id
         self.bos: int | None = hf.bos_token_id
         self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
-        self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
+        self.verified: set[tuple[str, str]] = set()  # checked texts before and after an answer, see chat_masks.py
         self._check = RenderedCheck()
 
     def require_template(self) -> None:
-        """Raise DataError if there is no chat template."""
+        """Raise DataError if the tokenizer has no chat template."""
         if not self.hf.chat_template:
             raise DataError(
                 f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
             )
 
     def marks_generation(self, tools: list | None) -> bool:
-        """Return whether the template marks the text that the model writes with `{% generation %}`."""
+        """Return whether the template marks the text that the model writes by `{% generation %}`."""
         return bool(_GENERATION.search(self.hf.get_chat_template(None, tools)))
 
     def render(
         self, messages: Sequence[Message], settings: TemplateSettings, *, generation_prompt: bool = False
     ) -> str:
-        """Return the conversation as text. Raises DataError with the template's own error message."""
+        """Return the conversation as text. If the template fails, DataError with its error message is
+        raised."""
         options = {"tools": settings.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
         return self._guard(lambda: self.hf.apply_chat_template(list(messages), **options, **settings.variables or {}))
 
     def check_rendered(self, text: str, messages: Sequence[Message], settings: TemplateSettings) -> Counter:
         """Check that `text`, rendered from `messages`, holds all of them; return counts of what the template
-        leaves out by design. Raises DataError for anything else that is left out."""
+        omits by design.
+
+        Raises DataError if anything else is missing.
+        """
         return self._check(messages, text, lambda altered: self.render(altered, settings), settings.tools)
 
     def render_generations(self, messages: Sequence[Message], settings: TemplateSettings) -> tuple[str, list[Span]]:
-        """Return the text, and the character ranges that the template marks as written by the model (adjacent
-        ones joined)."""
+        """Return (text, character ranges that the template marks as written by the model).
+
+        Adjacent ranges are joined.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = self._guard(
@@ -109,24 +116,24 @@ class ChatTokenizer:
 
         ranges: False returns no ranges, which is faster.
         special: let the tokenizer add its own special tokens, as for plain text; a template writes them
-        itself.
+          itself.
         """
         backend = self.hf.backend_tokenizer
         encode = backend.encode_batch if ranges else backend.encode_batch_fast
         pairs = []
         for encoding in encode(list(texts), add_special_tokens=special):
             offsets = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
-            # A tokenizer may leave blanks out of its ranges: they belong to the token that follows
+            # White space that a tokenizer leaves out of its ranges belongs to the following token
             offsets[1:, 0] = np.minimum(offsets[1:, 0], np.maximum.accumulate(offsets[:-1, 1]))
             pairs.append((np.asarray(encoding.ids, dtype=np.int32), offsets))
         return pairs
 
     def ends_with_stop_token(self, text: str, last: Message) -> bool:
-        """Return whether a render ends in the eos_token or in an added token that the template wrote (as
-        TRL).
+        """Return whether a rendered text ends with a stop token: the eos_token or an added token that the
+        template wrote (as in TRL).
 
-        last: the last message of the render. A token that ends this message itself, such as `</think>`, does
-          not count.
+        last: the last message of the text. An added token that ends this message itself, such as `</think>`,
+          does not count.
         """
         bare, eos = text.rstrip(), self.hf.eos_token
         if eos and bare.endswith(eos):
@@ -137,20 +144,23 @@ class ChatTokenizer:
     def require_eos(self) -> int:
         """Return the id of the eos_token. Raises DataError if the tokenizer has none."""
         if self.eos is None:
-            raise DataError("the text does not end in a stop token, and the tokenizer has no eos_token to add")
+            raise DataError(
+                "the text does not end in a stop token, and the tokenizer has no eos_token to add; set one in "
+                "tokenizer_config.json"
+            )
         return self.eos
 
     def check_single_bos(self, text: str, *, special: bool) -> None:
-        """Raise DataError if a document would begin with two bos tokens; special as in `encode`."""
+        """Raise DataError if a document would begin with two bos tokens. special: as in `encode`."""
         bos = self.hf.bos_token
         if not bos:
             return
         begins = re.escape(bos) + r"\s*" + ("" if special and self.adds_bos else re.escape(bos))
         if re.match(r"\s*" + begins, text):
-            raise DataError(f"begins with {bos} twice; take it out of the data or of the template")
+            raise DataError(f"begins with {bos} twice; remove one from the data or the template")
 
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 over the tokenizer and its template."""
+        """Return the hex SHA-256 of the tokenizer and its template."""
         parts = [self.hf.backend_tokenizer.to_str(), json.dumps(self.hf.chat_template, sort_keys=True)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -166,7 +176,7 @@ class ChatTokenizer:
 
 
 def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
-    """Load a tokenizer from a folder, or by its name on the HuggingFace hub. Raises DataError if it fails.
+    """Load a tokenizer from a folder, or by its name on the HuggingFace hub. Raises DataError if that fails.
 
     template_file: a chat template that replaces the tokenizer's own. day: today's date for the template.
     """
@@ -177,7 +187,7 @@ def load_chat_tokenizer(path: str, template_file: str | None = None, day: date |
         raise DataError(f"{path}: no such folder (--tokenizer-path)")
     try:
         hf = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local)
-    except Exception as problem:  # the library lets those of its many parsers through
+    except Exception as problem:  # the library raises the exceptions of its many parsers
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         finding = (
             "no tokenizer of transformers" if local else "neither a folder here nor available from the HuggingFace hub"
@@ -200,7 +210,7 @@ def read_template(file: str) -> str:
 
 
 def _freeze(template: str, day: date) -> str:
-    """Return the template with every `strftime_now("...")` replaced by its value on `day`."""
+    """Return the template with every call `strftime_now("...")` replaced by its result on `day`."""
     frozen = _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), template)
     if "strftime_now(" in frozen:
         raise DataError("the chat template must call strftime_now with a quoted format: else its date cannot be frozen")

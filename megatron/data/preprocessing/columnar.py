@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Table(Shard):
-    """Rows [first_row, first_row + length) of a table. columns: the columns to read, None for all."""
+    """The rows [first_row, first_row + length) of a table. columns: the columns to read; None: all."""
 
     first_row: int
     length: int
@@ -35,7 +35,7 @@ class Table(Shard):
 
 @dataclass(frozen=True)
 class ParquetGroup(Table):
-    """A row group of a Parquet file."""
+    """One row group of a Parquet file."""
 
     group: int
 
@@ -54,7 +54,7 @@ class ParquetGroup(Table):
 
 @dataclass(frozen=True)
 class ArrowBatches(Table):
-    """Record batches [batch, batch + batches) of an Arrow file."""
+    """The record batches [batch, batch + batches) of an Arrow file."""
 
     batch: int
     batches: int
@@ -101,8 +101,10 @@ def arrow_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of an Arrow file, memory-mapped. It may have either of Arrow's formats:
-    stream, as `datasets` writes, or file."""
+    """Yield the record batches of an Arrow file, memory-mapped.
+
+    The file may have either of Arrow's formats: stream, as `datasets` writes, or file.
+    """
     pyarrow = _pyarrow(path)
     with pyarrow.memory_map(str(path)) as source:
         if bytes(source.read(6)) == b"ARROW1":
@@ -135,7 +137,7 @@ def _damage_named(path: str | Path, kind: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, pyarrow.ArrowException) as problem:
         reason = str(problem).strip().split("\n")[0]
-        raise DataError(f"{path}: damaged, or not in {kind} format ({reason})") from None
+        raise DataError(f"{path}: damaged, or not in {kind} format ({reason}); make or copy it again") from None
 
 
 def _pyarrow(path: Path) -> Any:

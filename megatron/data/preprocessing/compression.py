@@ -1,4 +1,4 @@
-"""Decompresses gzip and zstd files as streams."""
+"""Decompresses gzip and zstd files as streams of bytes."""
 
 import gzip
 import io
@@ -10,12 +10,12 @@ from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
 COMPRESSED = (".gz", ".zst")
-ZSTD_WINDOW = 1 << 31  # bytes of memory that a frame may ask for, the most that zstd --long=31 writes
-ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousands of times as many
+ZSTD_WINDOW = 1 << 31  # bytes of memory that a frame may need, as written by zstd --long=31
+ZSTD_BYTES = 1 << 15  # compressed bytes read at once, because they may expand a thousandfold
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reads all frames of a zstd stream. The package's own reader accepts a truncated frame as complete."""
+    """Reads all frames of a zstd stream. (The package's own reader accepts a truncated frame as complete.)"""
 
     def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]):
         self.packed, self.new_frame = packed, new_frame
@@ -43,9 +43,10 @@ class _ZstdReader(io.RawIOBase):
 
 @contextmanager
 def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]:
-    """Yield the content of a file as a stream. compression: `.gz`, `.zst` or "" for none.
+    """Context manager that yields the content of the open file `raw` as a stream.
 
-    Raises DataError for damaged zstd data, and if the zstandard package is missing.
+    compression: `.gz`, `.zst` or "" for none. source: the file's name in messages. Raises DataError for
+      damaged zstd data, and if the zstandard package is missing.
     """
     if compression == ".gz":
         with gzip.GzipFile(fileobj=raw) as stream:
@@ -57,6 +58,6 @@ def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]
             frames = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
             yield io.BufferedReader(_ZstdReader(raw, frames), ZSTD_BYTES)
         except zstandard.ZstdError as problem:
-            raise DataError(f"{source}: damaged or truncated ({problem})") from problem
+            raise DataError(f"{source}: damaged or truncated ({problem}); make or copy it again") from problem
     else:
         yield raw

@@ -1,7 +1,7 @@
-"""Defines preprocessing jobs: raw inputs -> documents of tokens -> `.bin/.idx`.
+"""Defines preprocessing jobs, which turn raw inputs into documents of tokens in `.bin/.idx` pairs.
 
-The input is split into shards (`readers.py`); a worker turns each into part files. These are appended in
-order to the files of the job, in a hidden folder next to the output until all are complete. A killed job
+The input is split into shards (`readers.py`); a worker turns each shard into part files. These are appended
+in order to the files of the job, in a hidden folder next to the output until all are complete. A killed job
 resumes at the last appended shard, and the result is the same byte for byte, for any number of workers.
 """
 
@@ -20,21 +20,23 @@ from megatron.data.preprocessing.shards import InputRow, row_texts
 from megatron.neox_arguments.optional_packages import import_optional
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
-SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation
-WHITE = "documents of white space only"  # how this is called among the counts of a job
-CONTEXT_CHARS = 256  # characters on either side of a place to cut that are tokenised to see whether it is one
-SEARCH_CHARS = 1 << 13  # characters at the end of a piece that are searched for such places
-SEAMS_TRIED = 16  # of each kind
-SHIFTS = (0, 1, 3, 7)  # what hangs on where a text begins, as pairs in "xxxx", shows when it begins elsewhere
+SEAMS = (
+    re.compile(r"(?<=\S)[ \n](?=\S)"),
+    re.compile(r"(?<=[^\w\s])(?=\w)"),
+)  # where to split: before white space; after punctuation
+WHITE = "documents of white space only"  # its name among the counts of a job
+CONTEXT_CHARS = 256  # characters on each side of a possible split that are tokenised to check it
+SEARCH_CHARS = 1 << 13  # characters at the end of a piece that are searched for a split
+SEAMS_TRIED = 16  # possible splits tried of each kind
+SHIFTS = (0, 1, 3, 7)  # the check moves its start: tokens may depend on it, as in "xxxx"
 
-JoinedDocuments = tuple[np.ndarray, np.ndarray]  # documents joined, and the length of each
+JoinedDocuments = tuple[np.ndarray, np.ndarray]  # (documents joined, length of each)
 
 
 class Job(Protocol):
-    """Defines how rows become documents, with one output for each of `dtypes`. It is pickled with every
-    shard, so it must be small.
+    """Defines how rows become documents, with one output for each of `dtypes`.
 
-    fields: the columns of a table to read; None: all.
+    It is pickled with every shard, so it must be small. fields: the columns of a table to read; None: all.
     """
 
     @property
@@ -46,8 +48,10 @@ class Job(Protocol):
         """Return notes to show the user before the job begins. columns: the columns of the first rows."""
 
     def prepare(self, row: InputRow) -> Any | None:
-        """Return the value that `encode` takes for this row; None drops the row. Raises DataError for a bad
-        row, naming it."""
+        """Return the value that `encode` takes for this row; None drops the row.
+
+        Raises DataError for a bad row, naming it.
+        """
 
     def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[JoinedDocuments], dict[str, int]]:
         """Return (the documents of these rows for each output, {name: count} of events for the report).
@@ -56,8 +60,10 @@ class Job(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return all settings that decide the output, besides the input, as JSON values. A job resumes only
-        if they are equal."""
+        """Return all settings that decide the output, besides the input, as JSON values.
+
+        A killed job resumes only if they are equal.
+        """
 
 
 class Encoder(Protocol):
@@ -73,7 +79,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """A job for plain text: each key is its own output, all with the same number of documents.
+    """A job for plain text: each key is its own output, and all outputs have the same number of documents.
 
     make_tokenizer: an importable function, called with tokenizer_args once in every process.
     """
@@ -101,10 +107,11 @@ class EncodeJob:
         texts = row_texts(row, self.keys)
         if self.ftfy:
             texts = tuple(fix_text(text) for text in texts)
-        return texts if any(texts) else None  # a row without text is left out, as in NeoX
+        return texts if any(texts) else None  # a row without text is dropped, as in NeoX
 
     def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[JoinedDocuments], dict[str, int]]:
-        """Tokenise texts. With `append_eod` an end-of-document token follows each document with tokens."""
+        """Tokenise texts. With `append_eod`, an end-of-document token follows each document that has
+        tokens."""
         tokenizer, end = self.tokenizer(), [self.tokenizer().eod] if self.append_eod else []
         columns = []
         for dtype, texts in zip(self.dtypes(), zip(*prepared, strict=True), strict=True):
@@ -130,18 +137,23 @@ class EncodeJob:
 
 
 def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> JoinedDocuments:
-    """Join lists of ids into one array of `dtype`, and return it with their lengths. Raises DataError for an
-    id that does not fit `dtype`."""
+    """Join lists of ids into one array of `dtype`; return it with the length of each list.
+
+    Raises DataError for an id that does not fit `dtype`.
+    """
     try:
         arrays = [np.array(row, dtype=dtype) for row in rows]
     except OverflowError:
         worst = max(max(row, key=abs) for row in rows if len(row))
-        raise DataError(f"token id {worst} does not fit {dtype}, the type for the tokenizer's vocabulary") from None
+        raise DataError(
+            f"token id {worst} does not fit {dtype}, the type chosen by the tokenizer's vocabulary size; check that "
+            "size"
+        ) from None
     return np.concatenate(arrays or [np.empty(0, dtype)]), np.fromiter(map(len, rows), np.int64, len(rows))
 
 
 def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
-    """Return the ids of a text of any length; it is tokenised in pieces if that gives the same ids.
+    """Return the token ids of a very long text, which is tokenised in pieces if that gives the same ids.
 
     A tokenizer needs about 120 bytes of memory for each byte of text.
     """
@@ -151,7 +163,10 @@ def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:
     """Split a text into pieces of at most LONG characters where no token crosses the split, preferably before
-    blanks. If no such position is found, the full text is returned as one piece."""
+    white space.
+
+    If no such position is found, the full text is returned as one piece.
+    """
     parts, start = [], 0
     while len(text) - start > LONG:
         seams = _seams(text, start + LONG - min(LONG // 2, SEARCH_CHARS), start + LONG)
@@ -164,12 +179,12 @@ def pieces(text: str, tokenizer: Encoder) -> list[str]:
 
 
 def _seams(text: str, start: int, stop: int) -> Iterator[int]:
-    """Yield positions to try for a split of text[start:stop], the best kind of position first; within a kind,
-    later positions come first."""
+    """Yield positions in [start, stop] where `text` may be split, the best kind first; within a kind,
+    later ones first."""
     for kind in SEAMS:
         last = deque((match.start() for match in kind.finditer(text[start:stop])), SEAMS_TRIED)
         yield from (start + place for place in reversed(last))
-    yield from range(stop, stop - SEAMS_TRIED, -1)  # writing without blanks: anywhere
+    yield from range(stop, stop - SEAMS_TRIED, -1)  # for scripts without spaces: any position
 
 
 def _cuts(text: str, seam: int, tokenizer: Encoder) -> bool:

@@ -1,8 +1,8 @@
-"""Finds the files that `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned from
-it.
+"""Finds the files that `--input` names: files, globs, folders, and datasets on the HuggingFace hub or cloned
+from it.
 
-In them it finds the splits (train, validation, test, ...) that `--split` requests. Syntax and names of splits
-are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`, `all`.
+It also finds the splits (train, validation, test, ...) that `--split` requests. The syntax and names of
+splits are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`, `all`.
 """
 
 import glob
@@ -26,23 +26,23 @@ from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
-# Kinds whose rows are here what they are in `datasets`; it copies all others into its cache, as Arrow
+# Kinds whose rows are the same here as in `datasets`; other kinds are read from its cache, as Arrow
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
 _ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
 _FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---", re.DOTALL)
-# What the hub's older datasets say of themselves
+# JSON files that describe older datasets of the hub and hold no rows
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "metadata.json")
 KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-DEFAULT_SPLIT = "train"  # what data without names of splits is called
-_SHARDED = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")  # under data/ of a repository, a split of any name
+DEFAULT_SPLIT = "train"  # the split of data whose names tell no split
+_SHARDED = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")  # under data/ of a repository: a file of a split of any name
 
 
 class RowRange(NamedTuple):
-    """Rows [start, stop) of a file with `total` rows."""
+    """The rows [start, stop) of a file that has `total` rows."""
 
     start: int
     stop: int
@@ -51,7 +51,8 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file; size and modification time identify its version. rows: the rows to read; None: all."""
+    """An input file; its size and modification time identify its version. rows: the rows to read; None:
+    all."""
 
     path: Path
     size: int
@@ -65,7 +66,7 @@ class InputFile:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of the file are read, approximately."""
+        """The approximate number of bytes of the file that are read."""
         return self.size if self.rows is None else self.size * (self.rows.stop - self.rows.start) // self.rows.total
 
     def version(self) -> list[Any]:
@@ -82,7 +83,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class ShardSlice(Shard):
-    """Rows [start, stop) of a shard."""
+    """The rows [start, stop) of another shard."""
 
     shard: Shard
     start: int
@@ -105,7 +106,7 @@ def _slice_shards(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
 
 
 def split_names(text: str) -> list[str]:
-    """Split a list of names at commas; a comma within the name of an existing file does not split."""
+    """Split a list of file names at commas; a comma within the name of an existing file does not split."""
     names: list[str] = []
     parts = text.split(",")
     while parts:
@@ -119,11 +120,11 @@ def split_names(text: str) -> list[str]:
 def resolve(
     inputs: Sequence[str | Path], split: str | None = None, subset: str | None = None, **hub: Any
 ) -> list[InputFile]:
-    """Return the files of paths, globs, folders and names on the hub.
+    """Return the input files for paths, globs, folders and names of datasets on the HuggingFace hub.
 
     split: in the syntax of `datasets` (see `requested_splits`); None: the only split. subset: the
-    configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`. Raises
-    DataError for unreadable input, and if a split or subset must be chosen.
+      configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`. Raises
+      DataError for unreadable input, and if a split or subset must be chosen.
     """
     files: list[InputFile] = []
     for item in map(str, inputs):
@@ -136,13 +137,13 @@ def resolve(
             matches = [path] if path.is_file() else sorted(map(Path, glob.glob(item, recursive=True)))
             paths = [match for match in matches if match.is_file()]
             if not paths:
-                raise DataError(f"{path}: no such file")
+                raise DataError(f"{path}: no such file, and no file matches it as a glob")
             files += _files_by_split(paths, split, subset, item)
     return files
 
 
 def _looks_like_hub(name: str) -> bool:
-    """Return whether a name is `organisation/name`, and no folder `organisation` exists here."""
+    """Return whether `name` has the form `organisation/name`, and no folder `organisation` exists here."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).parent.exists()
 
 
@@ -170,8 +171,10 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _saved(folder: Path) -> list[Path]:
-    """Return the files of one split that `save_to_disk` wrote. Raises DataError if an index file selects
-    rows."""
+    """Return the files of one split in a folder that `save_to_disk` of `datasets` wrote.
+
+    Raises DataError if the split is a selection of rows by an index file.
+    """
     state = json.loads((folder / "state.json").read_text())
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(f"{folder}: rows are selected by an indices file; call flatten_indices() and save it again")
@@ -180,17 +183,19 @@ def _saved(folder: Path) -> list[Path]:
 
 def _without_subsets(label: object, subset: str | None) -> None:
     if subset is not None:
-        raise DataError(f"{label}: --subset {subset}: no README.md there lists subsets; leave --subset out")
+        raise DataError(
+            f"{label}: --subset {subset}: this input has no subsets (no README.md lists any); leave --subset out"
+        )
 
 
 def _files_by_split(files: Sequence[Path], split: str | None, subset: str | None, label: object) -> list[InputFile]:
-    """Return the files of one folder or glob that belong to the requested split.
+    """Return those files of a folder or glob that belong to the requested split.
 
     If `split` is None, all files are returned; DataError is raised if their names tell several splits.
     """
     _without_subsets(label, subset)
     for path in files:
-        file_kind(path)  # raises for one that is not read
+        file_kind(path)  # raises for an unsupported kind
     split_files: dict[str, list[Path]] = {}
     base = Path(os.path.commonpath([path.parent for path in files]))
     for path in files:
@@ -198,20 +203,24 @@ def _files_by_split(files: Sequence[Path], split: str | None, subset: str | None
         if name is not None:
             split_files.setdefault(name, []).append(path)
     if split is None and len(split_files) < 2:
-        split_files = {}  # one split, with files beside it that are of none: all that is there
+        split_files = {}  # one split, and perhaps files of no split: all files are read
     split_files = split_files or {DEFAULT_SPLIT: list(files)}
     return _chosen(split_files, split, label, split_files.__getitem__)
 
 
 def _has_configurations(folder: Path) -> bool:
-    """Return whether the README.md of a folder lists configurations (`configs:`), as on the hub."""
+    """Return whether the README.md of a folder lists configurations (`configs:`), as on the HuggingFace
+    hub."""
     readme = folder / "README.md"
     front = _FRONT_MATTER.match(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
     return front is not None and re.search(r"^configs:", front[1], re.MULTILINE) is not None
 
 
 def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[str, Any]) -> list[InputFile]:
-    """Return the files of a folder laid out as on the hub; `datasets` finds its subsets, splits and files."""
+    """Return the files of a folder laid out as on the HuggingFace hub.
+
+    The `datasets` package finds its subsets, splits and files.
+    """
     datasets = _datasets(folder)
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
@@ -231,7 +240,7 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         return _chosen(split_files, split, folder, files_of)
     except DataError:
         raise
-    except Exception as problem:  # each mistake in a front matter or a file has its own kind of exception
+    except Exception as problem:  # errors in README.md or a file have many kinds of exceptions
         raise DataError(f"{folder}: the datasets package cannot read it ({_reason(problem)})") from None
 
 
@@ -248,8 +257,8 @@ def _log_left_out(folder: Path, read: Collection[Path]) -> None:
 
 
 def _has_default_options(config: Any) -> bool:
-    """Return whether a configuration leaves all reading options (a separator, column names, ...) at their
-    defaults."""
+    """Return whether a dataset's configuration leaves all reading options (separator, column names, ...)
+    at their defaults."""
     descriptive = {"name", "version", "data_dir", "data_files", "description"}
     default = type(config)()
     return all(
@@ -272,12 +281,12 @@ def _from_hub(name: str, split: str | None, subset: str | None, hub: dict[str, A
         return _chosen(names, split, name, partial(_converted, name, subset, hub=hub))
     except DataError:
         raise
-    except Exception as problem:  # offline, unknown, private, needs a script: each has its own kind of exception
+    except Exception as problem:  # offline, unknown, private, with a script: many kinds of exceptions
         if (disk := disk_problem(problem)) is not None:
             raise DataError(f"{name}: the cache of HuggingFace cannot be written ({disk}); set HF_HOME") from None
         raise DataError(
             f"{name}: no such file here, and https://huggingface.co/datasets/{name} cannot be fetched "
-            f"({_reason(problem)}). Offline, fetch it where there is a network and give the folder"
+            f"({_reason(problem)}). Offline, fetch it on a machine with a network, copy it here and give its folder"
         ) from None
 
 
@@ -288,8 +297,11 @@ def _converted(name: str, subset: str | None, split: str, hub: dict[str, Any]) -
 
 
 def _datasets(name: str | Path) -> Any:
-    activity = "reading a folder as on" if isinstance(name, Path) else "no such file; reading"
-    return import_optional("datasets", DataError(f"{name}: {activity} the HuggingFace hub needs the datasets package"))
+    activity = "reading a folder laid out as on" if isinstance(name, Path) else "no such file; reading it from"
+    return import_optional(
+        "datasets",
+        DataError(f"{name}: {activity} the HuggingFace hub needs the datasets package (pip install datasets)"),
+    )
 
 
 def _reason(problem: Exception) -> str:
@@ -313,7 +325,7 @@ def split_of(path: Path, base: Path) -> str | None:
 def requested_splits(split: str | None, names: Collection[str] | None, label: object) -> list[tuple[str, str]]:
     """Return (name of a split, requested part of it) for each split that `split` names.
 
-    A part, such as `train[:10%]`, may be a slice of the split's rows.
+    The part may be a slice of the split's rows, such as `train[:10%]`.
     split: in the syntax of `--split`; None: the only split.
     names: the names of the splits that exist; None: any name is allowed.
     Raises DataError if `split` is None but there are several splits, or if a requested split does not exist.
@@ -334,8 +346,11 @@ def requested_splits(split: str | None, names: Collection[str] | None, label: ob
 
 
 def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
-    """Return [first, last) of the rows that a part of `--split` requests, as `train[:10%]`, rounded as in
-    `datasets`."""
+    """Return [first, last) of the rows that a part of `--split` such as `train[:10%]` requests, rounded as in
+    `datasets`.
+
+    name, rows: the split's name and number of rows.
+    """
     missing = DataError(f"--split {part}: needs the datasets package (pip install datasets)")
     datasets = import_optional("datasets", missing)
     try:
@@ -350,7 +365,8 @@ def _chosen(
 ) -> list[InputFile]:
     """Return the files, or rows of files, of the requested splits.
 
-    names: of all splits; None if only `files_of` knows them. label: the name of the input in messages.
+    names: the names of all splits; None if only `files_of` knows them. files_of: returns the files of a
+      split. label: the name of the input in messages.
     """
     chosen = []
     for name, part in requested_splits(split, names, label):
@@ -366,7 +382,7 @@ def _chosen(
                 rows = RowRange(max(start, begin) - begin, min(stop, end) - begin, count)
                 chosen.append(InputFile.from_path(file.path, rows))
     if not chosen:
-        raise DataError(f"{label}: --split {split} has no rows")
+        raise DataError(f"{label}: --split {split} has no rows; choose another split or slice")
     return chosen
 
 

@@ -1,6 +1,6 @@
 """Runs a preprocessing job: sends shards to workers, appends their parts in order, and resumes after a crash.
 
-While it runs, everything lies in `.<name>.parts-<digest of the job>/` next to the output:
+While a job runs, its files are in the folder `.<name>.parts-<digest of the job>/` next to the output:
   journal.json       sizes of the files at the last finished shard; after a crash they are truncated to these
   <i>.bin, <i>.len   output i: the tokens, and the length of each document (int32)
   bad.jsonl          dropped rows
@@ -33,15 +33,15 @@ from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.work_folder import digest, os_error, work_folder
 from megatron.data.preprocessing.workers import BadRow, ShardCounts, encode_shard, in_order
 
-FORMAT = 1  # of the journal and its files
-JOURNAL_SECONDS = 2.0  # the most work that a crash can cost
+FORMAT = 1  # version of the format of the journal and the job's files
+JOURNAL_SECONDS = 2.0  # between two writes of the journal: a crash loses at most the work of this time
 LENGTHS_AT_ONCE = 1 << 20
-LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the very least
+LEAST_TOKENS_PER_BYTE = 1 / 16  # tokens per byte of input, a lower bound for the first check of disk space
 
 
 @dataclass
 class PreprocessProgress:
-    """The progress of a job, summed over its runs. The field names are those in its journal.
+    """The progress of a preprocessing job, summed over its runs. The field names are those in its journal.
 
     skipped: bad rows that were dropped.
     text_bytes: bytes of text read.
@@ -61,8 +61,10 @@ class PreprocessProgress:
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A written `.bin/.idx` pair. empty: number of documents without tokens; each is stored as a boundary
-    without an end-of-document token."""
+    """A `.bin/.idx` pair that was written.
+
+    empty: number of documents without tokens; each is stored as a boundary without an end-of-document token.
+    """
 
     prefix: str
     documents: int
@@ -73,7 +75,7 @@ class WrittenPair:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """The result of a job. counts: counts of events, by their names in the report."""
+    """The result of a preprocessing job. counts: counts of events, by their names in the report."""
 
     outputs: list[WrittenPair]
     progress: PreprocessProgress
@@ -94,8 +96,8 @@ def preprocess(
 ) -> PreprocessResult:
     """Write one `.bin/.idx` pair for each of the job's outputs. All files appear at the end, or none.
 
-    max_bad_rows: at most that many bad rows are dropped and written to errors_file; one more raises
-      DataError. None: no limit.
+    max_bad_rows: so many bad rows are dropped and written to errors_file; one more raises DataError. None: no
+      limit.
     metadata_file: gets a JSON description of the result, with `arguments`.
     progress: called after each shard.
     """
@@ -123,7 +125,7 @@ def preprocess(
 
 
 class _JobRun:
-    """A run of a preprocessing job in its work folder, continuing from its journal."""
+    """One run of a preprocessing job in its work folder; it continues from the journal of earlier runs."""
 
     def __init__(
         self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], max_bad_rows: int | None
@@ -152,7 +154,7 @@ class _JobRun:
         """Encode every shard that is not done yet, and append its parts in the order of the input."""
         for left_over in self.folder.glob("part-*"):
             left_over.unlink(missing_ok=True)
-        for name in self.names:  # cut back to what the journal vouches for
+        for name in self.names:  # truncated to the sizes in the journal
             self.handles[name] = open(self.folder / name, "ab")
             self.handles[name].truncate(self.journal["sizes"][name])
             self.handles[name].seek(0, os.SEEK_END)
@@ -175,7 +177,7 @@ class _JobRun:
         self._save()
 
     def _part(self, number: int) -> str:
-        # Named after this run: a worker of a killed one may still write for a moment
+        # Named after this run, because a worker of a killed run may still write for a moment
         return str(self.folder / f"part-{os.getpid()}-{number}")
 
     def _append(self, number: int, part: ShardCounts) -> None:
@@ -200,7 +202,7 @@ class _JobRun:
             return json.loads(bad.readline())["problem"]
 
     def _save(self) -> None:
-        """Sync the files, then record their sizes in the journal."""
+        """Sync the files, then record their sizes and the progress in the journal."""
         for handle in self.handles.values():
             handle.flush()
             os.fsync(handle.fileno())
@@ -209,7 +211,10 @@ class _JobRun:
         write_json(self.folder / "journal.json", self.journal)
 
     def check_space(self, initial: bool = False) -> None:
-        """Raise DataError if the disk cannot hold the result, estimated from what is written so far."""
+        """Raise DataError if the disk cannot hold the result, estimated from what is written so far.
+
+        initial: nothing is written yet; the estimate is a lower bound from the size of the input.
+        """
         left = self.state.total_bytes - self.state.disk_bytes
         if initial:
             need = left * LEAST_TOKENS_PER_BYTE * sum(dtype.itemsize for dtype in self.dtypes)
@@ -226,14 +231,16 @@ class _JobRun:
     def resume_hint(self, options: str = "") -> str:
         if not self.state.shards:
             return ""
-        return f"; {self._share_done()} is done and kept: the same command{options} goes on from there"
+        return f"; {self._share_done()} is done and kept: run the same command{options} again to resume"
 
     def _share_done(self) -> str:
         return f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input"
 
     def close(self) -> None:
-        """Record finished work in the journal, after a failure too, and close the files. On a full disk the
-        journal stays as it was last written."""
+        """Record finished work in the journal, also after a failure, and close the files.
+
+        On a full disk the journal stays as it was last written.
+        """
         with suppress(OSError):
             if self.state.shards > self.state.resumed:
                 self._save()
@@ -245,8 +252,8 @@ class _JobRun:
     def finish(
         self, errors_file: str | Path | None, metadata_file: str | Path | None, arguments: dict
     ) -> PreprocessResult:
-        """Write the `.idx` files, then rename all files to their final names. If interrupted, it may be
-        called again."""
+        """Write the `.idx` files, then rename all files to their final names. If it is interrupted, call
+        it again."""
         outputs = [
             WrittenPair(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
             for i, prefix in enumerate(self.prefixes)
@@ -276,7 +283,7 @@ class _JobRun:
         problem = ""
         for file in self.files:
             if not file.path.exists() or InputFile.from_path(file.path, file.rows) != file:
-                problem = f"{file.path}: changed while it was read; run again"
+                problem = f"{file.path}: this input changed while the job read it; run the command again"
         for output in outputs:
             if not output.tokens:
                 names = ", ".join(str(file.path) for file in self.files)
@@ -286,11 +293,11 @@ class _JobRun:
                     reasons.append(f"{self.state.skipped} bad rows left out, the first: {self._first_problem()}")
                 problem += f" ({'; '.join(reasons)})" if reasons else ""
         if problem:
-            (self.folder / "journal.json").unlink(missing_ok=True)  # nothing of it is worth keeping
+            (self.folder / "journal.json").unlink(missing_ok=True)  # this work is of no use to the next run
             raise DataError(problem)
 
     def _metadata(self, result: PreprocessResult, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of `metadata_file`; the key names are those of the fork of GPT-NeoX.
+        """Return the content of `metadata_file`, with the key names of the fork of GPT-NeoX.
 
         It holds counts, settings, `arguments`, timing, and path, size and SHA-256 of each input file.
         """
@@ -328,8 +335,10 @@ def _documents(path: Path) -> Iterator[DocumentBlock]:
 
 
 def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> AbstractContextManager[Path]:
-    """Return the context manager of the job's work folder; a job with the same input, outputs and description
-    has the same folder."""
+    """Return the context manager of the job's work folder.
+
+    A job with the same input, outputs and description has the same folder.
+    """
     identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), [file.version() for file in files]]
     target = data_path(prefixes[0]).absolute()
     return work_folder(

@@ -1,4 +1,4 @@
-"""Reads a JSON array as a stream of its elements, without holding the array."""
+"""Reads a JSON array as a stream of its elements, without loading the full array into memory."""
 
 import codecs
 import json
@@ -11,7 +11,7 @@ from megatron.data.preprocessing.shards import BOM, Record
 
 READ_BYTES = 1 << 20
 BLANKS = " \t\r\n"
-STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)  # of JSON: strings, and what nests
+STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)  # of JSON: strings, brackets and commas
 
 
 def begins_array(content: bytes) -> bool:
@@ -20,7 +20,7 @@ def begins_array(content: bytes) -> bool:
 
 
 class _ElementReader:
-    """Finds the elements of one JSON array in a stream, of which only a window of text is in memory."""
+    """Finds the elements of one JSON array in a stream; only a window of the text is in memory."""
 
     def __init__(self, stream: IO[bytes], source: str):
         self.stream, self.source = stream, source
@@ -30,12 +30,14 @@ class _ElementReader:
         self.text, self.at_end = "", False
 
     def read_more(self) -> None:
-        """Read more of the stream: at least READ_BYTES, and as many bytes as the window has characters."""
+        """Read more of the stream into the window: at least READ_BYTES, and as many bytes as the window
+        has characters."""
         block = self.stream.read(max(len(self.text), READ_BYTES))
         self.text, self.at_end = self.text + self.decoder.decode(block, final=not block), not block
 
     def skip_blanks(self, position: int) -> int:
-        """Return the first position from `position` on that is not white space, or the end of the text."""
+        """Return the first position at or after `position` that is not white space, or the end of the
+        text."""
         while True:
             while position < len(self.text) and self.text[position] in BLANKS:
                 position += 1
@@ -44,10 +46,9 @@ class _ElementReader:
             self.read_more()
 
     def element_end(self, position: int, number: int) -> tuple[int, str | None]:
-        """Return (end of the element at `position`, why it is bad, or None if it is good). It reads more of
-        the stream if needed.
+        """Return (end of the element at `position`, None or the reason why the element is bad).
 
-        Raises DataError for a bad element whose end cannot be found.
+        It reads more of the stream if needed. Raises DataError for a bad element whose end cannot be found.
         """
         while True:
             end, reason, may_be_incomplete = self._scan(position)
@@ -60,14 +61,14 @@ class _ElementReader:
             self.read_more()
 
     def _scan(self, position: int) -> tuple[int, str | None, bool]:
-        """Return (end of the element at `position` or -1, why it cannot be parsed or None, whether more text
-        may help)."""
+        """Return (end of the element at `position` or -1, why it cannot be parsed or None, whether more
+        text may help)."""
         try:
             return self.scanner.raw_decode(self.text, position)[1], None, False
         except RecursionError as problem:
             return -1, f"not usable JSON ({problem})", False
         except json.JSONDecodeError as problem:
-            # Near the end of what was read so far, or inside a string, the rest may mend it
+            # Near the end of the window, or inside a string, more text may complete the element
             near_end = problem.pos >= len(self.text) - 16
             return -1, f"not valid JSON ({problem.msg})", near_end or problem.msg.startswith("Unterminated string")
 
@@ -82,7 +83,7 @@ class _ElementReader:
 def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
     """Yield the elements of one JSON array, as text. Raises DataError for an array that cannot be split."""
     reader, number = _ElementReader(stream, source), 0
-    position = reader.skip_blanks(0) + 1  # behind the bracket
+    position = reader.skip_blanks(0) + 1  # after the opening bracket
     while True:
         position = reader.skip_blanks(position)
         if reader.text[position : position + 1] == "]":
@@ -90,18 +91,18 @@ def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
         end, reason = reader.element_end(position, number)
         next_position = reader.skip_blanks(end)
         if reader.text[next_position : next_position + 1] not in (",", "]"):
-            raise DataError(f"{source}: element {number}: a comma or the end of the array must follow it")
+            raise DataError(f"{source}: element {number}: expected a comma or ] after it; mend the JSON")
         yield number, reader.text[position:end].encode(), reason
         position, number = reader.drop(next_position + (reader.text[next_position] == ",")), number + 1
 
 
 def _balanced_end(text: str, position: int) -> int:
-    """Return the end of the array element at `position` by counting brackets outside strings; -1 if text ends
-    before it."""
+    """Return the end of the array element at `position` by counting brackets outside strings; -1 if the
+    text ends first."""
     depth = 0
     for match in STRUCTURE.finditer(text, position):
         mark = match[0]
-        if mark == '"':  # of a string without an end
+        if mark == '"':  # the quote of a string that does not end
             return -1
         if depth <= 0 and mark in (",", "]"):
             return match.start()

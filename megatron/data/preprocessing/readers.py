@@ -1,8 +1,8 @@
-"""Reads files as shards: lines of JSON, JSON arrays, CSV, plain text and archives of these, compressed or
+"""Reads files as shards: lines of JSON, JSON arrays, CSV, plain text, and archives of these, compressed or
 not.
 
-Parquet and Arrow are in `columnar.py`. No reader holds more than a shard in memory, and the same files always
-give the same shards.
+Parquet and Arrow are read by `columnar.py`. No reader holds more than a shard in memory, and the same files
+always give the same shards.
 """
 
 import csv
@@ -23,7 +23,7 @@ from megatron.data.preprocessing.compression import COMPRESSED, decompressed
 from megatron.data.preprocessing.json_arrays import array_elements, begins_array
 from megatron.data.preprocessing.shards import BOM, LineRange, Record, RecordShard, Shard, TextFile, read_line
 
-CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end
+CSV_FIELD_BYTES = 1 << 30  # longest CSV field, so that an unclosed quote cannot fill the memory
 KINDS = {
     ".jsonl": "lines",
     ".json": "json",
@@ -42,7 +42,7 @@ IN_ARCHIVES = ("lines", "json", "csv", "text")
 
 
 def file_kind(name: str | PurePath) -> tuple[str, str]:
-    """Return (kind, compression suffix or "") of a file, told by its name. Raises DataError for an
+    """Return (kind, compression suffix or "") of a file, judged by its name. Raises DataError for an
     unsupported kind."""
     path = PurePath(name)
     compression = path.suffix if path.suffix in COMPRESSED else ""
@@ -54,7 +54,7 @@ def file_kind(name: str | PurePath) -> tuple[str, str]:
 
 
 def file_shards(path: Path) -> Iterator[Shard]:
-    """Yield the shards of one file, except Parquet and Arrow. Raises DataError for a damaged file."""
+    """Yield the shards of one file of any kind but Parquet and Arrow. Raises DataError for a damaged file."""
     kind, compression = file_kind(path)
     size = path.stat().st_size
     try:
@@ -68,9 +68,9 @@ def file_shards(path: Path) -> Iterator[Shard]:
             with open(path, "rb") as raw:
                 yield from _stream_shards(kind, compression, raw, str(path), _bytes_consumed(raw))
     except UnicodeDecodeError as problem:
-        raise DataError(f"{path}: not UTF-8 ({problem.reason})") from None
+        raise DataError(f"{path}: not UTF-8 ({problem.reason}); convert it to UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.ReadError, zlib.error) as problem:
-        raise DataError(f"{path}: damaged or truncated ({problem})") from problem
+        raise DataError(f"{path}: damaged or truncated ({problem}); make or copy it again") from problem
 
 
 def _holds_array(path: Path) -> bool:
@@ -79,7 +79,7 @@ def _holds_array(path: Path) -> bool:
 
 
 def _bytes_consumed(raw: IO[bytes]) -> Callable[[], int]:
-    """Return a function that returns how many bytes of a file were read since its last call."""
+    """Return a function that returns how many bytes of the file `raw` were read since its last call."""
     last = 0
 
     def bytes_since_last_call() -> int:
@@ -111,7 +111,7 @@ def _stream_shards(
 
 def _json_shards(kind: str, stream: IO[bytes], source: str, consumed: Callable[[], int]) -> Iterator[Shard]:
     buffered = io.BufferedReader(stream, 1 << 20)  # type: ignore[type-var]
-    # A generator, as `buffered` must live until all is read: it takes the file with it when it goes
+    # A generator keeps `buffered` alive until all is read; its end would close the file
     if kind == "json" and begins_array(buffered.peek(1)):
         yield from _record_shards(array_elements(buffered, source), source, ": element ", consumed)
     else:
@@ -136,7 +136,7 @@ def _tar_shards(stream: IO[bytes], source: str, consumed: Callable[[], int]) -> 
 
 
 def _member_shards(name: str, stream: IO[bytes], source: str, consumed: Callable[[], int]) -> Iterator[Shard]:
-    """Yield the shards of a file in an archive; a file with an unknown suffix is a text, as in NeoX."""
+    """Yield the shards of a file in an archive. A file with an unknown suffix is read as text, as in NeoX."""
     suffixes = [suffix for suffix in PurePath(name).suffixes if suffix in KINDS or suffix in COMPRESSED]
     kind, compression = file_kind("x" + "".join(suffixes[-2:]))
     if kind not in IN_ARCHIVES:
@@ -145,7 +145,8 @@ def _member_shards(name: str, stream: IO[bytes], source: str, consumed: Callable
 
 
 def _record_shards(records: Iterator[Record], source: str, unit: str, consumed: Callable[[], int]) -> Iterator[Shard]:
-    """Yield shards of about CHUNK_BYTES of records. unit: see `RecordShard`."""
+    """Yield shards of about CHUNK_BYTES of records. unit: see `RecordShard`. consumed: see
+    `_bytes_consumed`."""
     records_held: list[Record] = []
     size = 0
     for record in records:
@@ -169,22 +170,30 @@ def _lines(stream: IO[bytes]) -> Iterator[Record]:
 
 
 def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
-    """Yield the rows of a CSV or TSV file as {column name: value}; the first line holds the names. Bytes that
-    are not UTF-8 are kept here, so that only their row is refused later."""
+    """Yield the rows of a CSV or TSV file as {column name: value}; the first line holds the names.
+
+    Bytes that are not UTF-8 are kept here, so that only their row is refused later.
+    """
     csv.field_size_limit(min(CSV_FIELD_BYTES, sys.maxsize))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter="\t" if ".tsv" in PurePath(source).suffixes else ",", strict=True)
     try:
         names = next(rows, [])
         if len(set(names)) < len(names):
-            raise DataError(f"{source}: two columns of the same name in the first line: {', '.join(names)}")
+            raise DataError(
+                f"{source}: two columns have the same name in the first line: {', '.join(names)}; rename one"
+            )
         start = rows.line_num + 1
         for fields in rows:
             if fields:
-                problem = None if len(fields) == len(names) else f"{len(fields)} fields for {len(names)} columns"
+                problem = (
+                    None
+                    if len(fields) == len(names)
+                    else f"{len(fields)} fields, but the first line names {len(names)} columns"
+                )
                 yield start, dict(zip(names, fields, strict=False)), problem
             start = rows.line_num + 1
     except csv.Error as problem:
         raise DataError(f"{source} line {rows.line_num}: not CSV ({problem})") from None
     finally:
-        text.detach()  # or the stream would be closed with it
+        text.detach()  # else the stream would be closed too

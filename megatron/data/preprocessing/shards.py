@@ -1,4 +1,4 @@
-"""Splits raw inputs into shards: pieces that a worker reads by itself, each a sequence of rows."""
+"""Defines shards: pieces of raw input that a worker reads by itself, each a sequence of rows."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,20 +8,20 @@ from typing import IO, Any
 
 from megatron.data.errors import DataError
 
-CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of tokenising
-DOCUMENT_BYTES = 1 << 30  # of the longest: a line without end, or a bomb, must not take all memory
+CHUNK_BYTES = 1 << 20  # bytes of raw input in a shard, a fraction of a second of tokenising
+DOCUMENT_BYTES = 1 << 30  # bytes of the longest document, so that an endless line or a zip bomb cannot fill the memory
 BOM = b"\xef\xbb\xbf"
 
-Record = tuple[int, Any, str | None]  # a row that was read in order: its number, its content, why it is bad
+Record = tuple[int, Any, str | None]  # a row of a stream: (number, content, why it is bad or None)
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of an input.
+    """One row of an input.
 
     content: a line of JSON, a full text, or the columns of a table.
-    number: number of the row in its shard, as `Shard.name` takes it.
-    problem: why the row is bad; None if it is not.
+    number: the row's number in its shard, as `Shard.name` takes it.
+    problem: why the row is bad; None if it is good.
     """
 
     content: bytes | str | dict[str, Any]
@@ -30,7 +30,7 @@ class InputRow:
     problem: str | None = None
 
     def location(self) -> str:
-        """Return the name of the row in messages: file:line."""
+        """Return the name of the row for messages, such as file:line."""
         return self.shard.name(self.number)
 
     @property
@@ -41,7 +41,7 @@ class InputRow:
         return len(self.content)
 
     def value(self) -> Any:
-        """Return the decoded row. Raises DataError, naming the row, for a bad one."""
+        """Return the decoded content of the row. Raises DataError, naming the row, for a bad row."""
         if self.problem:
             raise DataError(f"{self.location()}: {self.problem}")
         if not isinstance(self.content, bytes):
@@ -52,34 +52,38 @@ class InputRow:
             raise DataError(f"{self.location()}: not UTF-8 ({problem.reason} at byte {problem.start})") from None
         except json.JSONDecodeError as problem:
             raise DataError(f"{self.location()}: not valid JSON ({problem.msg} at column {problem.colno})") from None
-        except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or nested without end
+        except (ValueError, RecursionError) as problem:  # a number with thousands of digits, or too deep nesting
             raise DataError(f"{self.location()}: not usable JSON ({problem})") from None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of the input that a worker reads by itself. disk_bytes: how many bytes of the file `source`
-    count for it in the progress."""
+    """A piece of the input that a worker reads by itself.
+
+    source: the file. disk_bytes: how many bytes of the file count for this shard in the progress.
+    """
 
     source: str
     disk_bytes: int
 
     def rows(self) -> Iterator[InputRow]:
-        """Yield the rows in order."""
+        """Yield the rows of the shard in order."""
         raise NotImplementedError
 
     def count(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows in the shard."""
         return sum(1 for _ in self.rows())
 
     def name(self, number: int) -> str:
-        """Return the name of row `number` in messages."""
+        """Return the name of row `number` of the shard for messages, such as file:line."""
         raise NotImplementedError
 
 
 def read_line(file: IO[bytes]) -> tuple[bytes, int, str | None]:
-    """Return (next line, its number of bytes, why it is bad or None). Of a line that is too long only the
-    beginning is returned."""
+    """Return (next line, its number of bytes, None or the reason why it is bad).
+
+    If a line is too long, only its beginning is returned.
+    """
     line = file.readline(DOCUMENT_BYTES)
     size, end = len(line), line[-1:]
     if size < DOCUMENT_BYTES or end == b"\n":
@@ -91,8 +95,8 @@ def read_line(file: IO[bytes]) -> tuple[bytes, int, str | None]:
 
 
 def too_long(size: int) -> str:
-    """Return the error message for a document of `size` bytes, which is too long."""
-    return f"{size} bytes in one document, more than {DOCUMENT_BYTES}; cut it into several"
+    """Return the error message for a document of `size` bytes, which is above the limit."""
+    return f"{size} bytes in one document, more than {DOCUMENT_BYTES}; split it into several documents"
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,10 @@ class LineRange(Shard):
                     yield InputRow(row, self, number, problem)
 
     def name(self, number: int) -> str:
-        """Return file:line. For that the lines before this range are counted, at each call."""
+        """Return file:line for a row of this range.
+
+        Every call counts the lines before the range, so it is slow.
+        """
         if not self.start:
             return f"{self.source}:{number}"
         lines, left, last = 0, self.start, b""
@@ -132,9 +139,10 @@ class LineRange(Shard):
 
 @dataclass(frozen=True)
 class RecordShard(Shard):
-    """Rows that had to be read in order (a compressed stream, an archive, CSV), each with its number."""
+    """Rows that had to be read in order (from a compressed stream, an archive or CSV), each with its
+    number."""
 
-    unit: str  # between the source's name and a row's number
+    unit: str  # text between the source's name and a row's number in messages
     records: tuple[Record, ...] = field(repr=False)
 
     def rows(self) -> Iterator[InputRow]:
@@ -147,7 +155,8 @@ class RecordShard(Shard):
 
 @dataclass(frozen=True)
 class TextFile(Shard):
-    """A text file as one document. data: its content if it was read from a stream; None: read `source`."""
+    """A text file that is one document. data: its content if it was read from a stream; None: read
+    `source`."""
 
     data: bytes | None = field(default=None, repr=False)
 
@@ -170,8 +179,8 @@ class TextFile(Shard):
 def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") -> tuple[str, ...]:
     """Return the text under each key of a row. flag: the option that names the keys, for errors.
 
-    A list of texts is joined by empty lines (NeoX). A row that is only a text is taken as that of a single
-    key. Raises DataError, naming the row, for a key that is missing or holds no text.
+    A list of texts is joined with empty lines between them (NeoX). A row that is only a text counts as the
+    text of the single key. Raises DataError, naming the row, for a key that is missing or holds no text.
     """
     value = row.value()
     if isinstance(value, str) and len(keys) == 1:
@@ -189,7 +198,7 @@ def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") ->
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as problem:
-            if isinstance(row.content, dict):  # of a table: bytes that were no UTF-8
+            if isinstance(row.content, dict):  # a table's bytes that are not UTF-8
                 raise DataError(f'{row.location()}: "{key}" is not UTF-8 (at character {problem.start})') from None
             raise DataError(
                 f'{row.location()}: "{key}" holds half of a surrogate pair, which is not a character; remove it'

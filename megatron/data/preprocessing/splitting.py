@@ -1,7 +1,7 @@
-"""Splits data into training, validation and test parts, document by document.
+"""Splits datasets into training, validation and test parts, document by document.
 
-Labels, rewards, the other side of pairs and a reference model's log-probabilities follow their documents.
-Each part is a folder in which the files keep their names, so companions are found as before.
+Labels, rewards, the other side of pairs and a reference model's log-probabilities are split in the same way.
+Each part is a folder in which the files keep their names, so that companion files are still found.
 """
 
 import json
@@ -23,7 +23,7 @@ CHUNK = 1 << 24  # tokens copied between two reports of progress
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A file pair of one part, as it was written."""
+    """A dataset that was written for one part: its path prefix, documents and tokens."""
 
     prefix: str
     documents: int
@@ -31,11 +31,11 @@ class WrittenPart:
 
 
 def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
-    """Return {part: its documents in ascending order}. The documents of the parts in `shares` are drawn at
-    random; `train` gets the remaining documents.
+    """Assign documents to parts at random; return {part: its documents in ascending order}.
 
-    A share below 1 is a fraction of all documents, rounded; from 1 on it is a number of documents. The same
-    seed and shares give the same parts. Raises DataError if a part would be empty.
+    Each part in `shares` gets its share, and `train` gets the remaining documents. A share below 1 is a
+    fraction of all documents, rounded; from 1 on it is a number of documents. The same seed and shares give
+    the same parts. Raises DataError if a part would be empty.
     """
     counts = {}
     for name, share in shares.items():
@@ -43,7 +43,10 @@ def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, 
             raise DataError(f"--{name} {share:g}: expected a share between 0 and 1, or a number of documents")
         counts[name] = round(share * documents) if share < 1 else int(share)
         if not counts[name]:
-            raise DataError(f"--{name} {share:g} of {documents} documents is none; give a number of documents")
+            raise DataError(
+                f"--{name} {share:g} of {documents} documents rounds to none; give a larger share, or a number of "
+                "documents"
+            )
     if sum(counts.values()) >= documents:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise DataError(f"{counts_text}: none of {documents} documents is left for training; use smaller parts")
@@ -54,10 +57,9 @@ def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, 
 
 
 def files_of(prefixes: Sequence[str]) -> dict[str, list[str]]:
-    """Return {prefix of a text: prefixes of all pairs that belong to its documents}: the text itself, its
-    labels, its rewards and so on.
+    """Return {path prefix of a text: prefixes of all datasets that belong to its documents}.
 
-    Raises DataError for a prefix without files.
+    These are the text itself, its labels, its rewards and so on. Raises DataError for a prefix without files.
     """
     files: dict[str, list[str]] = {}
     for prefix in prefixes:
@@ -83,11 +85,12 @@ def split(
     progress: Callable[[str, float], None] = lambda name, share: None,
 ) -> list[WrittenPart]:
     """Split the texts of `prefixes` and their companions (see `files_of`) into FOLDER/train, FOLDER/valid,
-    ..., all by the same documents.
+    ....
 
-    The files appear when all are written. shares: see `assign`. progress: called with a file's name and the
-    share of it that is copied. Raises DataError for texts with different numbers of documents, companions
-    that do not fit, and files that already exist unless `overwrite`. Memory: some 50 bytes per document.
+    All texts are split by the same documents. The files appear when all are written. shares: see `assign`.
+    progress: called with a file's name and the share of it that is copied. Raises DataError for texts with
+    different numbers of documents, companions that do not fit, and files that already exist unless
+    `overwrite`. Memory: some 50 bytes per document.
     """
     files = files_of(prefixes)
     sets = {path: IndexedDataset(path) for paths in files.values() for path in paths}
@@ -95,7 +98,9 @@ def split(
     parts = assign(len(boundaries) - 1, shares, seed)
     targets = {(name, path): str(Path(folder) / name / Path(path).name) for name in parts for path in sets}
     if len(set(targets.values())) < len(targets):
-        raise DataError(f"{', '.join(sets)}: two files have one name, but each part is one folder; rename a file")
+        raise DataError(
+            f"{', '.join(sets)}: two files have the same name, but each part is a single folder; rename one"
+        )
     for (_, path), target in targets.items():
         if not overwrite and (index_path(target).exists() or data_path(target).exists()):
             raise DataError(f"{target}.bin, .idx: exist already; add --overwrite to replace them")
@@ -122,7 +127,8 @@ def split(
 
 
 def _boundaries(files: Mapping[str, Sequence[str]], sets: Mapping[str, IndexedDataset]) -> np.ndarray:
-    """Return the document boundaries of all texts, in sequences. Raises DataError if they differ."""
+    """Return the document boundaries of all texts, counted in sequences. Raises DataError if the texts
+    differ."""
     first_text, *_ = files
     boundaries = sets[first_text].doc_idx
     for text, companions in files.items():
@@ -136,7 +142,7 @@ def _boundaries(files: Mapping[str, Sequence[str]], sets: Mapping[str, IndexedDa
             if len(sets[path]) != len(sets[text]):
                 raise DataError(
                     f"{path}: {len(sets[path])} sequences, but {text}, to which it belongs by its name, has "
-                    f"{len(sets[text])}; make both again in one go, or move this file to another folder"
+                    f"{len(sets[text])}; make both again in one preprocessing run, or move this file to another folder"
                 )
             if sets[path].dtype.newbyteorder("=") not in CODES:
                 raise DataError(f"{path}: its type {sets[path].dtype} cannot be written; make it again as float32")
@@ -153,11 +159,11 @@ def _write(
 ) -> int:
     """Copy some documents of `source` to the files `data` and `index`, and sync them; return the token count.
 
-    boundaries: the document boundaries of the source, in sequences. documents: which ones, ascending.
-    progress: called with the share that is copied.
+    boundaries: the document boundaries of the source, in sequences. documents: which documents are copied,
+      ascending. progress: called with the share that is copied.
     """
     counts = np.diff(boundaries)[documents]
-    # Neighbours are copied in one go: a run ends where the next document is not the next one of the source
+    # Consecutive documents of the source are copied at once, as a run
     breaks = np.flatnonzero(np.diff(documents) != 1) + 1
     firsts, lasts = np.append(0, breaks), np.append(breaks, len(documents))
     sizes, tokens, reported_tokens = [], 0, 0
@@ -180,7 +186,8 @@ def _write(
 
 
 def _describe(text: str, folder: Path, parts: Mapping[str, np.ndarray], choice: Mapping[str, Any]) -> None:
-    """If a text has a `_metadata.json`, write it into the folder of every part, with the split noted."""
+    """Copy a text's `_metadata.json`, if it has one, into the folder of every part, with facts about the
+    split added."""
     name, metadata_file = Path(text).name.removesuffix("_document"), None
     while metadata_file is None and name:
         candidate = Path(text).with_name(f"{name}_metadata.json")

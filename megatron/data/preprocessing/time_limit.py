@@ -1,4 +1,4 @@
-"""Stops Python code after a time limit: chat templates are programs, and may loop forever."""
+"""Stops chat templates after a time limit, because they are programs that may loop forever."""
 
 import signal
 import sys
@@ -14,19 +14,19 @@ TEMPLATE = "<template>"  # the file name that jinja gives to compiled templates
 
 
 class RenderTimeout(Exception):
-    """Raised in a template that exceeds the time limit."""
+    """Raised inside a chat template that exceeds the time limit."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"stopped after {seconds:g} s: it loops without end, or nearly so")
+        super().__init__(f"stopped after {seconds:g} s: it may loop without end")
 
 
 def render_limit() -> AbstractContextManager[None]:
-    """Return a context that raises RenderTimeout if its block renders a jinja template for longer than
+    """Return a context manager that raises RenderTimeout if its block renders a template for longer than
     RENDER_SECONDS.
 
-    The main thread is stopped by a timer signal, which costs nothing; other threads, as those of the server,
-    by a trace function, which makes rendering about five times slower. Neither interrupts a single Python
-    operation such as 9 ** 9 ** 9.
+    The main thread is stopped by a timer signal, which costs nothing. Other threads, such as the server's,
+    are stopped by a trace function, which makes rendering about five times slower. Neither interrupts a
+    single Python operation such as 9 ** 9 ** 9.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _signal_limit(RENDER_SECONDS) if is_main else _trace_limit(RENDER_SECONDS)
@@ -45,7 +45,7 @@ def _signal_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
-        if others_left:  # a timer of others goes on; one that was due in between rings now
+        if others_left:  # restart the timer that was set before; if it was due meanwhile it fires now
             signal.setitimer(signal.ITIMER_REAL, max(others_left - (time.monotonic() - started), 1e-6), interval)
 
 

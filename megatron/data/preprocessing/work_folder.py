@@ -28,10 +28,12 @@ def work_folder(
     is_worth_keeping: Callable[[Path], bool],
     keep_others: bool = False,
 ) -> Iterator[Path]:
-    """Yield the job's folder, new or left by an earlier run, and delete it when the block succeeds.
+    """Context manager that yields the job's folder, new or left by an earlier run, and deletes it when the
+    block succeeds.
 
-    After a failure it is deleted too, unless `is_worth_keeping` returns True for it. Folders of other jobs
-    for this target, found by `pattern`, are deleted before the block; with keep_others, only after success.
+    After a failure the folder is deleted too, unless `is_worth_keeping` returns True for it. Folders of other
+    jobs for this target, found by `pattern`, are deleted before the block; with keep_others, only after
+    success.
     target: the output's name in messages.
     advice: ends the message if the folder cannot be written.
     Raises DataError if another process uses one of the folders.
@@ -60,24 +62,29 @@ def work_folder(
 
 
 def os_error(problem: OSError, folder: Path) -> str:
-    """Return "FILE: REASON" for an OSError; without a file name, FILE is the parent of `folder`."""
+    """Return "FILE: REASON" for an OSError. If the error names no file, FILE is the parent of `folder`."""
     return f"{problem.filename or folder.parent}: {problem.strerror}"
 
 
 def _locked(folder: Path, target: str) -> IO[str]:
-    """Lock a folder for this process; closing the returned file unlocks it. Raises DataError if another
-    process holds the lock. The lock ends with this process, even if its workers live on."""
+    """Lock a folder for this process and return the lock file; closing it unlocks the folder.
+
+    The lock ends with this process, even if its workers live on. Raises DataError if another process holds
+    the lock.
+    """
     lock = open(folder / "lock", "w")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise DataError(f"{target}: another process is writing it ({folder}); wait for it, or stop it") from None
+        raise DataError(
+            f"{target}: another process is writing it ({folder}); wait until that process ends, or stop it"
+        ) from None
     return lock
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, with retries: a worker of a killed run may write one more file meanwhile."""
+    """Remove a folder, with retries because a worker of a killed run may still write a file."""
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

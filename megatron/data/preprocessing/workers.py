@@ -1,5 +1,5 @@
-"""Worker processes: each turns shards into its own part files, so that no single process handles every
-token."""
+"""Runs worker processes: each turns shards into its own part files, so that no single process handles
+every token."""
 
 import itertools
 import json
@@ -21,24 +21,24 @@ from megatron.data.indexed_dataset import can_store
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.shards import InputRow, Shard
 
-SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
-BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
-LEFT_OUT = "empty rows left out"  # how this is called among the counts of a job
-MAX_ROW_CHARS = 1 << 16  # characters of a bad row that the side file keeps
+SHARDS_AHEAD = 2  # shards in progress per worker; this limits memory
+BATCH_BYTES = 1 << 18  # bytes of text tokenised at once: they fit a core's cache
+LEFT_OUT = "empty rows left out"  # its name among the counts of a job
+MAX_ROW_CHARS = 1 << 16  # characters of a bad row that are written to the file of bad rows
 
 Done = TypeVar("Done")
 
 
 class BadRow(DataError):
-    """Raised for a bad row that ends the job. With `--on-bad-row drop` the row would be dropped instead."""
+    """Raised for a bad row that ends the job. (With `--on-bad-row drop` the row would be dropped instead.)"""
 
 
 @dataclass
 class ShardCounts:
-    """Counts of one shard, or of a job: bytes read, bad rows dropped, and the tokens, documents and empty
-    documents of each output.
+    """Counts of one shard or of a job: bytes read, bad rows dropped, and tokens and documents of each output.
 
-    The field names are those in the journal of a job.
+    empty: documents without tokens of each output. counts: counts of events, by their names in the report.
+      The field names are those in a job's journal.
     """
 
     text_bytes: int = 0
@@ -51,7 +51,7 @@ class ShardCounts:
 
     @classmethod
     def zeros(cls, outputs: int, disk_bytes: int = 0) -> "ShardCounts":
-        """Return zero counts for this many outputs."""
+        """Return counts of zero for a job with this many outputs."""
         return cls(0, disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
 
 
@@ -59,8 +59,8 @@ def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, ou
     """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a
     worker.
 
-    max_bad_rows: this many bad rows are dropped, one more raises BadRow; None: no limit. outputs: number of
-    the job's outputs.
+    max_bad_rows: so many bad rows are dropped, one more raises BadRow; None: no limit. outputs: number of the
+      job's outputs.
     """
     part = ShardCounts.zeros(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
@@ -81,7 +81,7 @@ def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, ou
         except DataError as problem:
             if len(batch) == 1:
                 return refuse(batch[0][0], problem)
-            for pair in batch:  # to find the bad ones
+            for pair in batch:  # one by one, to find the bad rows
                 write([pair])
             return
         counts.update(batch_counts)
@@ -137,9 +137,9 @@ def _bad_row(row: InputRow, problem: DataError) -> bytes:
 
 
 def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Done]:
-    """Run call(*task) for all tasks in `workers` processes (1: in this one), and yield the results in order.
+    """Run call(*task) for all tasks in `workers` processes, and yield the results in the order of the tasks.
 
-    At most about SHARDS_AHEAD tasks per worker are in progress.
+    workers: 1 runs the tasks in this process. At most about SHARDS_AHEAD tasks per worker are in progress.
     """
     if workers <= 1:
         yield from itertools.starmap(call, tasks)
