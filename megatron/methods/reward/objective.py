@@ -1,5 +1,7 @@
-"""The objective of reward models: pairs of responses, the chosen one of which should have the higher score
-(RewardTrainer of TRL 1.16)."""
+"""The loss of reward models: the chosen response of a pair should have the higher score.
+
+Source: RewardTrainer of TRL 1.16.
+"""
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,12 @@ METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "pos_values", 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center: float, z_loss: float) -> Tensor:
-    """Returns the loss of each pair, `[pairs]`: minus the log-probability that the chosen response wins by
-    `margin`.
+    """Returns the loss of each pair, `[pairs]`: -log sigmoid(chosen - rejected - margin), plus
+    regularisation.
 
-    Sources: arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
-    center: coefficient of the squared sum of both scores (arXiv 2312.09244).
-    z_loss: coefficient of the sum of their squares, as in GPT-NeoX.
+    chosen, rejected: the scores. Sources: arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
+    center: coefficient of (chosen + rejected)^2 (arXiv 2312.09244).
+    z_loss: coefficient of chosen^2 + rejected^2, as in GPT-NeoX.
     """
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     loss = -F.logsigmoid(gap)
@@ -31,11 +33,12 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, cente
 
 
 def reward(center: float = 0.0, z_loss: float = 0.0) -> Objective:
-    """Returns the objective of reward models; its weight is the number of pairs. center, z_loss: as in
-    `bradley_terry`.
+    """Returns the objective of reward models. The weight of a batch is its number of pairs.
 
-    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values). As in TRL,
-    min_reward and max_reward of a step are means of the micro-batches' lowest and highest scores.
+    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values: mean scores of
+    chosen and of rejected responses). As in TRL, min_reward and max_reward of a step are means of the
+    micro-batches' lowest and highest scores.
+    center, z_loss: as in `bradley_terry`.
     """
 
     def weight(batch: Batch) -> Tensor:
