@@ -14,7 +14,7 @@ def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
     losses = (keys.dpo_loss_type,) if isinstance(keys.dpo_loss_type, str) else keys.dpo_loss_type
     weights = keys.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):
-        problems.add("dpo_loss_type", f"expected at least one loss, and none of them twice, got {list(losses)}")
+        problems.add("dpo_loss_type", f"expected at least one loss, each listed only once, got {list(losses)}")
     matching = [name for name, loss in losses_of(args).items() if loss.needs_step_baselines]
     if len(matching) > 1:
         problems.add(
