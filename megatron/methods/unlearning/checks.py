@@ -43,8 +43,8 @@ def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_impl != "normal":
         problems.add(
             "ga_dataset",
-            f"unlearning needs train_impl: normal (language modelling), not {args.cite('train_impl')}; change train_impl, "
-            "or remove ga_dataset",
+            f"unlearning needs train_impl: normal (language modelling), not {args.cite('train_impl')}; change "
+            "train_impl, or remove ga_dataset",
         )
     for key, mode in _KEY_MODES.items():
         if keys.ga_mode != mode and _is_set(args, key):
