@@ -181,7 +181,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
     ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
     ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
     ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
-    ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
+    ({"rollout.num_generations": 1}, "rollout.num_generations: .* 2 or more"),
     ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
     ({"rollout.temperature": 0}, "rollout.temperature: "),
     ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
@@ -190,7 +190,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
     ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
     ({"dpo_reference": "cache"}, "dpo_reference: cache "),
     ({"prefix_sharing": False}, "prefix_sharing: "),
-    ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
+    ({"train_impl": "kto"}, "dataset_impl: online .*reinforce or dpo, not kto"),
     ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str, task: dict[str, Any]) -> None:

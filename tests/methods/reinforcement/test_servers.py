@@ -246,7 +246,7 @@ def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
 @pytest.mark.parametrize("changes, reason", [
     ({"rollout.staleness": 1}, "rollout.staleness: "),
     ({"serve_model_weights": True}, "serve_model_weights: "),
-    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
+    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "online_dataserver_ports: rollout.servers ("),
     ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
     ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
     ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),
