@@ -117,7 +117,7 @@ def load_environment(file: str, name: str) -> type:
         raise NotUsable(f"{file} has no class {name}")
     for method, form in (("reset", "reset(self, prompt, seed, **columns)"), ("step", "step(self, completion)")):
         if not callable(getattr(environment, method, None)):
-            raise NotUsable(f"{name} has no method {form}")
+            raise NotUsable(f"class {name} has no method {form}")
     parameters = inspect.signature(environment.reset).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise NotUsable(f"{name}.reset has no **columns; declare it as reset(self, prompt, seed, **columns)")
@@ -173,7 +173,7 @@ def _outcome(returned: Any) -> dict[str, Any]:
     observation, reward, done = returned
     reward, problem = number_of(reward)
     if problem is not None:
-        raise NotUsable(f"step {problem} (as reward)")
+        raise NotUsable(f"step {problem} (as reward); return a finite number or None")
     if observation is None and not done:
         raise NotUsable("step returned no observation, but done is false; return a text, or done=True")
     return {"observation": _observation(observation, "step"), "reward": reward, "done": bool(done)}
@@ -188,9 +188,11 @@ def _observation(value: Any, method: str) -> str | list[Any] | None:
         return None
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
     if not are_messages(messages):
-        raise NotUsable(f"{method} returned {short(value)} as observation, not a text or list of messages")
+        raise NotUsable(f"{method} returned {short(value)} as observation, not a text, None or a list of messages")
     if method == "step" and any(message["role"] == "assistant" for message in messages):
-        raise NotUsable("step returned a message of the model's own role assistant; use another, such as user")
+        raise NotUsable(
+            "step returned a message with the role assistant, which is the model's own; use another role, such as user"
+        )
     for message in messages:
         try:
             message["content"].encode()
