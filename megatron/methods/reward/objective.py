@@ -18,10 +18,11 @@ METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "pos_values", 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center: float, z_loss: float) -> Tensor:
-    """Returns the loss of each pair, `[pairs]`: -log sigmoid(chosen - rejected - margin), plus
-    regularisation.
+    """Returns the loss of each pair, `[pairs]`: minus the log-probability that the chosen response wins by
+    `margin`.
 
-    chosen, rejected: the scores. Sources: arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
+    chosen, rejected: the scores; the probability is a sigmoid of their difference minus the margin. Sources:
+    arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
     center: coefficient of (chosen + rejected)^2 (arXiv 2312.09244).
     z_loss: coefficient of chosen^2 + rejected^2, as in GPT-NeoX.
     """
