@@ -277,7 +277,7 @@ class TeacherCache:
         names: set[bytes] = set()
         computed, logged_at = 0, time.monotonic()
         for start in range(0, size, step):
-            self.watchdog.now("asking the teacher")
+            self.watchdog.now("scoring rows with the teacher")
             numbers = range(start + rank, min(start + step, size), ranks)
             rows = run_on_each_rank(self.groups, partial(_rows_of, dataset, numbers))
             everyone = self._from_data_ranks(list(rows))

@@ -42,7 +42,7 @@ class OnPolicy:
         signal.
         """
         prompts = [prompt for batch in batches for prompt in _prompts(batch)]
-        with self.run.watchdog.phase("answering prompts of the step"), self.run.inference() as model:
+        with self.run.watchdog.phase("sampling answers of the student"), self.run.inference() as model:
             # If one data rank stops for a signal, all do
             answers = iter(run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts)))
         return [self._with_answers(batch, [next(answers) for _ in _prompts(batch)]) for batch in batches]

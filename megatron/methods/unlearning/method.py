@@ -143,10 +143,10 @@ class Method(LanguageModelling):
         return super().mean_loss([pair for pair in trained if pair[0] != "forget"] or trained)
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
-        """Returns metrics of the logged steps, with the fork's names.
+        """Returns metrics of the logged steps, with the names of the geodesic fork of GPT-NeoX.
 
         train/batch_type: share of steps on the forget set. train/ga_lr_scaled: learning rate of the last of
-        these steps. train/gd_combined_loss: mean loss of those that were not skipped, with `gd_mode`.
+        these steps. train/gd_combined_loss: with `gd_mode`, mean loss of these steps, without skipped ones.
         """
         keys, roles = UnlearningKeys.read_from(args), steps.roles
         row = {"train/batch_type": roles.count("forget") / len(roles)}
@@ -320,7 +320,8 @@ def after_ascent(args: NeoXArgs, progress: UnlearningProgress, result: StepResul
 
 
 class UnlearningCallback(Callback):
-    """Adds the counts of steps on the forget set to each step's metrics, with the fork's names."""
+    """Adds counts of steps on the forget set to each step's metrics, with the names of the geodesic fork of
+    GPT-NeoX."""
 
     def __init__(self, training: MethodRun) -> None:
         self.training = training

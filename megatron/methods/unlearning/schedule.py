@@ -6,7 +6,7 @@ from megatron.methods.unlearning.keys import UnlearningKeys
 def is_ascent(keys: UnlearningKeys, iteration: int) -> bool:
     """Returns whether the step after `iteration` steps trains on the forget set, `ga_dataset`.
 
-    The first step is ordinary, as in the fork's trainer. With `ga_mode: interleaved`, one of each
+    The first step is ordinary, as in the geodesic fork of GPT-NeoX. With `ga_mode: interleaved`, one of each
     `ga_interleave_ratio` + 1 later steps trains on `ga_dataset`. With `ga_mode: interval`, `ga_iters` steps
     on it replace each `ga_interval`-th ordinary step.
     """
