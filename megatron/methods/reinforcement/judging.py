@@ -155,7 +155,11 @@ class RewardModel:
             folder = Path(str(args.load))  # a native checkpoint names its tokenizer, which load_model compares
             if is_hf(folder) and not on_rank_zero(groups, lambda: reads_same_tokens(folder, run.tokenizer)):
                 vocab = run.args.cite("vocab_file")
-                raise run.args.error("reward_model", f"{name} has another tokenizer than this run's vocab_file {vocab}")
+                raise run.args.error(
+                    "reward_model",
+                    f"{name} has another tokenizer than this run's vocab_file {vocab}; use a reward model with the "
+                    "same one",
+                )
             self.model = load_model(args.for_inference(groups.world_size), groups, run.tokenizer, run.logger)
         except CheckpointError as problem:
             raise run.args.error("reward_model", str(problem)) from problem

@@ -90,7 +90,10 @@ class Connection:
         try:
             return json.loads(content) if content.strip() else None
         except ValueError:
-            raise self.error(f"{method_and_path}: answered no JSON: {content[:_SHOWN_CHARACTERS]!r}") from None
+            raise self.error(
+                f"{method_and_path}: answered no JSON, so this may be no server of rollout.server_api: "
+                f"{content[:_SHOWN_CHARACTERS]!r}"
+            ) from None
 
     def close(self) -> None:
         """Stops all retries, and breaks open connections, so that waiting calls fail."""
@@ -108,7 +111,7 @@ class Connection:
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
         with self._lock:
             if self._closed.is_set():
-                raise ConnectionError("the run ends")
+                raise ConnectionError("the run ends, so no request is sent any more")
             self._open.add(connection)
         try:
             data = None if body is None else json.dumps(body).encode()

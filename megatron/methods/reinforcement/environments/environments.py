@@ -89,7 +89,7 @@ class Environments:
             parent_end, process_end = socket.socketpair()
         except OSError as problem:
             raise EnvironmentFailure(
-                f"its process could not be started: {problem.strerror}; check the limit of open files (ulimit -n)"
+                f"the environment's process could not be started: {problem.strerror}; check ulimit -n (open files)"
             ) from None
         number = next(self._numbers)
         with process_end, self._lock:
@@ -103,7 +103,7 @@ class Environments:
                     host.send_socket({"start": number}, process_end)
             except (WorkerLost, EnvironmentFailure) as problem:
                 parent_end.close()
-                raise EnvironmentFailure(f"its process could not be started: {problem}") from None
+                raise EnvironmentFailure(f"the environment's process could not be started: {problem}") from None
         return Environment(self, host, number, Messages(parent_end))
 
     def end(self, host: WorkerProcess, number: int) -> None:

@@ -69,7 +69,7 @@ def rational(formula: Formula, values: Mapping[str, Fraction]) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise NotRational("a root")
+        raise NotRational("the exponent is not an integer")
     if base == 0 and exponent < 0:
         raise Undefined("division by 0")
     if base in (0, 1):

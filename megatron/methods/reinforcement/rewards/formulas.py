@@ -137,7 +137,7 @@ class _Parser:
         self.place += 1
         if kind == "number":
             if abs(int(re.split("[eE]", text)[1] if re.search("[eE]", text) else 0)) > _EXPONENT:
-                raise NoFormula(f"{text} is too large")
+                raise NoFormula(f"the exponent of the number {text} is too large")
             return Formula("number", number=Fraction(text))
         if (kind, text) == ("sign", "("):
             return self._closed(")")

@@ -193,7 +193,9 @@ class RewardFunctions:
                 fix = "add it to the file of prompts (null in rows that this verifier must skip)"
                 raise RewardError(f"{entry}: no row of the prompts has a field {column_names}; {fix}")
             if key == "json" and "schema" in prompt_columns and find_spec("jsonschema") is None:
-                raise RewardError(f"{entry}: rows with a schema need jsonschema: pip install jsonschema")
+                raise RewardError(
+                    f"{entry}: prompts with a field schema need the package jsonschema: pip install jsonschema"
+                )
 
 
 def _key(entry: str) -> str:

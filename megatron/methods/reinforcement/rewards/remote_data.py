@@ -131,6 +131,6 @@ def update(target: Any, source: Any) -> Any:
 def _array(dtype: str, shape: list[int], content: str) -> Any:
     numpy = importlib.import_module("numpy")
     if numpy.dtype(dtype).kind not in _ARRAYS:
-        raise ValueError(f"an array of dtype {dtype!r:.20} is not accepted")
+        raise ValueError(f"an array of dtype {dtype!r:.20} is not accepted, only booleans, numbers and texts")
     array = numpy.frombuffer(bytes.fromhex(content), dtype).reshape(shape)
     return array.copy() if shape else array[()]
