@@ -293,7 +293,7 @@ def with_environment(scores: Scores, answers: Sequence[Answer]) -> Scores:
     """Returns the scores with the environment's reward of each answer added as one more part.
 
     Raises RewardError if all conversations failed: then the environment class does not fit the prompts or the
-        template.
+    template.
     """
     transcripts = [answer.transcript for answer in answers]
     rewards = [None if transcript is None else transcript.reward for transcript in transcripts]

@@ -1,7 +1,7 @@
 """The losses of reinforcement learning: REINFORCE as in GPT-NeoX, RLOO, and GRPO with its variants.
 
 Source: GRPOTrainer and RLOOTrainer of TRL 1.16. A micro-batch has one answer in each row; `RolloutValues`
-    holds the advantages and log-probabilities.
+holds the advantages and log-probabilities.
 """
 
 from collections.abc import Callable, Mapping

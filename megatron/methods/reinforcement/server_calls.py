@@ -56,7 +56,7 @@ class Connection:
         JSON.
 
         Returns None for an empty reply. hint_500: likely cause of status 500, for the error; with a hint that
-            status is not retried. Raises ServerError if the call fails in the end.
+        status is not retried. Raises ServerError if the call fails in the end.
         """
         method_and_path, tenacity = f"{'GET' if body is None else 'POST'} {path}", self.tenacity
 

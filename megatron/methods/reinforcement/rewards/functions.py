@@ -84,8 +84,8 @@ class RewardFunctions:
     """Runs reward functions in worker processes.
 
     A function is given by an entry: `FILE.py:NAME` for a user's function with TRL's signature, or the name of
-        a built-in verifier. A user's function gets all completions of a call at once, always in the same
-        worker. For a verifier the completions are distributed over all workers.
+    a built-in verifier. A user's function gets all completions of a call at once, always in the same
+    worker. For a verifier the completions are distributed over all workers.
     """
 
     def __init__(

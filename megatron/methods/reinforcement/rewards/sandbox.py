@@ -13,7 +13,7 @@ The program neither sees nor signals the judge, the process of the tests: it has
 nothing of this package, because its source runs alone.
 
 Prints `setup: REASON` and exits with 1 if the sandbox cannot be set up. Else it prints the report of the
-    judge, and exits with 0 if the judge did.
+judge, and exits with 0 if the judge did.
 """
 
 import ctypes
