@@ -125,7 +125,7 @@ def test_a_failure_of_one_row_is_that_rows(score: Score, value: str, reason: str
 
 
 @pytest.mark.parametrize(("value", "reason"), [
-    ("short", "returned 1 values for 3 completions"),
+    ("short", "returned 1 values for 3 completions, not one for each"),
     ("float", "returned 0.5, not a list of numbers"),
     ("text", "returned '12', not a list of numbers"),
     ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, not a list of numbers"),
