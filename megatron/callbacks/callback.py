@@ -1,4 +1,4 @@
-"""The protocol of callbacks: when training calls them."""
+"""Defines `Callback`, the base class of callbacks, and says when training calls each of its methods."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,60 +10,70 @@ from megatron.data import Batch
 class Callback:
     """Base class of callbacks. Its methods do nothing; subclasses override the ones they need.
 
-    All ranks call every method together and in the same order. `on_error` and `close` are exceptions: when a
-    run fails they may be called on one rank alone, so they must not wait for other ranks. An exception that a
-    method raises ends the run; one from `on_error` is only logged.
+    All ranks call every method together and in the same order, except `on_error` and `close`. When a run
+    fails, one rank alone may call these two, so they must not wait for other ranks. An exception in a method
+    ends the run; an exception in `on_error` is only logged.
     """
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Called once, before the first step of this start."""
+        """Called once each time the training program starts, before its first step."""
 
     def on_completed_run(self, run: TrainingRun) -> None:
-        """Called instead of the steps if none is left: the run has reached `train_iters` in an earlier
-        start."""
+        """Called when the program starts on a run that has already reached `train_iters`, so no steps
+        follow."""
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> OnGradients | None:
-        """Called before each step. batches: this rank's micro-batches, on the host; do not keep them.
+        """Called before each step. batches: this rank's micro-batches, on the CPU; keep no reference to them.
 
         May return a function, which is then called with the step's gradients.
         """
         return None
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Called after each step, and as step 0 before the first step of a fresh run.
+        """Called after each step. A fresh run also calls it once before its first step, with `step.iteration`
+        0.
 
-        It must not wait for the device. Put slow work, and work that reads `step.row`, under
-        `with run.pause()`.
+        This method must not wait for the GPU. Put slow work, and code that reads `step.row`, under `with
+        run.pause()`.
         """
 
     def on_stop_before_step(self, run: TrainingRun, step: Step) -> None:
-        """Called where a stop signal ends the run before its next step. step: the last one, without
-        result."""
+        """Called when a stop signal ends the run between two steps.
+
+        step: the step taken last; its `result` is None here.
+        """
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Called after each validation: every `eval_interval` steps, at the start and after the last step.
 
-        `step.row` holds the results, none if there was nothing to validate. Metrics that you add to it are
-        logged. The step's time does not include this call.
+        `step.row` holds the validation results; it has none if the run has no validation set. Metrics that
+        you add to `step.row` are logged. The time of this call does not count as step time.
         """
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Called after a checkpoint was written; with `async_save`, after it was copied to the host.
+        """Called after a checkpoint was written; with `async_save`, after the weights were copied to CPU
+        memory.
 
-        ephemeral: the next checkpoint replaces it (`ephemeral_save_interval`). The step's time does not
-        include this call.
+        ephemeral: the checkpoint is temporary, and the next one replaces it (`ephemeral_save_interval`). The
+            time of this call does not count as step time.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """Returns what a checkpoint keeps of the callback: numbers, text, tensors, and lists and dicts of
+        """Returns the callback's own state for the checkpoint: numbers, text, tensors, and lists and dicts of
         these."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Called before `on_train_start` of a run that goes on, with the last checkpoint's `state`."""
+        """Restores the callback from `state`, which its method `state` returned when the checkpoint was
+        saved.
+
+        Called before `on_train_start`, and only if the run resumes from a checkpoint.
+        """
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Called when the run fails. problem: the exception that ends it; other ranks may not know of it."""
+        """Called when the run fails. problem: the exception that ends the run; other ranks may not have seen
+        it."""
 
     def close(self) -> None:
-        """Called once the run is over, however it ended, even if another callback's `close` failed."""
+        """Called once when the run is over, after success or failure, even if another callback's `close`
+        failed."""

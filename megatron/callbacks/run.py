@@ -1,5 +1,7 @@
-"""The interface between a callback and its run, which `megatron.training.Training` has. And a training step
-as callbacks see it: its result, which nobody has waited for, and its row of metrics."""
+"""Defines how a callback sees its run (`TrainingRun`) and a finished training step (`Step`, `StepResult`).
+
+`megatron.training.Training` implements `TrainingRun`.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -19,30 +21,37 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 Parts = list[tuple[tuple[int, str], Tensor]]
-"""((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
+"""Parts of parameters, or of their gradients: a list of ((layer, parameter name), tensor).
+
+The name is the one in the weight map. The tensor holds some of the parameter's elements, in any shape, on the
+GPU or the CPU.
+"""
 
 OnGradients = Callable[[Parts], None]
-"""Called between backward and update with this rank's gradients of the full batch.
+"""A function that is called after the backward pass and before the update, with this rank's gradients.
 
-They are not clipped and without fp16's loss scale. The call must not wait for the device."""
+They are the gradients of the full batch, before clipping, with fp16's loss scale divided out. The function
+must not wait for the GPU.
+"""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """An engine's report of one optimizer step.
+    """The engine's report of one optimizer step.
 
-    Tensors are read once the next step has begun. Values that the engine knows without waiting for the device
-    may be plain numbers.
+    Read tensors only once the next step has begun, since reading them waits for the GPU. Values that the
+    engine knows already may be plain numbers instead of tensors.
 
-    loss: scalar fp32, the mean over the step's weighted tokens or pairs.
-    grad_norm: before clipping.
-    skipped: the weights are unchanged, because gradients were not finite or the step is `untrained`.
-    spike: the update was left out by `skip_step_above_sigma`.
-    metrics: means of the objective's metrics; NaN if nothing was counted.
-    untrained: none of the step's tokens is trained.
-    loss_scale: fp16's after the step; None in other precisions.
-    finding: returns a description of the non-finite values that this rank saw. Call it only once the step is
-        known to be skipped.
+    loss: scalar fp32, the mean over the step's trained tokens or pairs.
+    grad_norm: norm of the gradients before clipping.
+    skipped: the weights were not updated, because gradients were not finite or no token of the step is
+        trained.
+    spike: the weights were not updated, because `skip_step_above_sigma` found an outlier.
+    metrics: means of the objective's metrics; NaN for a metric that no example counted for.
+    untrained: no token of the step is trained.
+    loss_scale: fp16's loss scale after the step; None in other precisions.
+    finding: function that returns a description of the non-finite values that this rank saw. Call it only
+        once the step is known to be skipped.
     """
 
     loss: Tensor
@@ -57,23 +66,23 @@ class StepResult:
 
 @dataclass
 class Step:
-    """One finished optimizer step, or step 0: a fresh run before its first step.
+    """One finished optimizer step. Step 0 is the state of a fresh run before its first step.
 
     seq_length: tokens that the step read of each sample.
-    result: the engine's report; None if no step was taken, as for step 0.
-    row_length: tokens in a row of the step.
-    row_tokens: tokens that the run has read in rows of this length; counted only with a curriculum.
-    role: the data of the step (`StepData.role`): "forget" if it unlearns, "on_policy" if the student learns
-        from text that it wrote.
-    row: metrics by name; callbacks add to it.
-    settled: the row holds the step's own values.
+    result: the engine's report; None if no optimizer step was taken, as for step 0.
+    row_length: tokens in a row of the step's batches.
+    row_tokens: tokens that the run has read so far in rows of this length; counted only with a curriculum.
+    role: kind of data (`StepData.role`): "train", "forget" if the step unlearns, or "on_policy" if the
+        student learns from its own text.
+    row: metrics by name; callbacks may add metrics.
+    settled: `row` holds the step's own values already; False while the GPU may still be computing them.
     """
 
     iteration: int
     consumed_samples: int
     seq_length: int
     result: StepResult | None
-    consumed_tokens: int | None = None  # None: all tokens of the samples
+    consumed_tokens: int | None = None  # None: seq_length tokens of every sample
     row_length: int = 0
     row_tokens: int = 0
     role: str = "train"
@@ -88,107 +97,116 @@ class Step:
 
 
 class RunEngine(Protocol):
-    """The methods of an engine (`megatron.training.engine.Engine`) that callbacks may call.
+    """The methods of the training engine (`megatron.training.engine.Engine`) that callbacks may call.
 
-    The code that generates a run's samples uses them too. All ranks call each method together.
+    Code that samples training data from the model uses them too. All ranks must call each method together.
     """
 
     @property
     def stage(self) -> Stage:
-        """This rank's layers, with the weights after the last step: take it from the engine each time."""
+        """This rank's pipeline stage, with the weights after the last step. Do not keep it: read it again
+        after each step."""
 
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
-        """Returns this rank's part of every parameter of its stage, by layer and name, on the CPU.
+        """Returns this rank's shard of every parameter of its pipeline stage, by layer and name, on the CPU.
 
-        master: return fp32 master values.
+        master: return the fp32 master values.
         """
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """Returns the micro-batches on this rank's device, with the reference model's outputs that the
-        objective needs."""
+        """Returns the micro-batches on this rank's device, with the reference model's outputs that the loss
+        needs."""
 
     def forward_only(self, batches: list[Batch], read: Read, shape: Shape) -> list[Tensor]:
-        """Returns `read(head, batch)` of each micro-batch, without gradients; the same on every pipeline
-        rank.
+        """Runs the model on micro-batches without gradients, and returns `read(head, batch)` for each of
+        them.
 
-        read: gets the final hidden states with the output layer. shape: returns the shape of what `read`
-        returns.
+        All pipeline ranks get the same results.
+        read: function of the output layer with its final hidden states, and of the micro-batch.
+        shape: function from a micro-batch to the shape of the tensor that `read` returns.
         """
 
     def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, computed as in a training step."""
+        """Returns log p(label) of each micro-batch, `[batch, seq]` fp32, computed as in a training step."""
 
     def sharded_weights(self) -> Parts:
-        """Returns fp32 values of trained parameters, each element of the model on exactly one rank."""
+        """Returns fp32 values of the trained parameters. Each element of the model is on exactly one rank."""
 
 
 class TrainingRun(Protocol):
-    """A training run. Every rank has one.
+    """Interface of a training run for callbacks. Every rank has one object.
 
-    All ranks call its methods together, except `request_stop`, `request_save` and `stopping`.
+    All ranks must call its methods together, except `request_stop`, `request_save` and `stopping`.
     """
 
     @property
     def args(self) -> NeoXArgs:
-        """The configuration."""
+        """The configuration of the run."""
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups, and this rank's position in them."""
+        """The process groups of the parallel layout, and this rank's position in them."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the data."""
+        """The tokenizer of the training data."""
 
     @property
     def engine(self) -> RunEngine:
-        """The model under training."""
+        """The engine, which holds the model under training."""
 
     @property
     def logger(self) -> logging.Logger:
-        """The log of the run. It shows only what rank 0 writes."""
+        """The log of the run. Only messages of rank 0 appear in it."""
 
     @property
     def watchdog(self) -> Watchdog:
-        """Ends ranks that make no progress: put `with run.watchdog.phase("..."):` around work that takes
-        minutes."""
+        """Ends ranks that make no progress. Put work that takes minutes under `with
+        run.watchdog.phase("..."):`."""
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done so far."""
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of the training data read so far, by all ranks."""
+        """Number of samples of the training data read so far, by all ranks."""
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens of the training data read so far, by all ranks."""
+        """Number of tokens of the training data read so far, by all ranks."""
 
     @property
     def companion_files(self) -> Mapping[str, bytes]:
-        """The other files of an imported model, by name, which exports of the model include again."""
+        """The files beside the weights of an imported HuggingFace model, content by name. Exports include
+        them again."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Excludes the work in a `with` block from the step's time. May be nested.
+        """Excludes the work in a `with` block from the step's time. Blocks may be nested.
 
-        On entry it waits for the step's result, writes its log line and puts its values into `Step.row`.
+        On entry it waits for the step's result, writes the step's log line and puts its values into
+        `Step.row`.
         """
 
     def inference(self) -> AbstractContextManager[Model]:
-        """Gives a `with` block the current model, to generate and score with. Training then continues as if
-        the block had not run."""
+        """Gives a `with` block the current model, for generation and scoring.
+
+        Training then continues as if the block had not run: random generators are restored.
+        """
 
     def save_hf_model(self, folder: Path) -> None:
-        """Write the current model to the HuggingFace folder `folder`. The complete folder replaces an earlier
-        one."""
+        """Writes the current model to `folder` in HuggingFace's format, replacing an earlier model there once
+        complete."""
 
     def stopping(self) -> bool:
-        """Returns whether this rank knows of a stop signal; long work should then be abandoned."""
+        """Returns whether this rank has seen a stop signal. Long work should then be abandoned."""
 
     def request_stop(self, reason: str) -> None:
-        """End the run, with a checkpoint, one or two steps from now. One rank may ask alone; all stop after
-        the same step. reason: for status.json and the log."""
+        """Ends the run one or two steps from now, after saving a checkpoint.
+
+        One rank may ask alone; all ranks stop after the same step. reason: text for status.json and the log.
+        """
 
     def request_save(self) -> None:
-        """Write a checkpoint one or two steps from now. One rank may ask alone."""
+        """Saves a checkpoint one or two steps from now. One rank may ask alone; all ranks save after the same
+        step."""

@@ -1,4 +1,4 @@
 """The kinds of training, one folder each, listed in `neox_arguments/methods.py`.
 
-Each has a class `Method` in `method.py`, which `megatron.training.method` describes.
+Each folder has a file `method.py` with a class `Method`, a subclass of `megatron.training.method.Method`.
 """

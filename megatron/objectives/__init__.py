@@ -1,9 +1,9 @@
-"""Objectives: the losses of training as pure functions from tensors to tensors.
+"""Objectives: the losses of training, as pure functions from tensors to tensors.
 
-`objective.py` says what an objective is, `training/method.py` makes that of a configuration. Here are
-`language_modelling.py` and what several losses share; others stand in the folders of `megatron/methods`. A
-new loss is a function there and a line in the table of its kind's folder. Normalising by the weight of the
-optimizer step, reference models and logging are the work of engine and loop.
+`objective.py` defines `Objective`. This package holds the loss of language modelling and helpers that several
+losses share. Other losses are in `megatron/methods/METHOD/objective.py`; to add one, write a function there
+and an entry in that method's table of losses. The engine, not the objective, divides a step's loss by its
+total weight and runs reference models.
 """
 
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling

@@ -1,4 +1,4 @@
-"""Next-token prediction: the objective of pretraining and of supervised fine-tuning."""
+"""The loss of next-token prediction, for pretraining and supervised fine-tuning."""
 
 import torch
 import torch.distributed as dist
@@ -12,30 +12,34 @@ METRICS = ("entropy", "mean_token_accuracy")
 
 
 def nll(logprobs: Tensor) -> Tensor:
-    """The negative log-likelihood of each token, which is cross-entropy."""
+    """Returns the negative log-likelihood of each token (cross-entropy). logprobs: log p(label) of each
+    token."""
     return -logprobs
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """Dynamic fine-tuning (arXiv 2508.05629): the negative log-likelihood times the token's own probability,
-    which has no gradient."""
+    """Returns dynamic fine-tuning's loss of each token (arXiv 2508.05629): -p log p, with no gradient through
+    the factor p.
+
+    logprobs: log p(label) of each token.
+    """
     return -logprobs * logprobs.detach().exp()
 
 
 def token_count(batch: Batch) -> Tensor:
-    """The number of tokens whose loss weight is 1, fp32 `[1]`."""
+    """Returns the number of trained tokens of a batch (loss weight 1), fp32 `[1]`."""
     return batch.loss_weights.sum().float().view(1)
 
 
 def language_modelling(
     z_loss: float = 0.0, *, loss: TokenLoss = nll, statistics: bool = False, columns: int | None = None
 ) -> Objective:
-    """Returns the objective of next-token prediction: `loss`, summed in fp32 over the trained tokens.
+    """Returns the objective of next-token prediction: the fp32 sum of `loss` over the trained tokens.
 
-    z_loss: coefficient of logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5). It changes only
-        the gradient; the reported loss stays `loss`, so that runs remain comparable.
-    statistics: also compute `METRICS`.
-    columns: as in `token_loss_sum`.
+    z_loss: coefficient of logsumexp(logits)^2, summed over the same tokens (PaLM, arXiv 2204.02311, section
+        5). It changes only the gradient: the reported loss excludes it, so runs remain comparable.
+    statistics: also compute the metrics in `METRICS`.
+    columns: number of leading vocabulary columns in the softmax; None: all.
     """
     kind = LossOfTokens(loss, z_loss, statistics)
 

@@ -1,4 +1,4 @@
-"""Defines an objective: the weight of a batch, and its summed loss and metrics."""
+"""Defines `Objective`: functions for the weight of a batch, and for its summed loss and metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,45 +11,48 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import HeadInput
 
-# The parts of a loss, fp32 `[k]`; for each metric a sum and the number that it is divided by, fp32 `[2]`.
+# (the k parts of a loss, fp32 `[k]`; the metrics by name, each a sum and its divisor, fp32 `[2]`)
 LossSums = tuple[Tensor, dict[str, Tensor]]
-# From batches to the summed log-probabilities `[n]` of their responses under the current model, without
-# gradients; all ranks call it together.
+# Maps batches to the summed log-probability of each of their responses, `[n]` per batch, under the current
+# model, without gradients. All ranks call it together.
 ScoreFunction = Callable[[list[Batch]], list[Tensor]]
-# Calls a function with a model's final hidden states and output layer (`mpu.HeadInput.use`).
+# Takes a function, calls it with a model's final hidden states and output layer (`mpu.HeadInput.use`).
 HeadUse = Callable[[Callable[..., Any]], Any]
 
 
 class Reference(Protocol):
-    """A model that a loss compares the trained model with. All ranks call its methods together."""
+    """Interface of a model that the loss compares with the trained model. All ranks call its methods
+    together."""
 
     def logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """Returns log p(label) `[batch, seq]` fp32 of each micro-batch."""
+        """Returns log p(label) of each micro-batch under the reference model, `[batch, seq]` fp32."""
 
     def outputs(self, batches: list[Batch]) -> list[HeadUse]:
-        """Returns the hidden states and head of each micro-batch; [] on stages before the last."""
+        """Returns access to the final hidden states and output layer for each micro-batch; [] on stages
+        before the last."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss and the metrics of a kind of training, as pure functions.
+    """The loss and the metrics of one kind of training, as pure functions.
 
-    A loss is a sum of k parts. In an optimizer step each part is the sum of its `loss_sum` divided by the sum
-    of its `weight`, both over all micro-batches and ranks, so that any split of the step gives the same
-    number.
+    A loss is a sum of k parts. For an optimizer step, each part is the sum of `loss_sum` divided by the sum
+    of `weight`, both over all micro-batches and ranks. So the result does not depend on how the step is
+    split.
 
-    weight: returns a batch's weight, fp32 `[k]` (a number of tokens, or of pairs). It is known before the
-        forward pass, since the gradient of every micro-batch is scaled by the total weight of the step.
-    loss_sum: from hidden states with their head, the batch and the tensor group (None for one rank), returns
-        the summed parts of the loss, and `metrics` without gradients.
-    maxima: names of further scalar metrics of `loss_sum`; a step has the largest over its micro-batches.
+    weight: returns a batch's weight, fp32 `[k]`: a number of tokens, or of pairs. It must be known before the
+        forward pass, because the gradient of every micro-batch is divided by the step's total weight.
+    loss_sum: function of the output layer with its hidden states, the batch and the tensor-parallel group
+        (None for one rank). It returns the summed parts of the loss, and metrics without gradients.
+    metrics: names of the metrics that `loss_sum` returns as (sum, divisor).
     differences: further metrics, each the mean of one metric minus the mean of another.
     step_baselines: for losses that compare an example with all examples of the step, else None. It gets this
-        rank's micro-batches, the function that scores them and the data group. It returns the micro-batches
-        with `Responses.baseline`, before their forward passes.
-    with_reference: for losses that compare the model with a reference, else None. It returns micro-batches on
-        this rank's device with the reference's values that the loss reads.
-    validated: names of metrics that validation reports too, beside those of language modelling.
+        rank's micro-batches, a function that scores them, and the data-parallel group. It returns the
+        micro-batches with `Responses.baseline`, before their forward passes.
+    maxima: names of scalar metrics of `loss_sum` that are reduced over a step by their maximum.
+    with_reference: for losses that compare the model with a reference model, else None. It returns
+        micro-batches on this rank's device, with the reference's values that the loss reads.
+    validated: names of metrics that validation reports besides those of language modelling.
     """
 
     weight: Callable[[Batch], Tensor]
@@ -62,19 +65,24 @@ class Objective:
     validated: tuple[str, ...] = ()
 
     def add_metrics(self, total: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Add one batch's metrics to `total` `[metrics, 2]`, the sum and count of each metric in the step."""
+        """Adds one batch's metrics to `total` in place.
+
+        total: `[metrics, 2]`, the sum and the divisor of each metric in this step. values: the batch's
+            metrics by name.
+        """
         if self.metrics:
             total += torch.stack([values[name] for name in self.metrics])
 
     def note_maxima(self, largest: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Raise each element of `largest` `[maxima]` in place to one batch's value, if that is larger."""
+        """Updates the maxima of a step in place with one batch's values. largest: `[maxima]`; values: metrics
+        by name."""
         if self.maxima:
             torch.maximum(largest, torch.stack([values[name] for name in self.maxima]), out=largest)
 
     def means(self, total: Tensor) -> dict[str, Tensor]:
-        """Returns the means of a step's metrics by name; NaN if nothing was counted.
+        """Returns the means of a step's metrics by name; NaN for a metric that nothing was counted for.
 
-        total: the sum and count of each metric, `[metrics, 2]`.
+        total: the sum and the divisor of each metric, `[metrics, 2]`.
         """
         means = dict(zip(self.metrics, (total[:, 0] / total[:, 1]).unbind(), strict=True))
         return means | {

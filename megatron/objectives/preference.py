@@ -1,6 +1,7 @@
-"""Shared parts of the losses of responses: sums over tokens, the policy's scores, TRL's metrics.
+"""Helpers that the losses of responses share: sums over a response's tokens, scores by the policy, TRL's
+metrics.
 
-It also measures how far the sampler's log-probabilities are from the trainer's.
+Also measures how far log-probabilities of the sampler and the trainer are apart.
 """
 
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from megatron.objectives.objective import Reference
 def label_logprobs(
     head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None, temperature: float = 1.0
 ) -> Tensor:
-    """Returns log p(label) of every token, `[batch, seq]` fp32; 0 outside `Batch.loss_places`.
+    """Returns log p(label) of every token, `[batch, seq]` fp32; 0 at positions that are not in
+    `Batch.loss_places`.
 
-    group, columns, temperature: as in `token_logprobs`.
+    group: the tensor-parallel ranks, None for one. columns: vocabulary columns in the softmax; None: all.
+    temperature: divides the logits.
     """
     return token_logprobs(head, batch.labels.t(), group, columns, batch.loss_places, temperature).t()
 
@@ -28,7 +31,7 @@ def label_logprobs(
 def response_sums(values: Tensor, batch: Batch) -> Tensor:
     """Returns the sum of `values` `[batch, seq]` over the trained tokens of each response, fp32 `[n]`.
 
-    It sums each response separately: scattered additions have no fixed order on a GPU.
+    Each response is summed on its own, because scatter-adds have no fixed order on a GPU.
     """
     responses = batch_responses(batch)
     numbers = torch.arange(len(responses.preference_labels), device=values.device)
@@ -37,20 +40,21 @@ def response_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def response_lengths(batch: Batch) -> Tensor:
-    """The number of tokens of each response whose loss weight is 1, fp32 `[n]`."""
+    """Returns the number of trained tokens (loss weight 1) of each response, fp32 `[n]`."""
     return response_sums(torch.ones_like(batch.loss_weights, dtype=torch.float32), batch)
 
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """The responses of a batch under the policy, fp32 `[n]` each. Only logprobs and score have gradients.
+    """Scores of a batch's n responses under the trained model, fp32 `[n]`. Only logprobs and score have
+    gradients.
 
     logprobs: log p(label) of all tokens, `[batch, seq]`.
-    score: sum of logprobs over the trained tokens of a response.
-    count: number of its trained tokens.
-    entropy: sum of the entropy over the same tokens.
-    logits: sum of the mean logit.
-    top: number of tokens whose label is the likeliest token.
+    score: sum of log-probabilities over a response's trained tokens.
+    count: number of a response's trained tokens.
+    entropy: sum over the trained tokens of the entropy of the model's distribution.
+    logits: sum over the trained tokens of the mean logit.
+    top: number of trained tokens to which the model gives the highest probability.
     """
 
     logprobs: Tensor
@@ -62,7 +66,7 @@ class ResponseScores:
 
     @property
     def average(self) -> Tensor:
-        """The mean log-probability of a token of each response, `[n]`."""
+        """The mean log-probability of a trained token, for each response, `[n]`."""
         return self.score / self.count.clamp(min=1.0)
 
 
@@ -74,9 +78,10 @@ def score_responses(
     columns: int | None = None,
     places: Tensor | None = None,
 ) -> ResponseScores:
-    """Returns the scores of a batch's responses under the policy.
+    """Returns the scores of a batch's responses under the trained model.
 
-    labels: `[batch, seq]`, already shifted. group, columns, places: as in `token_logprobs`.
+    labels: `[batch, seq]`, already shifted. group: the tensor-parallel ranks, None for one.
+    columns: vocabulary columns in the softmax; None: all. places: compute only these positions; None: all.
     """
     transposed, statistics = token_logprobs_and_statistics(head, labels.t(), group, columns, places)
     logprobs = transposed.t()
@@ -85,15 +90,22 @@ def score_responses(
 
 
 def reference_logprobs(batch: Batch) -> Tensor:
-    """Returns `Responses.reference_logprobs`. Raises ValueError if the batch has none."""
+    """Returns the reference model's log-probability of each response. Raises ValueError if the batch has
+    none."""
     logprobs = batch_responses(batch).reference_logprobs
     if logprobs is None:
-        raise ValueError("this loss needs a reference model's log-probabilities, and the batch has none")
+        raise ValueError(
+            "this loss compares with a reference model, but Responses.reference_logprobs is None: fill it with "
+            "Objective.with_reference before the loss"
+        )
     return logprobs
 
 
 def with_reference_sums(batches: list[Batch], reference: Reference) -> list[Batch]:
-    """Returns the batches, and their `Responses.kl_batch`, with `Responses.reference_logprobs`."""
+    """Returns the batches with the reference model's log-probability of each response filled in.
+
+    It fills `Responses.reference_logprobs` of each batch and of its `Responses.kl_batch`.
+    """
     if not batches:
         return []
     sums = [response_sums(v, b) for v, b in zip(reference.logprobs(batches), batches, strict=True)]
@@ -106,27 +118,30 @@ def with_reference_sums(batches: list[Batch], reference: Reference) -> list[Batc
 
 
 DIFFERENCE = "sampling/logp_difference"
-"""The metric of the difference between log-probabilities of sampler and trainer, a mean over tokens."""
+"""Name of a metric: the mean over tokens of |log p by the trainer - log p by the sampler|."""
 
 
 def sampler_difference(logprobs: Tensor, sampler_logprobs: Tensor, trained: Tensor) -> dict[str, Tensor]:
-    """Returns the absolute difference between log-probabilities of trainer and sampler over trained tokens.
+    """Returns metrics of the absolute difference between log-probabilities of trainer and sampler.
 
-    `DIFFERENCE` is its mean (a sum and a count), `DIFFERENCE` with suffix _max its maximum. logprobs: the
-    trainer's for the labels, `[batch, seq]`; sampler_logprobs: the sampler's; trained: boolean, of the same
-    shape.
+    Only trained tokens count. The metric `DIFFERENCE` is the mean, as (sum, count); the name with suffix
+    `_max` is the maximum.
+    logprobs, sampler_logprobs: log p(label), `[batch, seq]`. trained: boolean, of the same shape.
     """
     difference = torch.where(trained, logprobs - sampler_logprobs, 0.0).abs()
     return {DIFFERENCE: torch.stack([difference.sum(), trained.sum().float()]), f"{DIFFERENCE}_max": difference.max()}
 
 
 def sum_and_count(values: Tensor, chosen: Tensor) -> Tensor:
-    """A metric: the sum and the number of the values where `chosen` (boolean) is true, fp32 `[2]`."""
+    """Returns a metric as (sum, number) of the values where the boolean `chosen` is true, fp32 `[2]`."""
     return torch.stack([torch.where(chosen, values.detach().float(), 0.0).sum(), chosen.sum().float()])
 
 
 def _per_token(sums: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
-    """A metric: the sum over the chosen responses, and the number of their tokens, fp32 `[2]`."""
+    """Returns a per-token metric of the chosen responses, fp32 `[2]`: (sum of `sums`, sum of `counts`).
+
+    sums: the metric summed over each response's tokens. counts: number of tokens of each response.
+    """
     return torch.stack([torch.where(chosen, values, 0.0).sum() for values in (sums, counts)])
 
 
@@ -134,10 +149,10 @@ TOKEN_METRICS = ("logps/chosen", "logps/rejected", "logits/chosen", "logits/reje
 
 
 def token_metrics(responses: ResponseScores, logps: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """The metrics that `TOKEN_METRICS` names, by name.
+    """Returns the metrics named in `TOKEN_METRICS`, each as (sum, divisor).
 
-    logps: the log-probabilities to show, `[n]`; chosen, rejected: which responses are on either side, boolean
-    `[n]`.
+    logps: log-probability of each response, to be logged, `[n]`. chosen, rejected: boolean masks of
+        responses, `[n]`.
     """
     return {
         "logps/chosen": sum_and_count(logps, chosen),
@@ -149,13 +164,19 @@ def token_metrics(responses: ResponseScores, logps: Tensor, chosen: Tensor, reje
 
 
 def token_accuracy(responses: ResponseScores, chosen: Tensor) -> Tensor:
-    """A metric: the share of tokens of the `chosen` responses (boolean `[n]`) that are the likeliest ones."""
+    """Returns a metric as (sum, count): how many tokens of the `chosen` responses the model predicts as most
+    likely.
+
+    chosen: boolean mask of responses, `[n]`.
+    """
     return _per_token(responses.top, responses.count, chosen)
 
 
 def last_places(batch: Batch) -> Tensor:
-    """The position of each response's last token, `[n]` int64, row-major among `[seq, batch]`; 0 for one
-    without tokens."""
+    """Returns the position of each response's last token, `[n]` int64; 0 for a response without tokens.
+
+    Positions are indices into the flattened `[seq, batch]`.
+    """
     responses = batch_responses(batch)
     response_of = responses.response_ids.t().reshape(-1)
     places = torch.arange(len(response_of), device=response_of.device)
@@ -164,5 +185,8 @@ def last_places(batch: Batch) -> Tensor:
 
 
 def response_scores(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the score of each response, read at its last token, fp32 `[n]`. group: the tensor ranks."""
+    """Returns the reward model's score of each response, read at its last token, fp32 `[n]`.
+
+    group: the tensor-parallel ranks, None for one.
+    """
     return token_scores(head, last_places(batch), group)

@@ -1,7 +1,7 @@
-"""Baselines of losses that compare an example with all examples of the optimizer step: AOT's ranks and KTO's
-KL.
+"""Computes baselines for losses that compare an example with all examples of the optimizer step.
 
-They are computed over all micro-batches and data-parallel ranks before the forward passes of the step.
+These losses are AOT, which matches ranks, and KTO, which subtracts a KL. Baselines are computed over all
+micro-batches and data-parallel ranks, before the step's forward passes.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,44 @@ from megatron.data.preferences.responses import batch_responses, with_responses
 from megatron.objectives.objective import ScoreFunction
 from megatron.objectives.preference import reference_logprobs
 
-# From log-probabilities `[pairs]` of all pairs of a step (the policy's chosen, rejected, then the
-# reference's) to the baselines of the chosen and of the rejected responses, `[pairs]` each.
+# Maps log-probabilities of all pairs of a step, `[pairs]` each (policy: chosen, rejected; reference: chosen,
+# rejected), to the baselines of the chosen and of the rejected responses, `[pairs]` each.
 Matching = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _rank_matched(values: Tensor, order: Tensor) -> Tensor:
-    """Returns `values` reordered: element i has the rank in `values` that `order[i]` has in `order`."""
+    """Returns `values` reordered so that its order by size is that of `order`.
+
+    Where `order` has its smallest element the result has the smallest of `values`, and so on.
+    """
     return torch.empty_like(values).scatter_(0, order.argsort(stable=True), values.sort().values)
 
 
 def match_gaps(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the baselines of aot: for each pair, the reference's gap of the same rank as the policy's gap.
+    """Returns AOT's baselines: each pair gets the reference's gap that has the same rank as the policy's gap.
 
-    A gap is the log-probability of the chosen response minus that of the rejected one. Baselines of rejected
-    responses are 0.
+    A gap is log p(chosen) - log p(rejected); ranks are by size among all pairs of the step. All baselines of
+    rejected responses are 0.
     """
     gaps = _rank_matched(ref_chosen - ref_rejected, chosen - rejected)
     return gaps, torch.zeros_like(gaps)
 
 
 def match_sides(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the baselines of aot_unpaired: for each response, the log-ratio of the same rank on the other
-    side."""
+    """Returns the baselines of aot_unpaired: chosen and rejected responses are matched by rank.
+
+    Each response gets the log-ratio log p - log p_ref that has the same rank among responses of the other
+    side.
+    """
     chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
     return _rank_matched(rejected_ratio, chosen_ratio), _rank_matched(chosen_ratio, rejected_ratio)
 
 
 def _from_all(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
-    """Returns the columns of `values` `[k, n]` of all data-parallel ranks, `[k, sum of n]`, and the index of
-    this rank's first column."""
+    """Gathers the columns of `values` `[k, n]` from all data-parallel ranks; n may differ by rank.
+
+    Returns the columns of all ranks, `[k, sum of n]`, and the index of this rank's first column.
+    """
     if group is None:
         return values, 0
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -67,10 +75,12 @@ def pair_baselines(
     matching: Matching,
     reference_free: bool,
 ) -> list[Batch]:
-    """Returns the micro-batches with `Responses.baseline`; `matching` computes it from all pairs of the step.
+    """Returns the micro-batches with `Responses.baseline`, which `matching` computes from all pairs of the
+    step.
 
-    score: returns the policy's log-probabilities. group: the data-parallel ranks; None for one rank.
-    reference_free: use 0 for the reference's log-probabilities.
+    score: function that returns the policy's log-probabilities. group: the data-parallel ranks; None for one
+        rank.
+    reference_free: take 0 for the reference's log-probabilities.
     """
     scores = score(batches)
     rows = []
@@ -91,16 +101,17 @@ def pair_baselines(
 
 
 def kl_baseline(batches: list[Batch], score: ScoreFunction, group: dist.ProcessGroup | None) -> list[Batch]:
-    """Returns KTO's micro-batches with the step's KL as `Responses.baseline`.
+    """Returns KTO's micro-batches with the step's KL in `Responses.baseline`.
 
-    The KL is the mean log-ratio of responses to other prompts (`Responses.kl_batch`) in the whole step, at
-    least 0.
-    Raises ValueError if a batch has no such responses.
+    The KL is the mean log-ratio of policy to reference over the step's mismatched responses
+    (`Responses.kl_batch`: answers paired with other prompts), at least 0. Raises ValueError if a batch has
+    none of them.
     """
     kl_batches = [kl for batch in batches if (kl := batch_responses(batch).kl_batch) is not None]
     if len(kl_batches) < len(batches):
         raise ValueError(
-            "KTO estimates its KL from answers to other prompts; this batch has none (`Responses.kl_batch` is None)"
+            "KTO estimates its KL from answers paired with other prompts, but Responses.kl_batch of a micro-batch is "
+            "None; collate KTO data with mismatched answers"
         )
     total = torch.zeros(2, device=batches[0].tokens.device)
     for comparison, policy in zip(kl_batches, score(kl_batches), strict=True):

@@ -1,1 +1,1 @@
-"""Distillation: learns from a teacher's distributions."""
+"""Distillation: a student model learns to match a teacher model's next-token distributions."""

@@ -1,6 +1,8 @@
-"""Caches the teacher's most likely tokens on disk before the first step, so that training needs no teacher.
+"""Caches a teacher's most likely tokens on disk before the first step, so that training runs without the
+teacher.
 
-The folder is named by the teacher and its settings; rows in it are found by a hash of their content.
+Each combination of teacher and settings has its own folder. Within it, a row of tokens is found by a hash of
+its content.
 """
 
 import hashlib
@@ -32,42 +34,48 @@ from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 from megatron.training.reference.cache import describe_reference, digest_of
 
-_TOKENS_AT_ONCE = 1 << 17  # of a data-parallel rank; what an interruption loses
-_SAY_EVERY = 30.0  # seconds
+_TOKENS_AT_ONCE = 1 << 17  # scored by a data-parallel rank between two writes; an interruption loses these
+_SAY_EVERY = 30.0  # seconds between log lines
 
 
-# name: `row_name`; file: its number; first, count: its trained tokens in that file; digest: of these.
+# One record per row of tokens. name: from `row_name`; first, count: the range of its trained tokens in the
+# file of tokens; digest: hash of the records of these tokens.
 ROWS = np.dtype([("name", "S32"), ("first", "<i8"), ("count", "<i4"), ("digest", "S32")])
 
 
 def token_type(k: int) -> np.dtype:
-    """Return the numpy record type of the teacher's scores of one token.
+    """Returns the numpy record type for the teacher's scores at one position of a row.
 
-    ids: the k most likely tokens. logprobs: their log-probabilities, then that of all other tokens together.
+    ids: the k most likely next tokens. logprobs: their log-probabilities, then one for all other tokens
+        together.
     """
     return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
 
 
 def trained_places(sample: TokenSample) -> np.ndarray:
-    """Return the positions of the tokens that may be trained; position 0 is the second token of the row."""
+    """Returns the indices of a row's trained labels. Index 0 is the label of the first position, the second
+    token."""
     return np.flatnonzero(sample.labels[1:] >= 0)
 
 
 def row_name(sample: TokenSample) -> bytes:
-    """Return a hash of the row's tokens, trained positions and document starts, 32 hexadecimal digits."""
+    """Returns a hash of the row's tokens, trained positions and document starts, as 32 hexadecimal digits."""
     digest = hashlib.blake2b(sample.tokens.astype("<i8").tobytes(), digest_size=16)
     digest.update((sample.labels >= 0).tobytes() + sample.begins.tobytes() + bytes([sample.labelled]))
     return digest.hexdigest().encode()
 
 
 def digest_of_tokens(tokens: np.ndarray) -> bytes:
-    """Return a hash of an array of records of `token_type`, 32 hexadecimal digits."""
+    """Returns a hash of an array of numpy records, as 32 hexadecimal digits."""
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest().encode()
 
 
 class Shard(NamedTuple):
-    """One file pair of a teacher's scores. rows: records of type `ROWS`; tokens: memory-mapped records of
-    `token_type`, one for each trained token of these rows."""
+    """A teacher's scores from one pair of files.
+
+    rows: records of type `ROWS`, one for each row.
+    tokens: memory-mapped records of `token_type`, one for each trained token of these rows.
+    """
 
     file: Path
     rows: np.ndarray
@@ -75,7 +83,10 @@ class Shard(NamedTuple):
 
 
 class TeacherScores:
-    """Looks up a teacher's scores of a row by `row_name`. If several rows have one name, the first counts."""
+    """Looks up a teacher's scores of a row by the row's hash (`row_name`).
+
+    If several shards have scores of the same row, the first ones are used.
+    """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
@@ -93,20 +104,24 @@ class TeacherScores:
         return place if place < len(self.names) and self.names[place] == name else None
 
     def with_top(self, sample: TokenSample) -> TokenSample:
-        """Return the sample with `top` set to the teacher's most likely tokens.
+        """Returns the sample with `top` set to the teacher's most likely tokens at each position.
 
-        Raises DataError if the sample has no scores or its score file is damaged.
+        Raises DataError if the sample has no scores, or if its score file is damaged.
         """
         place = self._find(row_name(sample))
         if place is None:
             raise DataError(
-                "a row has no scores of the teacher: the data has changed since the run began; start the run again"
+                "the cache has no teacher scores for a row of the training data: the data has changed since this "
+                "start filled the cache; start the run again, which scores the new rows"
             )
         shard = self.shards[self._shard[place]]
         row = shard.rows[self._row[place]]
         tokens = shard.tokens[row["first"] : row["first"] + row["count"]]
         if digest_of_tokens(tokens) != row["digest"]:
-            raise DataError(f"{shard.file}: damaged; delete this file, it is rebuilt")
+            raise DataError(
+                f"{shard.file}: damaged: the teacher's scores do not match their checksum; delete this file, the next "
+                "start computes them again"
+            )
         places, k = trained_places(sample), tokens["ids"].shape[1]
         ids = np.zeros((len(sample.tokens) - 1, k), np.int64)
         logprobs = np.zeros((len(sample.tokens) - 1, k + 1), np.float32)
@@ -115,7 +130,7 @@ class TeacherScores:
 
 
 class TeacherScoredDataset(WrappedSet):
-    """Wraps a dataset: each sample gets `top`, the teacher's most likely tokens, looked up in `scores`."""
+    """Wraps a dataset and adds the teacher's most likely tokens to each sample, as `TokenSample.top`."""
 
     def __init__(self, dataset: SampleSet, scores: TeacherScores) -> None:
         super().__init__(dataset)
@@ -130,8 +145,10 @@ class TeacherScoredDataset(WrappedSet):
 def describe_scores(
     args: NeoXArgs, description: TeacherDescription, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Returns all settings on which the teacher's scores of a row depend, besides the row's tokens. The ranks
-    share the work."""
+    """Returns all settings that the teacher's scores of a row depend on, besides the row's tokens.
+
+    All ranks must call it together.
+    """
     record = describe_reference(teacher_args(args, description), description.source, tokenizer, groups)
     keys = ("seq_length", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
     reading = {key: getattr(args, key) for key in keys} | {"masked": list(masked_token_ids(args))}
@@ -141,31 +158,41 @@ def describe_scores(
 
 
 def scores_folder(args: NeoXArgs, record: dict[str, Any]) -> Path:
-    """Returns the folder of these scores in `distillation.cache_dir`, else in `teacher_cache` next to the
-    index maps."""
+    """Returns the folder for scores with these settings: a hash of `record` names it.
+
+    It is in `distillation.cache_dir`, or, if that is unset, in `teacher_cache` next to the dataset's index
+    maps.
+    """
     cache_dir = distillation_keys(args)["cache_dir"]
     first_path = (args.train_data_paths or (args.data_path or "",))[0]
     return Path(cache_dir or index_cache_dir(args, first_path).parent / "teacher_cache") / digest_of(record)
 
 
 def read_scores(folder: Path, k: int) -> TeacherScores:
-    """Returns all scores of a folder. Raises DataError for a damaged file."""
+    """Returns all scores in a folder. k: the number of tokens per position. Raises DataError for a damaged
+    file."""
     shards = []
     for file in sorted(folder.glob("rows-*.npy")):
         top = file.with_name(file.name.replace("rows-", "top-", 1))
         try:
             rows, tokens = np.load(file, allow_pickle=False), np.load(top, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as problem:
-            raise DataError(f"{file}: damaged ({problem}); delete it, it is rebuilt") from problem
+            raise DataError(
+                f"{file}: damaged: the teacher's scores cannot be read ({problem}); delete this file, the next start "
+                "computes them again"
+            ) from problem
         is_complete = rows.dtype == ROWS and tokens.dtype == token_type(k) and len(tokens) == rows["count"].sum()
         if not is_complete or file.stem != f"rows-{digest_of_tokens(rows).decode()}":
-            raise DataError(f"{file}: damaged; delete it, it is rebuilt")
+            raise DataError(
+                f"{file}: damaged: the teacher's scores have a wrong checksum, type or length; delete this file, the "
+                "next start computes them again"
+            )
         shards.append(Shard(top, rows, tokens))
     return TeacherScores(shards)
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write the description of the scores into their folder. Raises DataError."""
+    """Writes the settings of the scores to `about.json` in their folder. Raises DataError if this fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "about.json", (json.dumps(record, indent=1) + "\n").encode())
@@ -174,9 +201,9 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def add_scores(folder: Path, scored: list[tuple[bytes, np.ndarray]]) -> None:
-    """Write scores of rows into new files of the folder. Raises DataError.
+    """Writes scores of rows to a new pair of files in the folder. Raises DataError if this fails.
 
-    scored: for each row its name and its tokens, of `token_type`.
+    scored: for each row its hash (`row_name`), and its array of records of `token_type`.
     """
     counts = [len(tokens) for _, tokens in scored]
     firsts = np.cumsum([0, *counts])[:-1]
@@ -197,13 +224,13 @@ def add_scores(folder: Path, scored: list[tuple[bytes, np.ndarray]]) -> None:
 
 def _not_writable(folder: Path, problem: OSError) -> DataError:
     return DataError(
-        f"{folder}: scores of the teacher cannot be written here ({problem.strerror}); set distillation.cache_dir to a "
-        "folder that can be written"
+        f"{folder}: the teacher's scores cannot be written here ({problem.strerror}); set distillation.cache_dir to a "
+        "writable folder"
     )
 
 
 class TeacherCache:
-    """Computes missing scores. All ranks call `fill` together."""
+    """Fills the cache of teacher scores before training. All ranks call `fill` together."""
 
     def __init__(
         self,
@@ -223,9 +250,10 @@ class TeacherCache:
         self.teacher: Teacher | None = None
 
     def fill(self, datasets: Datasets) -> Datasets:
-        """Returns the datasets with the teacher's top tokens for every training row.
+        """Returns the datasets with the teacher's most likely tokens in every training row.
 
-        The teacher scores rows that the cache lacks, and the cache keeps them. Counts are logged.
+        Rows that the cache lacks are scored by the teacher and added to the cache. The numbers of scored and
+        cached rows are logged.
         """
         dataset, args = datasets.train, self.args
         assert dataset is not None and args.train_iters is not None
@@ -233,32 +261,38 @@ class TeacherCache:
         cached = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
         computed, names = self._compute(dataset, size, cached)
         self.teacher = None
-        self.logger.info(f"distillation: {computed} rows scored, {len(names) - computed} found in {self.folder}")
+        self.logger.info(
+            f"distillation: teacher scored {computed} rows, found {len(names) - computed} already in {self.folder}"
+        )
         scores = run_on_each_rank(self.groups, lambda: read_scores(self.folder, self.k))
         return replace(datasets, train=TeacherScoredDataset(dataset, scores))
 
     def _compute(self, dataset: SampleSet, size: int, cached: TeacherScores) -> tuple[int, set[bytes]]:
-        """Score missing rows; return (rows scored, names of all rows of the first `size` samples)."""
+        """Scores the rows that the cache lacks, among the first `size` samples.
+
+        Returns the number of rows that were scored, and the hashes of all rows of these samples.
+        """
         rank, ranks = self.groups.rank("data"), self.groups.size("data")
         step = max(1, _TOKENS_AT_ONCE // self.args.seq_length) * ranks
         names: set[bytes] = set()
         computed, logged_at = 0, time.monotonic()
         for start in range(0, size, step):
-            self.watchdog.now("asking the teacher")
+            self.watchdog.now("scoring rows with the teacher")
             numbers = range(start + rank, min(start + step, size), ranks)
             rows = run_on_each_rank(self.groups, partial(_rows_of, dataset, numbers))
             everyone = self._from_data_ranks(list(rows))
-            done = names.union(*everyone[:rank])  # each row is the work of the first rank that has it
+            done = names.union(*everyone[:rank])  # a row on several ranks is scored by the first of them
             missing = {name: row for name, row in rows.items() if name not in done and name not in cached}
             names.update(*everyone)
             computed += self._add(missing)
             if time.monotonic() - logged_at > _SAY_EVERY:
-                self.logger.info(f"distillation: {min(start + step, size)} of {size} rows are scored")
+                self.logger.info(f"distillation: teacher scores of {min(start + step, size)} of {size} rows are cached")
                 logged_at = time.monotonic()
         return computed, names
 
     def _add(self, rows: dict[bytes, TokenSample]) -> int:
-        """Score rows and write their scores to the cache; returns the number of rows of all data ranks.
+        """Scores this rank's rows and writes the scores to the cache. Returns the number of rows over all
+        data ranks.
 
         Data ranks may have different numbers of rows.
         """
@@ -274,7 +308,7 @@ class TeacherCache:
         return sum(counts)
 
     def _score(self, rows: dict[bytes, TokenSample]) -> list[tuple[bytes, np.ndarray]]:
-        """Returns name and tokens of each row; [] on stages before the last."""
+        """Returns (hash, token records) of each row; [] on pipeline stages before the last."""
         assert self.teacher is not None
         size, named_rows = self.args.train_micro_batch_size_per_gpu, list(rows.items())
         scored: list[tuple[bytes, np.ndarray]] = []
@@ -282,7 +316,7 @@ class TeacherCache:
         at_once = 4 * self.groups.size("pipe")  # keeps the stages of a pipeline busy
         for start in range(0, len(parts), at_once):
             chunk = parts[start : start + at_once]
-            # All of one shape: the last is filled up with its first row
+            # All micro-batches have one shape: an incomplete one is filled up with copies of its first row
             filled = [[row for _, row in part + part[:1] * (size - len(part))] for part in chunk]
             batches = [self.collate(samples).to(self.groups.device) for samples in filled]
             for part, batch, top in zip(chunk, batches, self.teacher.top_tokens(batches), strict=False):
@@ -302,7 +336,10 @@ class TeacherCache:
 
 
 def _rows_of(dataset: SampleSet, numbers: range) -> dict[bytes, TokenSample]:
-    """Returns the distinct rows of these samples. Raises StopRequested after a stop signal."""
+    """Returns the distinct rows among the samples with these indices, by hash.
+
+    Raises StopRequested after a stop signal.
+    """
     look_for_stop()
     rows = [dataset[number] for number in numbers]
     return {row_name(row): row for row in rows if isinstance(row, TokenSample)}
@@ -311,4 +348,7 @@ def _rows_of(dataset: SampleSet, numbers: range) -> dict[bytes, TokenSample]:
 def _check_finite(scored: list[tuple[bytes, np.ndarray]]) -> None:
     bad = sum(not np.isfinite(tokens["logprobs"]).all() for _, tokens in scored)
     if bad:
-        raise DataError(f"distillation: the teacher's log-probabilities are not finite in {bad} of {len(scored)} rows")
+        raise DataError(
+            f"distillation: the teacher's log-probabilities are not finite (NaN or infinite) in {bad} of {len(scored)} "
+            "rows; check the teacher's weights, or try another precision"
+        )

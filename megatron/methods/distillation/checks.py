@@ -1,4 +1,4 @@
-"""Checks of the keys of distillation."""
+"""Checks the configuration keys of distillation."""
 
 from megatron.methods.distillation.keys import DistillationKeys, distillation_keys
 from megatron.neox_arguments.errors import ErrorCollector
@@ -7,56 +7,99 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 _CONFLICTS = {
-    "sft_loss_type": "the labels' part of the loss is their negative log-likelihood",
-    "z_loss": "the loss has no such term",
-    "ga_dataset": "steps on it have a loss of their own",
+    "sft_loss_type": "distillation always uses the negative log-likelihood as loss of the labels",
+    "z_loss": "the loss of distillation has no z-loss term",
+    "ga_dataset": "distillation cannot be combined with unlearning",
 }
 
 
 def _cache(args: ResolvedArgs, problems: ErrorCollector) -> None:
     keys = distillation_keys(args)
     if keys["top_k"] is None:
-        problems.add("distillation.cache", "stores the most likely tokens; set top_k to their number, say 64")
+        problems.add(
+            "distillation.cache",
+            "the cache stores the teacher's top_k most likely tokens, but top_k is unset; set distillation.top_k, say "
+            "64",
+        )
     if args.seq_curriculum is not None or (args.curriculum_learning or {}).get("enabled"):
-        problems.add("distillation.cache", "stores full rows, but a curriculum cuts them; remove one of the two")
+        problems.add(
+            "distillation.cache",
+            "the cache stores scores of full rows, but the curriculum (seq_curriculum or curriculum_learning) "
+            "truncates rows; remove distillation.cache or the curriculum",
+        )
     if not args.use_shared_fs:
-        problems.add("distillation.cache", "is written by many ranks into one folder; it needs use_shared_fs: true")
+        problems.add(
+            "distillation.cache",
+            "many ranks write the cache into one folder, but use_shared_fs is false; set use_shared_fs: true and a "
+            "folder that all nodes share, or remove distillation.cache",
+        )
 
 
 def _on_policy(args: ResolvedArgs, problems: ErrorCollector) -> None:
     keys = distillation_keys(args)
     if keys["cache"]:
-        problems.add("distillation.cache", "cannot hold answers that the student writes in training; remove it, or "
-                                           "lmbda")  # fmt: skip
+        problems.add(
+            "distillation.cache",
+            "the cache is filled before training, but with lmbda above 0 the student writes new answers during "
+            "training; remove distillation.cache or distillation.lmbda",
+        )
     if keys["lmbda"] == 1.0 and keys["weight"] != 1.0:
-        problems.add("distillation.weight", "with lmbda 1 every step is on policy, without likelihood loss; remove it")
+        problems.add(
+            "distillation.weight",
+            "has no effect with lmbda: 1, since the loss of on-policy steps is the divergence alone; remove "
+            "distillation.weight",
+        )
     if args.train_label_data_paths is None:
-        problems.add("distillation.lmbda", "needs train_label_data_paths: a prompt is all before the first trained "
-                                           "token")  # fmt: skip
+        problems.add(
+            "distillation.lmbda",
+            "on-policy steps need train_label_data_paths: the prompt of a row is everything before its first trained "
+            "token; set train_label_data_paths, or remove distillation.lmbda",
+        )
     if args.pack_impl != "unpacked":
-        problems.add("distillation.lmbda", "needs one document per row; set pack_impl: unpacked (now "
-                                           f"{args.cite('pack_impl')})")  # fmt: skip
+        problems.add(
+            "distillation.lmbda",
+            f"on-policy steps need one document per row; set pack_impl: unpacked (now {args.cite('pack_impl')})",
+        )
     if args.seq_curriculum is not None or (args.curriculum_learning or {}).get("enabled"):
-        problems.add("distillation.lmbda", "writes full rows, but a curriculum cuts them; remove one of the two")
+        problems.add(
+            "distillation.lmbda",
+            "on-policy steps write full rows, but the curriculum (seq_curriculum or curriculum_learning) truncates "
+            "rows; remove distillation.lmbda or the curriculum",
+        )
 
 
 def check(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Checks that a run that learns from a teacher sets no keys that distillation does not support."""
+    """Notes problems of a distillation run: keys that distillation does not support, or that lack another
+    key."""
     keys = DistillationKeys.read_from(args).distillation
     if keys is None:
         return
     if args.train_impl != "normal":
-        problems.add("distillation", f"needs train_impl: normal, not {args.cite('train_impl')}; remove one of them")
+        problems.add(
+            "distillation",
+            f"distillation needs train_impl: normal, not {args.cite('train_impl')}; change train_impl, or remove "
+            "distillation",
+        )
     for key, reason in _CONFLICTS.items():
         if getattr(args, key) != keys_of(type(args))[key].default:
-            problems.add(key, f"{reason}; remove it, or distillation ({args.origin('distillation')})")
+            problems.add(key, f"{reason}; remove this key, or distillation ({args.origin('distillation')})")
     if keys["cache"]:
         _cache(args, problems)
     elif keys["cache_dir"] is not None:
-        problems.add("distillation.cache_dir", "only cache: true reads it; set that, or remove it")
+        problems.add(
+            "distillation.cache_dir",
+            "has no effect while distillation.cache is false; set distillation.cache: true, or remove cache_dir",
+        )
     if keys["lmbda"] > 0.0:
         _on_policy(args, problems)
     elif "max_new_tokens" in (args.user_values.get("distillation") or {}):
-        problems.add("distillation.max_new_tokens", "only steps on policy read it; set lmbda, or remove it")
+        problems.add(
+            "distillation.max_new_tokens",
+            "has no effect while distillation.lmbda is 0, since only on-policy steps write answers; set "
+            "distillation.lmbda above 0, or remove max_new_tokens",
+        )
     if is_remote(keys["teacher"]):
-        problems.add("distillation.teacher", "is a remote path; download it, and set the local folder")
+        problems.add(
+            "distillation.teacher",
+            "the teacher cannot be read from a remote path; download it, and set distillation.teacher to the folder",
+        )

@@ -1,4 +1,4 @@
-"""Tells configuration and data of distillation."""
+"""Declares the keys of distillation, and which runs use it."""
 
 from megatron.methods.distillation.keys import DistillationKeys
 from megatron.neox_arguments.methods import MethodDeclaration

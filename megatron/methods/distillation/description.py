@@ -1,5 +1,7 @@
-"""Describes the model of `distillation.teacher`: its configuration in this run's layout, and whether both
-models share a vocabulary. Nothing is loaded yet."""
+"""Describes the model of `distillation.teacher` without loading it.
+
+Reads the teacher's configuration, and checks that teacher and student share a tokenizer.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
 from megatron.training.reference.cache import MODEL_SECTIONS
 
-# Model keys that set how, and at what length, the model is computed: these are the run's, not the teacher's
+# Model keys that say how to compute the model, and at what length: the teacher takes their values from the
+# run, not from its own configuration
 _RUN_KEYS = (
     "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -29,11 +32,11 @@ _KEY = "distillation.teacher"
 
 @dataclass(frozen=True)
 class TeacherDescription:
-    """The teacher of a run, not loaded yet.
+    """The teacher of a run, before it is loaded.
 
-    source: where its weights are.
+    source: location of its weights.
     keys: the model keys of its own configuration; None stands for a key's default.
-    rows: rows of its vocabulary that take part in its softmax; None: all.
+    rows: number of vocabulary rows in its softmax; None: all.
     """
 
     source: CheckpointSource
@@ -42,14 +45,16 @@ class TeacherDescription:
 
     @property
     def path(self) -> Path:
-        """The folder of its weights."""
+        """The folder of the teacher's weights."""
         assert self.source.path is not None
         return self.source.path
 
 
 def describe_teacher(args: ModelArgs, tokenizer: Tokenizer) -> TeacherDescription:
-    """Returns the teacher of a run. Raises ConfigError if its files cannot be read, or its tokenizer differs
-    from the student's."""
+    """Returns the description of the run's teacher.
+
+    Raises ConfigError if the teacher's files cannot be read, or if its tokenizer differs from the student's.
+    """
     try:
         return _describe(args, tokenizer)
     except CheckpointError as problem:
@@ -73,11 +78,18 @@ def _describe(args: ModelArgs, tokenizer: Tokenizer) -> TeacherDescription:
             rows = real_rows(source, tokenizer.vocab_size)
         is_same_tokenizer = manifest is None or manifest.tokenizer in (None, tokenizer.fingerprint())
     if not is_same_tokenizer:
-        raise args.error(_KEY, f"{path} was trained with another tokenizer than vocab_file {args.cite('vocab_file')}")
+        raise args.error(
+            _KEY,
+            f"the teacher {path} has another tokenizer than the student, vocab_file {args.cite('vocab_file')}; "
+            "distillation needs the same tokenizer",
+        )
     if keys.get("score_head") or keys.get("train_impl") == "rm":
-        raise args.error(_KEY, f"{path} is a reward model, which gives scores and no text; name a language model")
+        raise args.error(_KEY, f"{path} is a reward model, which has no next-token distribution; set a language model")
     if keys.get("lora") is not None:
-        raise args.error(_KEY, f"{path} has adapters; merge them (tools/ckpts/adapter.py merge) and name the result")
+        raise args.error(
+            _KEY,
+            f"{path} has LoRA adapters; merge them with tools/ckpts/adapter.py merge, and set the merged checkpoint",
+        )
     model_keys = [
         key for key, declaration in keys_of(type(args)).items()
         if declaration.owner in MODEL_SECTIONS and declaration.standing.startswith("honoured") and key not in _RUN_KEYS
@@ -88,8 +100,9 @@ def _describe(args: ModelArgs, tokenizer: Tokenizer) -> TeacherDescription:
 def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | None, tokenizer: Tokenizer) -> NeoXArgs:
     """Returns the student's configuration with the softmax limited to vocabulary rows that both models have.
 
-    real: from `real_rows`, for the student. Raises ConfigError if the student's softmax would still have more
-    rows than the teacher's, or too few for `top_k`.
+    real: number of the student's vocabulary rows that stand for tokens, from `real_rows`; None: not known.
+    Raises ConfigError if the student's softmax would still have more rows than the teacher's, or too few for
+    `top_k`.
     """
     row_counts = [rows for rows in (real, teacher.rows) if rows is not None]
     args = mask_padding(args, min(row_counts, default=None), tokenizer.vocab_size)
@@ -97,28 +110,30 @@ def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | No
     if (distillation_keys(args)["top_k"] or 0) >= student_rows:
         raise args.error(
             "distillation.top_k",
-            f"must be below the {student_rows} rows of the vocabulary; remove it to compare all rows",
+            f"must be below the {student_rows} rows of the vocabulary; lower top_k, or remove it to compare all tokens",
         )
     if teacher.rows is not None and student_rows > teacher.rows:
         raise args.error(
-            "mask_padded_vocab", f"{student_rows} rows take part in the softmax, but {teacher.path} has "
-            f"{teacher.rows}; remove mask_padded_vocab, or write {teacher.rows}"
+            "mask_padded_vocab", f"the student's softmax has {student_rows} vocabulary rows, but the teacher "
+            f"{teacher.path} has {teacher.rows}; remove mask_padded_vocab, or set it to {teacher.rows}"
         )  # fmt: skip
     return args
 
 
 def teacher_args(args: NeoXArgs, teacher: TeacherDescription) -> NeoXArgs:
-    """Returns the teacher's configuration: its own model, the student's layout, precision and kernels.
+    """Returns the configuration to run the teacher with: its own model, and the student's layout, precision
+    and kernels.
 
-    Adapters, `trainable`, FP8 and NEFTune of the student are off.
-
-    args: the student's, with `padded_vocab_size` and `softmax_rows` known. Raises ConfigError for a teacher
-    that cannot run in this layout or at this length, or whose rows of vocabulary are split differently.
+    The student's adapters, `trainable`, FP8 and NEFTune are turned off.
+    args: the student's configuration, with `padded_vocab_size` and `softmax_rows` resolved.
+    Raises ConfigError if the teacher cannot run in this layout, at this sequence length, or with this split
+    of the vocabulary.
     """
     positions = teacher.keys["max_position_embeddings"] - (teacher.keys["opt_pos_emb_offset"] or 0)
     if args.seq_length > positions:
         raise args.error(
-            _KEY, f"{teacher.path} reads {positions} tokens, but seq_length is {args.cite('seq_length')}; lower that"
+            _KEY, f"the teacher {teacher.path} reads at most {positions} tokens, but seq_length is "
+            f"{args.cite('seq_length')}; lower seq_length, or set another teacher"
         )  # fmt: skip
     fp8 = {name: None for name, key in keys_of(type(args)).items() if key.owner == FP8Keys.__name__}
     model_values = {**teacher.keys, "mask_padded_vocab": args.softmax_rows or False}
@@ -127,4 +142,6 @@ def teacher_args(args: NeoXArgs, teacher: TeacherDescription) -> NeoXArgs:
             **fp8, **model_values, distillation=None, lora=None, trainable=None, neftune_noise_alpha=None
         )
     except ConfigError as problem:
-        raise args.error(_KEY, f"{teacher.path} cannot run with this model's settings: {problem}") from problem
+        raise args.error(
+            _KEY, f"the teacher {teacher.path} cannot run with this run's layout and precision: {problem}"
+        ) from problem

@@ -1,6 +1,7 @@
-"""Distillation: the teacher scores every step, or its answers are cached before the first step.
+"""Distillation: the teacher scores every step's batch, or its most likely tokens are cached before the first
+step.
 
-A share of steps may learn from text that the student writes itself (GKD, arXiv 2306.13649).
+In some steps the student may learn from text that it writes itself (GKD, arXiv 2306.13649).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +33,15 @@ from megatron.training.method import Collate, Load, LoggedSteps, MethodRun, Step
 
 
 class Method(method.Method):
-    """Learns a teacher's distributions over the tokens of texts."""
+    """Trains a student to match a teacher's next-token distributions on texts."""
 
     def __init__(self) -> None:
         self.teacher: TeacherDescription | None = None
         self.answer: OnPolicy | None = None
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of distillation: the divergence from the teacher, mixed with
+        next-token prediction."""
         keys = distillation_keys(args)
         divergence = Divergence(keys["beta"], keys["temperature"])
         objective = distillation(divergence, keys["weight"], args.softmax_rows)
@@ -48,14 +50,22 @@ class Method(method.Method):
     def with_vocabulary(
         self, args: NeoXArgs, tokenizer: Tokenizer, groups: ParallelGroups, real_rows: int | None
     ) -> NeoXArgs:
-        """Describes the teacher, and limits the softmax to rows that both models have."""
+        """Returns the configuration with the vocabulary size resolved, and the softmax limited to rows that
+        both models have.
+
+        Also reads the teacher's configuration into `self.teacher`. real_rows: number of the student's
+        vocabulary rows that stand for tokens; None: not known.
+        """
         self.teacher = teacher = run_on_each_rank(groups, lambda: describe_teacher(args, tokenizer))
         args = with_vocabulary(adopt_vocabulary(args, teacher.source, tokenizer.vocab_size), tokenizer)
         return with_common_rows(args, teacher, real_rows, tokenizer)
 
     def finish_datasets(self, parts: RunParts, datasets: Datasets, watchdog: Watchdog) -> Datasets:
-        """Returns the sets, with `cache` with the teacher's scores. Else the engine runs the teacher in each
-        step."""
+        """Prepares the teacher, and returns the datasets.
+
+        With `distillation.cache`, training samples get the teacher's cached scores. Without it, the engine
+        will run the teacher in each step, and the datasets stay as they are.
+        """
         args, groups, logger = parts.args, parts.groups, parts.logger
         assert self.teacher is not None
         watchdog.now("loading the teacher")
@@ -66,20 +76,26 @@ class Method(method.Method):
             cache = TeacherCache(args, groups, self.teacher, parts.tokenizer, logger, watchdog)
             return cache.fill(datasets)
         except StopRequested as stop:  # the run ends before its first step
-            logger.info(f"distillation: given up, {stop} ends the run; scored rows are kept for the next start")
+            logger.info(
+                f"distillation: {stop} ends the run before all rows have teacher scores; the next start reuses the "
+                "scores cached so far"
+            )
             return datasets
 
     def collation(self, args: NeoXArgs, eod: int | None) -> Collate:
-        """See `Method`."""
+        """Returns the collate function of the training set; it adds the teacher's cached scores to the
+        batch."""
         return partial(_with_cached_scores, collation(args, eod))
 
     def begin(self, run: MethodRun) -> None:
-        """See `Method`."""
+        """Prepares the sampling of the student's answers, if the run has on-policy steps. Called before the
+        first step."""
         if distillation_keys(run.args)["lmbda"] > 0.0:
             self.answer = OnPolicy(run)
 
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
-        """Yields the steps still to do; in on-policy steps the student answers the step's prompts."""
+        """Yields the steps still to do. In on-policy steps the student's answers replace those of the
+        data."""
         steps = super().steps(run, load)
         return steps if self.answer is None else self._on_policy_steps(run, self.answer, steps)
 
@@ -91,22 +107,25 @@ class Method(method.Method):
                 yield next(steps)
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
-        """See `Method`."""
+        """Returns the metric train/on_policy: the share of logged steps that were on-policy. Empty if `lmbda`
+        is 0."""
         if not distillation_keys(args)["lmbda"]:
             return {}
         return {"train/on_policy": steps.roles.count("on_policy") / len(steps.roles)}
 
 
 def is_on_policy(args: NeoXArgs, iteration: int) -> bool:
-    """Returns whether the step after `iteration` is on policy; a share `distillation.lmbda` of steps is.
+    """Returns whether the step after `iteration` is on-policy: the student learns from answers that it
+    writes.
 
-    Only seed and iteration decide, so that a resumed run takes the same steps.
+    This holds for a share `distillation.lmbda` of steps. Seed and iteration alone decide, so a resumed run
+    takes the same steps.
     """
     return mix_seed(args.seed, "on_policy", iteration) / 2**63 < distillation_keys(args)["lmbda"]
 
 
 def _with_cached_scores(collate: Collate, samples: Sequence[TokenSample], *length: int | None, **options: Any) -> Batch:
-    """Returns the batch with the teacher's most likely tokens, where the samples have them."""
+    """Collates samples to a batch, and adds the teacher's most likely tokens if the samples have them."""
     batch = collate(samples, *length, **options)
     tops = [sample.top for sample in samples if sample.top is not None]
     if not tops:

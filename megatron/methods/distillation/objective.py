@@ -1,5 +1,7 @@
-"""The objective of distillation: the divergence from a teacher's distributions, mixed with next-token
-prediction (Hinton et al., arXiv 1503.02531; GKD, arXiv 2306.13649)."""
+"""The loss of distillation: a divergence from a teacher's distributions, mixed with next-token prediction.
+
+Sources: Hinton et al., arXiv 1503.02531; GKD, arXiv 2306.13649.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,30 +21,32 @@ METRICS = ("divergence", "nll")
 
 @dataclass(frozen=True, eq=False)
 class TeacherValues(MethodBatch):
-    """The teacher's outputs for a micro-batch: all of them, or the most likely tokens of each place."""
+    """The teacher's outputs for a micro-batch: its hidden states and head, or its most likely tokens at each
+    position."""
 
-    output: HeadUse | None = None
+    output: HeadUse | None = None  # the final hidden states and output layer
     top_ids: Tensor | None = None  # [batch, seq, k] int64
     top_logprobs: Tensor | None = None  # [batch, seq, k + 1] float32; the last: all other tokens
     is_on_policy: bool = False  # the student wrote the text
 
 
 def teacher_values(batch: Batch) -> TeacherValues:
-    """Returns the teacher's outputs for a batch; without any, if nobody has asked the teacher."""
+    """Returns the teacher's outputs that a batch holds; an empty `TeacherValues` if the teacher has not run
+    on it."""
     return batch.method if isinstance(batch.method, TeacherValues) else TeacherValues()
 
 
 def with_teacher_values(batch: Batch, **changes: Any) -> Batch:
-    """Returns the batch with some of the teacher's outputs changed."""
+    """Returns a copy of the batch in which the given fields of its `TeacherValues` are replaced."""
     return replace(batch, method=replace(teacher_values(batch), **changes))
 
 
 def distillation(divergence: Divergence, share: float, columns: int | None = None) -> Objective:
-    """Returns the objective of distillation. Its metrics are means of divergence and negative log-likelihood.
+    """Returns the objective of distillation. Its metrics are the mean divergence and negative log-likelihood.
 
-    The loss of a trained token is share * divergence + (1 - share) * negative log-likelihood of its label.
-    For text that the student wrote itself, it is the divergence alone.
-    Batches have `TeacherValues`. columns: as in `token_loss_sum`.
+    The loss of a trained token is share * divergence + (1 - share) * negative log-likelihood of its label. On
+    text that the student wrote itself, the loss is the divergence alone. Batches must hold `TeacherValues`.
+    columns: number of leading vocabulary columns in the softmax; None: all.
     """
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
@@ -63,5 +67,8 @@ def _teacher_of(values: TeacherValues) -> HeadUse | TopTokens:
     if values.top_ids is not None and values.top_logprobs is not None:
         return TopTokens(*(value.transpose(0, 1).flatten(0, 1) for value in (values.top_ids, values.top_logprobs)))
     if values.output is None:
-        raise ValueError("distillation needs the teacher's scores, and the batch has none")
+        raise ValueError(
+            "the distillation loss needs the teacher's outputs, but the batch holds none: run Teacher.fill on it, or "
+            "read the data from the cache"
+        )
     return values.output

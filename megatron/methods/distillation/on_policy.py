@@ -1,4 +1,4 @@
-"""Answers that a model writes while it is trained, in place of those of the data (`distillation.lmbda`)."""
+"""Replaces the data's answers by answers that the student writes during training (`distillation.lmbda`)."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ Prompt = tuple[list[int], int]  # tokens, and the seed of the answer
 
 
 class OnPolicy:
-    """Replaces the tokens after each row's prompt by an answer of the model that is trained.
+    """Replaces the tokens after each row's prompt by an answer of the model under training.
 
-    The prompt of a row ends before its first trained token.
+    The prompt of a row is everything before its first trained token.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -35,21 +35,20 @@ class OnPolicy:
         self.collate = collation(args, run.tokenizer.eod)
 
     def __call__(self, batches: list[Batch]) -> list[Batch]:
-        """Returns the micro-batches with the tokens after each prompt replaced by an answer from the current
-        weights.
+        """Returns the micro-batches with the tokens after each prompt replaced by the current model's answer.
 
-        An answer ends by itself, after `max_new_tokens`, or at the end of the row. Rows without a trained
-        token keep their tokens. All ranks call it together. Raises StopRequested after a stop signal.
+        An answer ends with a stop token, after `max_new_tokens`, or at the end of the row. Rows without a
+        trained token stay as they are. All ranks must call it together. Raises StopRequested after a stop
+        signal.
         """
         prompts = [prompt for batch in batches for prompt in _prompts(batch)]
-        with self.run.watchdog.phase("answering prompts of the step"), self.run.inference() as model:
-            # What one data rank gives up for a stop signal all give up
+        with self.run.watchdog.phase("sampling answers of the student"), self.run.inference() as model:
+            # If one data rank stops for a signal, all do
             answers = iter(run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts)))
         return [self._with_answers(batch, [next(answers) for _ in _prompts(batch)]) for batch in batches]
 
     def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:
-        """Returns the model's answers to this data rank's prompts, as token ids with the stop token at their
-        end."""
+        """Returns the model's answers to this data rank's prompts as token ids, including the stop token."""
         everyone, own_prompts = prompts_of_all_ranks(model, prompts)
         answers: list[list[int]] = [[] for _ in everyone]
         look_for_stop = looks_for_stop(self.run, model)
@@ -85,9 +84,9 @@ def _prompt_lengths(batch: Batch) -> list[int]:
 
 
 def _prompts(batch: Batch) -> list[Prompt]:
-    """Returns the prompt of each row that has a trained token, as (tokens, seed of its answer).
+    """Returns (tokens, seed for sampling) of the prompt of each row that has a trained token.
 
-    The seed depends on micro-batch and row, not on the layout.
+    The seed depends on the micro-batch and the row, not on the parallel layout.
     """
     lengths = _prompt_lengths(batch)
     return [

@@ -1,4 +1,4 @@
-"""Runs the teacher: a second model on the same ranks, which scores every micro-batch without gradients."""
+"""Runs the teacher of distillation: a second model on the same ranks, which scores every micro-batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 
 class Teacher:
-    """This rank's stage of the teacher. All ranks call every method together."""
+    """This rank's pipeline stage of the teacher model. All ranks must call every method together."""
 
     def __init__(
         self, args: NeoXArgs, description: TeacherDescription, groups: ParallelGroups, logger: logging.Logger
     ) -> None:
-        """args: the student's, with its vocabulary known. Raises CheckpointError and ConfigError."""
+        """Loads the teacher's weights.
+
+        args: the student's configuration, with its vocabulary size resolved. Raises CheckpointError if the
+            weights cannot be read, and ConfigError if the teacher cannot run in the student's layout.
+        """
         keys = distillation_keys(args)
         groups = groups.with_replicated_experts()
         self.args, self.groups = teacher_args(args, description), groups
@@ -47,15 +51,15 @@ class Teacher:
         compile_blocks(self.stage, self.args)
         size = local_sizes(self.args, groups, self.stage)[0] * self.dtype.itemsize
         logger.info(
-            f"distillation: the weights of {path} in {self.args.params_dtype}, {size / 2**30:.2f} GiB on this rank"
-            + (", which ZeRO does not cut" if args.zero_stage and groups.size("data") > 1 else "")
+            f"distillation: the teacher {path} takes {size / 2**30:.2f} GiB on this rank, in {self.args.params_dtype}"
+            + (" (ZeRO does not shard it)" if args.zero_stage and groups.size("data") > 1 else "")
         )
 
     def fill(self, batches: list[Batch]) -> list[Batch]:
-        """Returns the micro-batches with the teacher's outputs (`TeacherValues`): all of them, or the most
-        likely tokens with `top_k`.
+        """Returns the micro-batches with the teacher's outputs in `TeacherValues`.
 
-        Stages before the last return them unchanged, because they compute no loss.
+        With `top_k` the outputs are its most likely tokens, else its hidden states and head. Pipeline stages
+        before the last return the micro-batches unchanged, because they compute no loss.
         """
         if self.top_k is not None:
             teacher_tokens = self.top_tokens(batches)
@@ -64,8 +68,8 @@ class Teacher:
         return [with_teacher_values(batch, output=h.use) for batch, h in zip(batches, heads, strict=False)] or batches
 
     def top_tokens(self, batches: list[Batch]) -> list[TopTokens]:
-        """Returns the teacher's most likely tokens at every position with a loss; [] on stages before the
-        last."""
+        """Returns the teacher's most likely tokens at every position with a loss; [] on pipeline stages
+        before the last."""
         assert self.top_k is not None
         read = partial(top_tokens, k=self.top_k, temperature=self.temperature, group=self.groups.group("tensor"))
         return self._read(batches, lambda head, batch: read(head, columns=self.columns, places=batch.loss_places))
@@ -85,8 +89,10 @@ class Teacher:
 
 
 def with_top_tokens(batch: Batch, top: TopTokens) -> Batch:
-    """Returns the batch with the teacher's most likely tokens. top: of all positions, ordered as in
-    `[seq, batch]`."""
+    """Returns the batch with the teacher's most likely tokens in its `TeacherValues`.
+
+    top: the tokens of all positions, flattened from `[seq, batch]`.
+    """
     rows, seq = batch.tokens.shape
     ids, logprobs = (value.view(seq, rows, -1).transpose(0, 1).contiguous() for value in top)
     return with_teacher_values(batch, top_ids=ids, top_logprobs=logprobs)

@@ -1,1 +1,1 @@
-"""KTO: answers that are judged desirable or undesirable."""
+"""KTO: learns from single answers that are judged desirable or undesirable."""

@@ -1,4 +1,4 @@
-"""Tells configuration and data of KTO."""
+"""Declares the keys and losses of KTO, and which data it needs."""
 
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
-"""KTO: single responses that are judged desirable or undesirable (arXiv 2402.01306; KTOTrainer of TRL
-1.16)."""
+"""The loss of KTO: single responses are judged desirable or undesirable.
+
+Sources: arXiv 2402.01306; KTOTrainer of TRL 1.16.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +32,10 @@ DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 class KtoSettings:
     """The parameters of KTO.
 
-    beta: strength of the reference model.
-    desirable, undesirable: weights of the losses of either kind of example.
-    loss_type: a name in the table of losses. neox: average as GPT-NeoX does (`compat_kto`).
+    beta: factor of the log-ratio of policy to reference.
+    desirable, undesirable: weights of the loss of desirable and of undesirable examples.
+    loss_type: a value of `kto_loss_type`.
+    neox: compute KL and weights as GPT-NeoX does (`compat_kto`).
     """
 
     beta: float = 0.1
@@ -42,13 +45,18 @@ class KtoSettings:
     neox: bool = False
 
 
-# From each response's log-ratio to the reference, the KL and the direction (1: desirable, -1: undesirable) to
-# its loss, all fp32 `[n]`.
+# Maps each response's log-ratio of policy to reference, the KL, and the direction (1: desirable, -1:
+# undesirable) to the response's loss, all fp32 `[n]`.
 ResponseLoss = Callable[[Tensor, Tensor, Tensor, KtoSettings], Tensor]
 
 
 def prospect(log_ratio: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Tensor:
-    """KTO's loss (arXiv 2402.01306); with a KL of 0, APO-zero (arXiv 2408.06266) for single responses."""
+    """Returns KTO's loss of each response, 1 - sigmoid(beta * direction * (log_ratio - kl)) (arXiv
+    2402.01306).
+
+    direction: 1 for desirable responses, -1 for undesirable ones. With a KL of 0 it is APO-zero for single
+        responses (arXiv 2408.06266).
+    """
     return 1 - (s.beta * direction * (log_ratio - kl)).sigmoid()
 
 
@@ -57,7 +65,10 @@ def _weight(batch: Batch) -> Tensor:
 
 
 def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
-    """Returns the objective of KTO; its weight is the number of examples. columns: as in `token_logprobs`."""
+    """Returns the objective of KTO. The weight of a batch is its number of examples.
+
+    columns: number of leading vocabulary columns in the softmax; None: all.
+    """
     has_kl = LOSSES[settings.loss_type].needs_step_baselines
     loss: ResponseLoss = LOSSES[settings.loss_type].load_function()
 
@@ -71,7 +82,7 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
         if settings.neox:
             kl, weights, direction = _neox(log_ratio.detach(), batch, weights)
         elif has_kl:
-            assert baseline is not None, "Objective.step_baselines comes before the loss"
+            assert baseline is not None, "call Objective.step_baselines before the loss"
             kl = baseline
         losses = weights * loss(log_ratio, kl, direction, settings)
         rewards = settings.beta * log_ratio
@@ -89,18 +100,20 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
 
 
 def _neox(log_ratio: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL, weights and directions `[n]` as in GPT-NeoX, where each response is a row.
+    """Returns KL, weights and directions of the responses, `[n]` each, as GPT-NeoX computes them.
 
-    The KL of each half of the micro-batch is the mean over the other half of log-ratios clamped at 0; weights
-    are averaged over each half; a direction is multiplied by the share of its row that is not padding.
-    Raises ValueError for a micro-batch that is not an even number of rows with one response each.
+    Each row of the micro-batch holds one response. The KL for one half of the micro-batch is the mean over
+    the other half of log-ratios clamped at 0. Weights are averaged over each half. A direction is multiplied
+    by the share of its row that is not padding. Raises ValueError unless the micro-batch has an even number
+    of rows with one response each.
     """
     ids = batch_responses(batch).response_ids
     half = len(log_ratio) // 2
     rows, place = ids.shape
     if len(log_ratio) != rows or rows % 2:
         raise ValueError(
-            f"compat_kto halves micro-batches of one answer a row: {len(log_ratio)} answers in {rows} rows"
+            f"compat_kto needs an even number of rows per micro-batch with one answer in each, but there are "
+            f"{len(log_ratio)} answers in {rows} rows"
         )
     means = [part.clamp(min=0.0).mean().expand(half) for part in (log_ratio[half:], log_ratio[:half])]
     averaged = [part.mean().expand(half) for part in (weights[:half], weights[half:])]

@@ -7,10 +7,10 @@ from megatron.training import method
 
 
 class Method(method.Method):
-    """Predicts the next token of texts; of conversations, the trained ones."""
+    """Trains a model to predict the next token of texts; in conversations, only of the trained tokens."""
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of next-token prediction."""
         loss = LOSSES[args.sft_loss_type].load_function()
         labelled = args.train_label_data_paths is not None
         return language_modelling(args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows)

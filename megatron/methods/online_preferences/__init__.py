@@ -1,1 +1,2 @@
-"""Online preference training: pairs of answers that the model writes (online DPO)."""
+"""Online preference training (online DPO): learns from pairs of answers that the model writes during
+training."""

@@ -1,4 +1,4 @@
-"""Tells configuration and data of preference training on answers that the model writes."""
+"""Declares online preference training, on answers that the model writes: which runs use it, and its data."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from megatron.methods.preferences.declaration import METHOD as PREFERENCES
 from megatron.methods.reinforcement.declaration import METHOD as REINFORCEMENT
 from megatron.neox_arguments.methods import MethodDeclaration
 
-METHOD: MethodDeclaration = replace(  # prompts, answers and their order are those of reinforcement learning
+METHOD: MethodDeclaration = replace(  # prompts and sampling are the same as in reinforcement learning
     REINFORCEMENT,
     trains=lambda args: args.train_impl == "dpo" and args.dataset_impl == "online",
     impl=None,

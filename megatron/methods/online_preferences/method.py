@@ -1,4 +1,4 @@
-"""Preference training on pairs of answers that the model writes and a judge or rewards compare."""
+"""Online preference training: the model writes answers, and a judge or rewards choose the better of two."""
 
 from megatron.methods.preferences.method import pair_objective
 from megatron.methods.reinforcement.method import OnlineMethod
@@ -10,9 +10,9 @@ class Method(OnlineMethod):
     """Learns to prefer the better of two answers that the model has written."""
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of preference pairs, as for pairs from files."""
         return pair_objective(args)
 
     def untrained_reason(self) -> str:
-        """See `Method`."""
-        return "no prompt gave a pair, see rollouts.jsonl"
+        """Returns why a step may have no trained token, for the log."""
+        return "no prompt has a better and a worse answer, see the rewards in rollouts.jsonl"

@@ -1,1 +1,1 @@
-"""Preference training: pairs of answers (DPO and its relatives)."""
+"""Preference training (DPO and related losses): learns from pairs of a chosen and a rejected answer."""

@@ -1,4 +1,4 @@
-"""Tells configuration of preference training."""
+"""Declares preference training: its keys and losses, and which runs use it."""
 
 from typing import Any
 

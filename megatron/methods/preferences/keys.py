@@ -1,4 +1,4 @@
-"""The keys of preference training, and the losses that they name."""
+"""Declares the configuration keys of preference training, and its losses by name."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -8,8 +8,8 @@ from megatron.neox_arguments.keys.losses import Loss
 from megatron.neox_arguments.methods import MethodKeys
 
 _SMOOTHED = ("dpo_label_smoothing",)
-# Of a pair of responses: `pair_losses.PairLoss`. A loss with `needs_step_baselines` also has an entry of
-# `MATCHINGS`, a loss with a likelihood part one of `NLL_WEIGHTS`, both in `objective.py`.
+# Each function is a `pair_losses.PairLoss`. A loss with `needs_step_baselines` also needs an entry in
+# `MATCHINGS`; a loss with a likelihood part needs an entry in `NLL_WEIGHTS`. Both are in `objective.py`.
 LOSSES = {
     "sigmoid": Loss("methods.preferences.pair_losses.sigmoid", _SMOOTHED, needs_reference=True),
     "hinge": Loss("methods.preferences.pair_losses.hinge", needs_reference=True),
@@ -43,26 +43,38 @@ class PreferencesKeys(MethodKeys):
 
     dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
         "sigmoid",
-        "Loss of a pair, or a list of losses, in TRL's spelling. sigmoid_norm: on averages over tokens (OLMo 3, "
-        "Tulu 3); sft: likelihood of the chosen answer; [sigmoid, sft] with dpo_reference_free: CPO. simpo and "
-        "orpo need no reference. aot and aot_unpaired compare all pairs of a step, TRL's those of a micro-batch",
+        "Loss of a pair, or a list of losses to add, in TRL's spelling. DPO: sigmoid. DPO on per-token averages (OLMo "
+        "3, Tulu 3): sigmoid_norm. Negative log-likelihood of the chosen answer: sft. CPO: [sigmoid, sft] with "
+        "dpo_reference_free. No reference model is needed by simpo and orpo. All pairs of an optimizer step are "
+        "compared by aot and aot_unpaired; TRL compares those of a micro-batch",
     )
-    dpo_loss_weights: tuple[float, ...] | None = new_key(None, "Weight of each loss of dpo_loss_type; unset: 1")
+    dpo_loss_weights: tuple[float, ...] | None = new_key(
+        None, "Weight of each loss in dpo_loss_type, in the same order; unset: 1 each"
+    )
     dpo_label_smoothing: float = new_key(
         0.0,
-        "Assumed share of mislabelled pairs, in sigmoid (conservative DPO; TRL ignores it there), sigmoid_norm, "
-        "robust, exo_pair (needs it), aot, aot_unpaired and simpo",
+        "Assumed share of pairs whose chosen and rejected answers are swapped by mistake. Used by the losses sigmoid "
+        "(conservative DPO; TRL ignores it there), sigmoid_norm, robust, exo_pair (must be above 0), aot, aot_unpaired "
+        "and simpo",
         ge=0,
         lt=0.5,
     )
-    discopop_tau: float = new_key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0)
-    simpo_gamma: float = new_key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0)
-    dpo_beta: float = key(
-        0.1,
-        "DPO: strength of the reference. Common: 0.1 for summed log-probabilities, 5 for sigmoid_norm, 2 for simpo",
+    discopop_tau: float = new_key(
+        0.05,
+        "For dpo_loss_type: discopop, the temperature of the switch between its logistic and exponential losses; "
+        "smaller is sharper",
         gt=0,
     )
-    dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=LOSSES_IN_FP32)
+    simpo_gamma: float = new_key(
+        0.5, "For dpo_loss_type: simpo, the margin by which the chosen answer's reward should be larger", ge=0
+    )
+    dpo_beta: float = key(
+        0.1,
+        "DPO: beta, the factor of the log-ratio of policy to reference; larger values keep the model closer to the "
+        "reference. Common: 0.1 for losses of summed log-probabilities, 5 for sigmoid_norm, 2 for simpo",
+        gt=0,
+    )
+    dpo_fp32: bool = key(True, "DPO: compute losses in fp32", no_effect=LOSSES_IN_FP32)
     dpo_reference_free: bool = key(
-        False, "DPO without a reference model, as if it gave all answers the same probability"
+        False, "DPO without a reference model, as if the reference gave all answers the same probability"
     )

@@ -1,4 +1,4 @@
-"""Preference training on pairs of answers of the data: DPO and its relatives."""
+"""Preference training (DPO and related losses) on pairs of answers from the data."""
 
 from megatron.methods.preferences.keys import PreferencesKeys
 from megatron.methods.preferences.objective import dpo
@@ -10,7 +10,7 @@ from megatron.training import method
 
 
 def pair_objective(args: NeoXArgs) -> Objective:
-    """Returns the weighted sum of the run's losses of pairs."""
+    """Returns the loss and metrics of preference pairs: the weighted sum of the losses in `dpo_loss_type`."""
     keys = PreferencesKeys.read_from(args)
     losses = losses_of(args)
     weights: dict[str, float] = dict(zip(losses, keys.dpo_loss_weights or [1.0] * len(losses), strict=True))
@@ -24,5 +24,5 @@ class Method(method.Method):
     """Learns to prefer the chosen answer of a pair to the rejected one."""
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of preference pairs."""
         return pair_objective(args)

@@ -1,4 +1,4 @@
-"""The objective of pairs of responses: DPO and its relatives, with a reference model or without."""
+"""The objective of preference pairs: DPO and related losses, with a reference model or without."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ MATCHINGS = {"aot": match_gaps, "aot_unpaired": match_sides}
 
 @dataclass(frozen=True)
 class _LossMix:
-    """The losses of a run by name, each with its weight in the sum."""
+    """The losses of a run, each with its weight in the sum, and their parameters."""
 
     weights: Mapping[str, float]
     settings: PairSettings
@@ -43,9 +43,9 @@ class _LossMix:
 
     @property
     def normalised(self) -> bool:
-        """Whether logged rewards are averages over tokens, not sums.
+        """Whether logged rewards are averages over a response's tokens, not sums.
 
-        They are if no loss of the run needs a reference, unless "sft" is its only loss.
+        True if no loss of the run needs a reference, except when "sft" is the only loss.
         """
         return not _compares(self.weights) and set(self.weights) != {"sft"}
 
@@ -66,9 +66,11 @@ def dpo(
 
     Pair losses are means over pairs. "sft" adds the negative log-likelihood as a mean over tokens of chosen
     responses; "orpo" adds it as a mean over tokens of chosen responses and their prompts.
-    reference_free: the policy's log-probabilities replace its log-ratios; ["sigmoid", "sft"] is then CPO.
-    columns: as in `token_logprobs`.
-    sampled: the model wrote the responses itself; metrics compare its log-probabilities with the sampler's.
+    reference_free: use the policy's log-probabilities in place of log-ratios to a reference; ["sigmoid",
+        "sft"] is then CPO.
+    columns: number of leading vocabulary columns in the softmax; None: all.
+    sampled: the model wrote the responses itself; metrics then compare the trainer's log-probabilities with
+        the sampler's.
     """
     kind = _LossMix(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
@@ -83,7 +85,7 @@ def dpo(
     matchings = [MATCHINGS[name] for name in weights if name in MATCHINGS]
     step_baselines = None
     if matchings:
-        assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
+        assert len(matchings) == 1, "aot and aot_unpaired cannot be combined"
         step_baselines = partial(pair_baselines, matching=matchings[0], reference_free=kind.reference_free)
     weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind, columns=columns)
     maxima: tuple[str, ...] = ()
@@ -93,13 +95,14 @@ def dpo(
 
 
 def _chosen(batch: Batch) -> Tensor:
-    """True for the chosen responses of real pairs (not of padding), boolean `[n]`."""
+    """Returns which responses are the chosen ones of real pairs, boolean `[n]`; False for rejected ones and
+    padding."""
     labels = batch_responses(batch).preference_labels
     return (labels != 0) & (torch.arange(len(labels), device=labels.device) % 2 == 0)
 
 
 def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Labels and loss weights `[batch, seq]` that train the prompts before the responses too."""
+    """Returns labels and loss weights `[batch, seq]` that train the prompts as well as the responses."""
     ids = batch_responses(batch).response_ids
     is_response_label = torch.zeros_like(batch.tokens, dtype=torch.bool)
     is_response_label[:, :-1] = (ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] >= 0)
@@ -119,9 +122,10 @@ def _weight(batch: Batch, *, kind: _LossMix) -> Tensor:
 
 
 def _nll_weights(batch: Batch, kind: _LossMix) -> dict[str, Tensor]:
-    """Returns for "sft" and "orpo", if the run has them, the loss weights `[batch, seq]` of their likelihood.
+    """Returns loss weights `[batch, seq]` of the likelihood parts of the losses "sft" and "orpo", by name.
 
-    They are 1 at the tokens of chosen responses, and for "orpo" of their prompts too.
+    Only losses that the run uses are included. Weights are 1 at the tokens of chosen responses, for "orpo"
+    also at those of their prompts, and 0 elsewhere.
     """
     ids = batch_responses(batch).response_ids
     chosen = _chosen(batch)[ids.clamp(min=0)] & (ids >= 0)
@@ -131,7 +135,7 @@ def _nll_weights(batch: Batch, kind: _LossMix) -> dict[str, Tensor]:
 def _pairs(responses: ResponseScores, batch: Batch, kind: _LossMix, chosen: Tensor) -> PairScores:
     score, count = responses.score, responses.count.clamp(min=1.0)
     log_ratio = score if kind.reference_free else score - reference_logprobs(batch)
-    # Padding has no tokens; an average of 0 would be certainty, whose odds are infinite.
+    # Padding has no tokens. A mean log-probability of 0 would mean p = 1, whose odds are infinite: use -1.
     policy, average = torch.where(chosen.repeat_interleave(2), score / count, -1.0), log_ratio / count
     baseline = batch_responses(batch).baseline
     baselines = None if baseline is None else (baseline[0::2], baseline[1::2])
@@ -183,8 +187,11 @@ def _metrics(responses: ResponseScores, pairs: PairScores, real: Tensor, kind: _
 
 
 def _rewards(name: str, beta: float, chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Returns metrics: the mean reward of both sides, and how often the chosen one is larger. A tie counts as
-    wrong."""
+    """Returns three metrics: the mean reward of chosen and of rejected responses, and how often the chosen
+    one's is larger.
+
+    A tie counts as not larger. real: which pairs are not padding.
+    """
     return {
         f"{name}/chosen": sum_and_count(beta * chosen, real),
         f"{name}/rejected": sum_and_count(beta * rejected, real),

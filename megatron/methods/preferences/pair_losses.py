@@ -1,8 +1,7 @@
-"""Losses of pairs of a chosen and a rejected response, with TRL's names and formulas (DPOTrainer, CPOTrainer
-and ORPOTrainer of TRL 1.16).
+"""Losses of pairs of a chosen and a rejected response, with TRL's names and formulas.
 
-Each is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`, and
-is named by an entry of `keys.LOSSES`.
+Each loss is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`. The
+table `keys.LOSSES` names it. Source: DPOTrainer, CPOTrainer and ORPOTrainer of TRL 1.16.
 """
 
 import math
@@ -18,8 +17,10 @@ from torch import Tensor
 class PairSettings:
     """The parameters of pair losses.
 
-    beta: strength of the reference model. smoothing: share of the pairs that are assumed to be mislabelled.
-    tau: sharpness of discopop's switch. gamma: simpo's margin between the rewards.
+    beta: factor of the rewards: log-ratios of policy to reference, or log-probabilities.
+    smoothing: assumed share of mislabelled pairs.
+    tau: temperature of discopop's switch between two losses.
+    gamma: simpo's margin between the rewards.
     """
 
     beta: float = 0.1
@@ -32,12 +33,13 @@ class PairSettings:
 class PairScores:
     """The inputs of pair losses, fp32 `[pairs]` each.
 
-    chosen, rejected: summed log-probabilities of the response minus the reference's; without a reference, the
-        policy's alone.
-    chosen_average, rejected_average: the same divided by the number of tokens.
+    chosen, rejected: log p - log p_ref of the chosen and of the rejected response; without a reference, log
+        p.
+    chosen_average, rejected_average: the same divided by the response's number of tokens.
     policy_chosen, policy_rejected: the policy's mean log-probability of a token.
-    gap: the policy's summed log-probability of the chosen response minus that of the rejected one.
-    baselines: of chosen and rejected responses, from `Objective.step_baselines`; None for losses without.
+    gap: the policy's log p(chosen) - log p(rejected).
+    baselines: (of chosen, of rejected responses), from `Objective.step_baselines`; None for losses that need
+        none.
     """
 
     chosen: Tensor
@@ -58,27 +60,27 @@ def _logistic(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def sigmoid(pairs: PairScores, s: PairSettings) -> Tensor:
-    """DPO (arXiv 2305.18290); with smoothing, conservative DPO."""
+    """Returns the loss of DPO (arXiv 2305.18290); with smoothing, of conservative DPO."""
     return _logistic(s.beta * (pairs.chosen - pairs.rejected), s.smoothing)
 
 
 def sigmoid_norm(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Length-normalised DPO (arXiv 2411.15124; `dpo_norm` of open-instruct)."""
+    """Returns the loss of length-normalised DPO (arXiv 2411.15124; `dpo_norm` of open-instruct)."""
     return _logistic(s.beta * (pairs.chosen_average - pairs.rejected_average), s.smoothing)
 
 
 def hinge(pairs: PairScores, s: PairSettings) -> Tensor:
-    """The hinge loss of SLiC (arXiv 2305.10425) with DPO's rewards."""
+    """Returns the hinge loss of SLiC (arXiv 2305.10425) with DPO's rewards."""
     return torch.relu(1 - s.beta * (pairs.chosen - pairs.rejected))
 
 
 def ipo(pairs: PairScores, s: PairSettings) -> Tensor:
-    """IPO (arXiv 2310.12036), on averages over tokens."""
+    """Returns the loss of IPO (arXiv 2310.12036), on per-token averages of the log-ratios."""
     return (pairs.chosen_average - pairs.rejected_average - 1 / (2 * s.beta)).square()
 
 
 def exo_pair(pairs: PairScores, s: PairSettings) -> Tensor:
-    """EXO (arXiv 2402.00856, equation 16)."""
+    """Returns the loss of EXO (arXiv 2402.00856, equation 16)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     kept_order = F.logsigmoid(margin) - math.log1p(-s.smoothing)
     reversed_order = F.logsigmoid(-margin) - math.log(s.smoothing)
@@ -86,43 +88,50 @@ def exo_pair(pairs: PairScores, s: PairSettings) -> Tensor:
 
 
 def nca_pair(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Noise-contrastive alignment (arXiv 2402.05369)."""
+    """Returns the loss of noise-contrastive alignment for pairs (arXiv 2402.05369)."""
     chosen, rejected = s.beta * pairs.chosen, s.beta * pairs.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 def robust(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Robust DPO (arXiv 2403.00409)."""
+    """Returns the loss of robust DPO (arXiv 2403.00409), which corrects for a known share of mislabelled
+    pairs."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     clean, turned = F.logsigmoid(margin), F.logsigmoid(-margin)
     return (-(1 - s.smoothing) * clean + s.smoothing * turned) / (1 - 2 * s.smoothing)
 
 
 def bco_pair(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Binary classifier optimisation of pairs (arXiv 2404.04656), without the shift of rewards."""
+    """Returns the loss of binary classifier optimisation for pairs (arXiv 2404.04656), without its reward
+    shift."""
     return -F.logsigmoid(s.beta * pairs.chosen) - F.logsigmoid(-s.beta * pairs.rejected)
 
 
 def sppo_hard(pairs: PairScores, s: PairSettings) -> Tensor:
-    """SPPO (arXiv 2405.00675) with a win probability of 1."""
+    """Returns the loss of SPPO (arXiv 2405.00675), with a win probability of 1 for the chosen response."""
     return (pairs.chosen - 0.5 / s.beta).square() + (pairs.rejected + 0.5 / s.beta).square()
 
 
 def _baselines(pairs: PairScores) -> tuple[Tensor, Tensor]:
-    assert pairs.baselines is not None, "Objective.step_baselines comes before the loss"
+    assert pairs.baselines is not None, "call Objective.step_baselines before the loss"
     return pairs.baselines
 
 
 def aot(pairs: PairScores, s: PairSettings) -> Tensor:
-    """AOT (arXiv 2406.05882): the gap against the reference's gap that has the same rank within the step."""
+    """Returns the loss of AOT (arXiv 2406.05882): DPO's loss of the policy's gap minus a baseline gap.
+
+    The baseline is the reference's gap that has the same rank among all pairs of the step. A gap is log
+    p(chosen) - log p(rejected).
+    """
     return _logistic(s.beta * (pairs.gap - _baselines(pairs)[0]), s.smoothing)
 
 
 def aot_unpaired(pairs: PairScores, s: PairSettings) -> Tensor:
-    """AOT (arXiv 2406.05882) of chosen against rejected responses.
+    """Returns the loss of unpaired AOT (arXiv 2406.05882), which ranks chosen and rejected responses
+    separately.
 
-    Each response is compared with the response of the same rank on the other side, which is constant here.
-    Both sides give gradients; the value is the chosen side's alone.
+    Each response is compared with the response of the same rank on the other side, taken as a constant. Both
+    sides give gradients; the returned value is of the chosen side alone.
     """
     rejected_baseline, chosen_baseline = _baselines(pairs)
     chosen = _logistic(s.beta * (pairs.chosen - rejected_baseline), s.smoothing)
@@ -131,41 +140,42 @@ def aot_unpaired(pairs: PairScores, s: PairSettings) -> Tensor:
 
 
 def apo_zero(pairs: PairScores, s: PairSettings) -> Tensor:
-    """APO-zero (arXiv 2408.06266, equation 7)."""
+    """Returns the loss of APO-zero (arXiv 2408.06266, equation 7)."""
     return 1 - (s.beta * pairs.chosen).sigmoid() + (s.beta * pairs.rejected).sigmoid()
 
 
 def apo_down(pairs: PairScores, s: PairSettings) -> Tensor:
-    """APO-down (arXiv 2408.06266, equation 8)."""
+    """Returns the loss of APO-down (arXiv 2408.06266, equation 8)."""
     return (s.beta * pairs.chosen).sigmoid() + 1 - (s.beta * (pairs.chosen - pairs.rejected)).sigmoid()
 
 
 def discopop(pairs: PairScores, s: PairSettings) -> Tensor:
-    """DiscoPOP (arXiv 2406.08414, equation 5)."""
+    """Returns the loss of DiscoPOP (arXiv 2406.08414, equation 5)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     mixture = (margin / s.tau).sigmoid()
     return (1 - mixture) * -F.logsigmoid(margin) + mixture * (-margin).exp()
 
 
 def sft(pairs: PairScores, s: PairSettings) -> Tensor:
-    """Returns zeros: the likelihood of the chosen response is a separate part of the objective (`dpo`)."""
+    """Returns zeros `[pairs]`: `dpo` adds the likelihood of chosen responses as a separate part of the
+    loss."""
     return torch.zeros_like(pairs.gap)
 
 
 def simpo(pairs: PairScores, s: PairSettings) -> Tensor:
-    """SimPO (arXiv 2405.14734)."""
+    """Returns the loss of SimPO (arXiv 2405.14734)."""
     return _logistic(s.beta * (pairs.policy_chosen - pairs.policy_rejected) - s.gamma, s.smoothing)
 
 
 def _log_of_rest(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0."""
+    """Returns log(1 - exp(x)), accurately, for x < 0."""
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
 def log_odds(pairs: PairScores) -> Tensor:
-    """Returns `[pairs]`: the log of the chosen response's odds divided by the rejected one's.
+    """Returns log(odds of the chosen response / odds of the rejected one), `[pairs]`.
 
-    Odds are of the average token, p / (1 - p).
+    The odds of a response are p / (1 - p), where log p is its mean log-probability of a token.
     """
     chosen, rejected = pairs.policy_chosen, pairs.policy_rejected
     return (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
@@ -174,6 +184,6 @@ def log_odds(pairs: PairScores) -> Tensor:
 def orpo(pairs: PairScores, s: PairSettings) -> Tensor:
     """Returns ORPO's odds-ratio loss (arXiv 2403.07691).
 
-    The likelihood of the chosen text is a separate part of the objective (see `dpo`).
+    `dpo` adds ORPO's likelihood of the chosen text as a separate part of the loss.
     """
     return -s.beta * F.logsigmoid(log_odds(pairs))

@@ -1,5 +1,6 @@
-"""Reinforcement learning: answers that the model writes, with rewards.
+"""Reinforcement learning: the model writes answers to prompts during training, and learns from their rewards.
 
-`rollouts.Rollouts` makes the steps: prompts, answers by the model under training, their rewards and
-micro-batches. `rewards` judges answers in processes of its own, for which this file imports nothing.
+`rollouts.Rollouts` makes the steps: it takes prompts, samples answers, has them judged, and builds
+micro-batches. Processes that judge answers import the package `rewards` from here, so this file imports
+nothing.
 """

@@ -1,4 +1,4 @@
-"""Answers, and the batches built from them."""
+"""Defines answers that the model has sampled, and builds batches from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from megatron.methods.reinforcement.objective import RolloutValues, rollout_valu
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation with an environment (`rollout.environment`).
+    """A finished conversation between the model and an environment (`rollout.environment`).
 
-    prompt: a text or messages, including the text or messages that `reset` added.
-    messages: of both sides, after the prompt.
-    reward: the sum of the steps' rewards; None if the environment failed.
-    failure: why it failed, in one line.
+    prompt: a text or messages, including what the environment's `reset` added.
+    messages: the messages of both sides after the prompt.
+    reward: sum of the rewards of all steps; None if the environment failed.
+    failure: reason of the failure, in one line; None without one.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -31,20 +31,20 @@ class Transcript:
 
     @property
     def turns(self) -> int:
-        """Returns the number of turns that the model had in the conversation."""
+        """Returns the number of messages that the model wrote in the conversation."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a prompt, as tokens.
+    """The model's answer to a prompt, as tokens.
 
     prompt: the prompt's tokens.
-    tokens: the answer's, including its end token and the tokens of an environment.
-    logprobs: of each token when it was sampled; 0 for an environment's tokens.
+    tokens: the answer's tokens, including its end token and the tokens that an environment wrote.
+    logprobs: log-probability of each token when it was sampled; 0 for an environment's tokens.
     finished: False if the answer was truncated.
     loss_mask: which tokens the model wrote; None: all.
-    transcript: the conversation, if there was an environment.
+    transcript: the conversation; None without an environment.
     """
 
     prompt: list[int]
@@ -61,14 +61,20 @@ class Answer:
 
 
 def row_of(answer: Answer, width: int, trained: bool = True) -> TokenSample:
-    """Returns prompt and answer as a row of `width` + 1 tokens. With `trained` the tokens that the model
-    wrote are labels, else none."""
+    """Returns prompt and answer as a row of `width` + 1 tokens, padded at the end.
+
+    trained: make labels of the tokens that the model wrote; else the row has no labels.
+    """
     written = True if answer.loss_mask is None else answer.loss_mask
     return answer_row(answer.prompt, answer.tokens, width + 1, trained and written)
 
 
 def at_labels(answer: Answer, values: Sequence[float], width: int) -> np.ndarray:
-    """Places per-token values of an answer where its tokens are labels: `[width]` float32, 0 elsewhere."""
+    """Converts per-token values of an answer to a row `[width]` float32, each at the position whose label is
+    the token.
+
+    Other positions are 0. Position i of a row has token i + 1 as its label.
+    """
     row = np.zeros(width, np.float32)
     start = len(answer.prompt) - 1
     row[start : start + len(values)] = values
@@ -76,7 +82,8 @@ def at_labels(answer: Answer, values: Sequence[float], width: int) -> np.ndarray
 
 
 def at_tokens(answer: Answer, row: torch.Tensor) -> list[float]:
-    """Returns the values of an answer's tokens from values at labels, `[width]`. Undoes `at_labels`."""
+    """Inverts `at_labels`: returns the values of an answer's tokens from a row `[width]` of values at
+    labels."""
     start = len(answer.prompt) - 1
     return row[start : start + len(answer.tokens)].tolist()
 
@@ -92,12 +99,13 @@ def batch_of(
     finished_only: bool = False,
     seed: int = 0,
 ) -> Batch:
-    """Builds a micro-batch of answers, one per row of `width` tokens.
+    """Builds a micro-batch of answers, one answer per row of `width` tokens.
 
-    rewards: NaN for answers without a reward.
-    old_logprobs: the trainer's, per token of each answer, if weights have changed since sampling.
-    all_places: the head also computes untrained positions, so that shapes stay the same.
-    finished_only: truncated answers are not trained.
+    rewards: one per answer; NaN for answers without a reward.
+    old_logprobs: log-probabilities of each answer's tokens by the trainer before the first step on these
+        answers; needed only if weights have changed since sampling.
+    all_places: compute the output layer at untrained positions too, so that shapes stay the same.
+    finished_only: do not train truncated answers.
     """
     rows = [row_of(answer, width, answer.finished or not finished_only) for answer in answers]
     batch = collate_samples(rows, seed=seed)
@@ -114,8 +122,10 @@ def batch_of(
 
 
 def as_pairs(batch: Batch) -> Batch:
-    """Turns a micro-batch of answers into preference pairs, two rows per prompt. Advantages are 1 (chosen)
-    and -1 (rejected), or both 0: such pairs are not trained."""
+    """Converts a micro-batch of answers to preference pairs: each two adjacent rows are a pair.
+
+    The rows' advantages are 1 (chosen) and -1 (rejected). Pairs whose advantages are both 0 are not trained.
+    """
     values, places = rollout_values(batch), torch.arange(batch.tokens.shape[1])
     advantages = values.advantages
     rows, trained = torch.arange(len(advantages)), advantages != 0

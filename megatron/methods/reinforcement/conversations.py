@@ -1,6 +1,7 @@
 """Conversations between the model and environments (`rollout.environment`), turn by turn.
 
-One row holds the tokens of both sides; only the model's are trained."""
+A row holds the tokens of both sides of a conversation; only the model's tokens are trained.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +20,25 @@ from megatron.methods.reinforcement.sampler import AnswerRequest, Turn, room_for
 from megatron.mpu import mix_seed
 
 ENVIRONMENT = "environment"
-"""The name of an environment's part of the reward."""
-_CHARACTERS = 32  # of a token, in a text so long that its beginning is counted first
-_SPLIT_TOKENS = 64  # a truncated text may have so many more tokens than the same part of the full text
+"""The name of the environment's reward among the parts of an answer's reward."""
+_CHARACTERS = 32  # per token allowed: of a longer text only such a prefix is tokenised first
+_SPLIT_TOKENS = 64  # a prefix may have this many more tokens than the same part of the full text
 
 
 class Speech:
-    """Converts prompts and messages to tokens, and tokens to text. template: None where all prompts are
-    texts."""
+    """Converts prompts and messages to tokens, and tokens to text.
+
+    template: the chat template; None if all prompts are plain texts.
+    """
 
     def __init__(self, run: TrainingRun, template: ChatTemplate | None, stop_token_ids: Sequence[int]) -> None:
         self.run, self.template, self.stop_token_ids = run, template, stop_token_ids
 
     def exceeds(self, observation: Observation, tokens: int) -> bool:
-        """Tells whether an observation has more than `tokens` tokens. Tokenises only a prefix of a text that
-        is far longer: tokenising 10 MB takes minutes and gigabytes."""
+        """Returns whether an environment's observation has more than `tokens` tokens.
+
+        Of a much longer text only a prefix is tokenised: to tokenise 10 MB takes minutes and gigabytes.
+        """
         text = "".join(_texts(observation))
         length = _CHARACTERS * max(tokens, 1)  # there may be no room at all
         while length < len(text):
@@ -43,14 +48,14 @@ class Speech:
         return False
 
     def prompt_tokens(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
-        """Returns the tokens of a prompt. Raises ValueError, of which RequestError is a kind."""
+        """Returns the tokens of a prompt. Raises ValueError if the chat template refuses the messages."""
         if isinstance(prompt, str):
             return self.run.tokenizer.tokenize(prompt)
         assert self.template is not None
         return self.template.tokens(prompt, settings)
 
     def text(self, tokens: Sequence[int], finished: bool) -> str:
-        """Returns the text of tokens that the model wrote, without the end token of a finished answer."""
+        """Returns the text of tokens that the model wrote, without the stop token of a finished answer."""
         ends_with_stop = finished and tokens and tokens[-1] in self.stop_token_ids
         return self.run.tokenizer.detokenize(tokens[:-1] if ends_with_stop else tokens)
 
@@ -62,11 +67,18 @@ class Speech:
         messages: Messages,
         last: int,
     ) -> tuple[list[int], Messages]:
-        """Returns an observation as tokens and as messages. The tokens lead from the model's last token to
-        its next turn. messages: all since the prompt. last: the model's last token. Raises ValueError."""
+        """Returns an environment's observation as tokens to append to the row, and as messages.
+
+        The tokens include the template's text between the model's last token and its next turn.
+        messages: all messages after the prompt. last: the model's last token. Raises ValueError if the
+            template cannot append messages, or if the observation is messages but the prompt is a text.
+        """
         if isinstance(prompt, str):
             if not isinstance(observation, str):
-                raise ValueError("it answers a text with messages; return a text, or let prompts be messages")
+                raise ValueError(
+                    "step returned messages, but the prompt is a plain text; return a text, or make prompts lists of "
+                    "messages"
+                )
             return self.run.tokenizer.tokenize_bare(observation), [{"role": "user", "content": observation}]
         assert self.template is not None
         replies: Messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else []
@@ -76,7 +88,7 @@ class Speech:
 
 
 def _texts(observation: Any) -> Iterator[str]:
-    """Yields all texts in an observation."""
+    """Yields all strings in an observation, which may be nested in lists and dicts."""
     if isinstance(observation, str):
         yield observation
     elif isinstance(observation, list | dict):
@@ -85,27 +97,33 @@ def _texts(observation: Any) -> Iterator[str]:
 
 
 def opening(prompt: str | Messages, observation: Observation) -> str | Messages:
-    """Returns the prompt followed by what `reset` returned. A text is added to the prompt or to its last
-    message, as by TRL; messages follow the prompt's. Raises ValueError."""
+    """Returns the prompt extended by the observation that an environment's `reset` returned.
+
+    A text is appended to a plain prompt, or to the last message of a list, as in TRL. Messages are appended
+    to the list of messages. Raises ValueError if prompt and observation do not fit.
+    """
     if not observation:
         return prompt
     if isinstance(prompt, str):
         if not isinstance(observation, str):
-            raise ValueError("reset returned messages, and the prompt is a text; return a text")
+            raise ValueError("reset returned messages, but the prompt is a plain text; return a text")
         return prompt + observation
     if not isinstance(observation, str):
         return [*prompt, *conversation(observation, "observation")]
     content = prompt[-1].get("content")
     if content is None:
-        raise ValueError("reset returned a text, and the prompt's last message holds none; return messages")
+        raise ValueError(
+            "reset returned a text, but the prompt's last message has no content to append it to; return messages"
+        )
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
 class Conversation:
-    """Holds one conversation, on rank 0.
+    """Holds one conversation between the model and an environment, on rank 0.
 
-    turn: the model's next turn, with room 0 when the conversation is over. answer: the full conversation,
-    None until it is over."""
+    turn: the request for the model's next text; its `room` is 0 when the conversation is over.
+    answer: the full conversation; None until it is over.
+    """
 
     def __init__(self, speech: Speech, environments: Environments, request: AnswerRequest) -> None:
         self._speech, self._environments, self._request = speech, environments, request
@@ -122,7 +140,8 @@ class Conversation:
         self.answer: Answer | None = None
 
     def begin(self) -> None:
-        """Starts and resets the environment."""
+        """Starts and resets the environment, and sets `turn`. If this fails, the conversation ends without a
+        reward."""
         run, row = self._speech.run, self._request[0].row
         seed = mix_seed(run.args.seed, "environment", self._request[0].number) % 2**31
         tokens = self._tokens
@@ -130,7 +149,10 @@ class Conversation:
             self._environment = self._environments.open()
             observation = self._environment.reset(row.prompt, seed, row.columns)
             if self._speech.exceeds(observation, run.args.seq_length):
-                raise ValueError(f"reset returned more than a row holds (seq_length {run.args.seq_length})")
+                raise ValueError(
+                    f"reset returned more tokens than fit into a row (seq_length {run.args.seq_length}); return less "
+                    "text"
+                )
             prompt = opening(row.prompt, observation)
             if prompt is not row.prompt:
                 tokens = fitted(run.args, self._speech.prompt_tokens(prompt, row.settings))
@@ -140,7 +162,12 @@ class Conversation:
         self._next()
 
     def take(self, turn: Answer) -> None:
-        """Passes the model's text to the environment. A truncated turn ends the conversation."""
+        """Passes the model's text to the environment, and sets the next `turn`, or `answer` if the
+        conversation is over.
+
+        It is over when the environment says so, or the model's text was truncated, or at `max_turns`, or when
+        the row is full.
+        """
         self._add(turn.tokens, turn.logprobs, True)
         self._turns += 1
         written = self._speech.text(turn.tokens, turn.finished)
@@ -165,7 +192,7 @@ class Conversation:
         self._next()
 
     def close(self) -> None:
-        """Ends the environment's process."""
+        """Ends the process of this conversation's environment."""
         if self._environment is not None:
             self._environment.close()
             self._environment = None
@@ -199,9 +226,9 @@ class Conversation:
 class Conversations:
     """Holds all conversations of a run, on rank 0.
 
-    If the training processes sample, all turns of a generation are taken together (`begin`, `take`,
-    `answers`). If servers sample, each conversation runs on its own from beginning to end (`hold`), also in
-    threads.
+    If the training processes sample, all conversations of a generation advance together, turn by turn
+    (`begin`, `take`, `answers`). If servers sample, each conversation runs on its own from beginning to end
+    (`hold`), also in threads.
     """
 
     def __init__(self, speech: Speech, environments: Environments) -> None:
@@ -209,13 +236,16 @@ class Conversations:
         self._held: list[Conversation] = []
 
     def begin(self, requests: Sequence[AnswerRequest]) -> list[Turn]:
-        """Returns the first turn of each conversation of a generation."""
+        """Starts the conversations of a generation, and returns the model's first turn in each."""
         self._held = [Conversation(self.speech, self.environments, request) for request in requests]
         return self._run_all([conversation.begin for conversation in self._held])
 
     def take(self, turns: Sequence[Answer]) -> list[Turn]:
-        """Returns the next turn of each conversation, with room 0 where it is over. turns: the model's last
-        texts."""
+        """Passes the model's texts to the environments, and returns the next turn of each conversation.
+
+        turns: the model's texts, one per conversation. A turn with room 0 means that the conversation is
+            over.
+        """
         return self._run_all(
             [
                 partial(conversation.take, turn)
@@ -225,13 +255,15 @@ class Conversations:
         )
 
     def answers(self) -> list[Answer]:
-        """Returns the conversations as answers, when all are over."""
+        """Returns all conversations of the generation as answers. Call it once all are over."""
         held, self._held = self._held, []
         return [conversation.answer for conversation in held if conversation.answer is not None]
 
     def hold(self, request: AnswerRequest, write: Callable[[Turn], Answer]) -> Answer:
-        """Runs one conversation from beginning to end and returns it as an answer. write: returns the model's
-        text for a turn."""
+        """Runs one conversation from beginning to end, and returns it as an answer.
+
+        write: function that returns the model's text for a turn.
+        """
         conversation = Conversation(self.speech, self.environments, request)
         try:
             conversation.begin()
@@ -242,25 +274,25 @@ class Conversations:
         return conversation.answer
 
     def close(self) -> None:
-        """Ends all environments."""
+        """Ends the processes of all environments."""
         self.environments.close()
 
     def _run_all(self, steps: Sequence[Callable[[], None]]) -> list[Turn]:
-        """Calls the functions in threads, then returns the turns of all conversations."""
+        """Calls the functions in threads, waits for all, and returns the next turn of each conversation."""
         with ThreadPoolExecutor(self.environments.workers) as pool:
             try:
                 for _ in pool.map(lambda step: step(), steps):
                     pass
-            except BaseException:  # KeyboardInterrupt too; the threads would wait for the environments
+            except BaseException:  # KeyboardInterrupt too: ends environments, for which threads would still wait
                 self.close()
                 raise
         return [conversation.turn for conversation in self._held]
 
 
 def with_environment(scores: Scores, answers: Sequence[Answer]) -> Scores:
-    """Adds the rewards of environments to the scores as one more part.
+    """Returns the scores with the environment's reward of each answer added as one more part.
 
-    Raises RewardError if all conversations failed, because the class then does not fit the prompts or the
+    Raises RewardError if all conversations failed: then the environment class does not fit the prompts or the
     template.
     """
     transcripts = [answer.transcript for answer in answers]
@@ -271,5 +303,5 @@ def with_environment(scores: Scores, answers: Sequence[Answer]) -> Scores:
         if transcript is not None and transcript.failure is not None
     ]
     if len(failures) == len(answers):
-        raise RewardError(f"all {len(answers)} conversations failed, the first: {failures[0].reason}")
+        raise RewardError(f"all {len(answers)} conversations failed, the first because: {failures[0].reason}")
     return Scores({**scores.parts, ENVIRONMENT: rewards}, [*scores.failures, *failures])

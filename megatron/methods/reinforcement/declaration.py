@@ -1,4 +1,4 @@
-"""Tells configuration and data of training on answers that the model writes."""
+"""Declares reinforcement learning: its keys and losses, which runs use it, and which prompts it reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,19 @@ from megatron.methods.reinforcement.keys import LOSSES, REWARD_OPTIONS, Reinforc
 from megatron.neox_arguments.keys.losses import TrainImpl
 from megatron.neox_arguments.methods import MethodDeclaration
 
-# Sub-keys of `rollout` that decide which samples the files give, and in which order.
+# Sub-keys of `rollout` that decide which samples are made from the prompt files, and in which order.
 ORDER_OF_PROMPTS = (
     "prompt_key", "chat", "num_generations", "shuffle", "max_prompt_length", "steps_per_generation", "num_iterations",
 )  # fmt: skip
 
 
 def _rollout(args: Any) -> Mapping[str, Any]:
-    """Returns the sub-keys of `rollout`; none where it is unset."""
+    """Returns the sub-keys of `rollout`; {} if `rollout` is unset."""
     return ReinforcementKeys.read_from(args).rollout or {}
 
 
 def _loss_temperature(args: Any) -> float | None:
-    """Returns the sampler's temperature."""
+    """Returns the temperature that divides the logits in the loss: the sampler's. None if unset or 0."""
     return _rollout(args).get("temperature") or None
 
 
@@ -30,7 +30,7 @@ def _order_keys(args: Any) -> dict[str, Any]:
 
 def _eager_reason(args: Any) -> str | None:
     is_exact = _rollout(args).get("exact")
-    return "rollout.exact, as passes without gradients would be compiled otherwise" if is_exact else None
+    return "rollout.exact, since compiled blocks round differently in passes without gradients" if is_exact else None
 
 
 METHOD = MethodDeclaration(

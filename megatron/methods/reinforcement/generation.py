@@ -1,5 +1,8 @@
-"""A generation: answers sampled with the same weights, their rewards and advantages, and how they are divided
-into steps and micro-batches. Files of generations for a run that is interrupted between its steps."""
+"""A generation: answers sampled with the same weights, with their rewards and advantages.
+
+Also divides a generation's answers into steps and micro-batches, and saves generations to files, so that a
+run that was interrupted within one can resume.
+"""
 
 import json
 import math
@@ -24,14 +27,16 @@ from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.losses import writes_pairs
 
-_WIDTH_MULTIPLE = 64  # of the row width in tokens: few shapes, and fast matrix products
+_WIDTH_MULTIPLE = 64  # row widths are multiples of this: few shapes, and fast matrix products
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Divides the rows of a generation, its answers, into steps and micro-batches.
+    """Divides the rows of a generation (one per answer) into steps and micro-batches.
 
-    accumulation: micro-batches per step and data rank; rows: per micro-batch; data_size: data ranks."""
+    steps: steps per generation. accumulation: micro-batches per step and data rank.
+    rows: rows per micro-batch. data_size: number of data ranks.
+    """
 
     steps: int
     accumulation: int
@@ -40,7 +45,7 @@ class Shares:
 
     @classmethod
     def from_args(cls, args: NeoXArgs, data_size: int) -> "Shares":
-        """Returns the shares that a configuration gives on `data_size` data ranks."""
+        """Returns how a configuration divides a generation over `data_size` data ranks."""
         rollout = rollout_keys(args)
         assert args.train_micro_batch_size_per_gpu is not None
         steps, accumulation = rollout["steps_per_generation"], args.gradient_accumulation_steps or 1
@@ -58,7 +63,7 @@ class Shares:
         return self.steps * self.rows_per_step
 
     def micro_batches(self, data_rank: int) -> list[range]:
-        """Returns the rows of each micro-batch of a data rank, step after step."""
+        """Returns the row numbers of each micro-batch of a data rank, for all steps in order."""
         starts = (
             step * self.rows_per_step + (micro * self.data_size + data_rank) * self.rows
             for step in range(self.steps)
@@ -69,15 +74,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Generation:
-    """The answers of a generation in the order of its rows, the same on every rank.
+    """The answers of a generation in the order of its rows; every rank has all of them.
 
-    number: index of the generation, from the run's start.
-    weights: version of the sampling weights: the number of the generation before whose first step they were
+    number: index of the generation since the run's start.
+    weights: version of the weights that sampled: the number of the generation at whose start they were
         current.
-    old_logprobs: the trainer's log-probabilities before the first step, per token of each answer; None if
-        nothing needs them, or if the only step computes them.
-    rewards: NaN for answers without a reward.
-    advantages: for pairs 1 (chosen), -1 (rejected), 0 (not trained).
+    rewards: one per answer; NaN for answers without a reward.
+    advantages: one per answer; for online DPO 1 (chosen), -1 (rejected) or 0 (not trained).
+    old_logprobs: for each answer, log-probabilities of its tokens by the trainer before the first step. None
+        if nothing needs them, or if the only step on the generation computes them itself.
     """
 
     number: int
@@ -88,19 +93,21 @@ class Generation:
     old_logprobs: list[list[float]] | None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the generation as JSON values, which `from_json` reads back bit for bit."""
-        answers = [{**vars(answer), "transcript": None} for answer in self.answers]  # is read before the first step
+        """Returns the generation as JSON values, from which `from_json` restores it exactly."""
+        answers = [{**vars(answer), "transcript": None} for answer in self.answers]  # not read after the first step
         return {**vars(self), "answers": answers}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Generation":
-        """Returns the generation that `as_json` described."""
+        """Returns the generation from JSON values that `as_json` returned."""
         return cls(**{**state, "answers": [Answer(**answer) for answer in state["answers"]]})
 
 
 def width_of(args: ModelArgs, answers: Sequence[Answer]) -> int:
-    """Returns the row width in tokens: the longest answer's, rounded up. It is seq_length where shapes must
-    stay the same (compiled blocks, `rollout.exact`)."""
+    """Returns the row width in tokens for these answers: the longest one's, rounded up.
+
+    It is always seq_length where shapes must not change (compiled blocks, `rollout.exact`).
+    """
     if args.compile or rollout_keys(args)["exact"]:
         return args.seq_length
     longest = max(1, *(len(answer.prompt) + len(answer.tokens) - 1 for answer in answers))
@@ -109,8 +116,11 @@ def width_of(args: ModelArgs, answers: Sequence[Answer]) -> int:
 
 
 def penalties(args: ModelArgs, answers: Sequence[Answer]) -> np.ndarray:
-    """Returns the penalty that each reward is reduced by, `[answers]`. Long answers cost up to 1 (DAPO, arXiv
-    2503.14476, equation 13), truncated ones `rollout.missing_eos_penalty`."""
+    """Returns the penalty to subtract from each answer's reward, `[answers]`.
+
+    Long answers cost up to 1 (`rl_overlong_buffer`; DAPO, arXiv 2503.14476, equation 13), truncated ones cost
+    `rollout.missing_eos_penalty`.
+    """
     keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)
     unfinished = np.array([not answer.finished for answer in answers], np.float64)
     penalty = unfinished * (rollout["missing_eos_penalty"] or 0.0)
@@ -122,9 +132,12 @@ def penalties(args: ModelArgs, answers: Sequence[Answer]) -> np.ndarray:
 
 
 def pairs_of(advantages: Sequence[float], group: int) -> list[int]:
-    """Returns two rows per prompt: the chosen and the rejected answer, in the order they were written. A
-    prompt without a pair gives its first two rows, whose advantages are 0. advantages: of a generation of
-    pairs."""
+    """Returns the rows to train in online DPO: for each prompt its chosen and its rejected answer, in row
+    order.
+
+    For a prompt without such a pair they are its first two rows, whose advantages are 0.
+    advantages: 1 (chosen), -1 (rejected) or 0, one per row. group: number of answers per prompt.
+    """
     rows = []
     for start in range(0, len(advantages), group):
         chosen = [row for row in range(start, start + group) if advantages[row]]
@@ -133,8 +146,10 @@ def pairs_of(advantages: Sequence[float], group: int) -> list[int]:
 
 
 def advantages_of(args: NeoXArgs, rewards: np.ndarray, history: Sequence[float]) -> list[float]:
-    """Returns the advantages of a generation's answers. history: the latest rewards of earlier
-    generations."""
+    """Returns the advantages of a generation's answers, computed as the run's loss demands.
+
+    rewards: with penalties subtracted, NaN for none. history: the latest rewards of earlier generations.
+    """
     keys, group = ReinforcementKeys.read_from(args), rollout_keys(args)["num_generations"]
     if writes_pairs(args):
         advantages = best_and_worst(rewards, group)
@@ -149,9 +164,9 @@ def advantages_of(args: NeoXArgs, rewards: np.ndarray, history: Sequence[float])
 
 @dataclass(frozen=True)
 class GenerationFiles:
-    """Writes and reads `NUMBER.json` of a run's generations, on rank 0.
+    """Writes and reads generations of a run as files `NUMBER.json`, on rank 0.
 
-    folder: of the files; None: nothing is written.
+    folder: folder of the files; None: nothing is written.
     steps: number of steps per generation.
     answers: number of answers per generation.
     save_dir: folder of the run's checkpoints; None if this machine has none.
@@ -163,9 +178,11 @@ class GenerationFiles:
     save_dir: str | None
 
     def write(self, generation: Generation, saved: Sequence[int]) -> None:
-        """Writes the generation, and deletes earlier ones that no checkpoint can resume within.
+        """Writes the generation to its file, and deletes files of earlier ones that no checkpoint needs to
+        resume.
 
-        saved: the steps after which this process has written checkpoints."""
+        saved: the steps after which this process has written checkpoints.
+        """
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,17 +197,19 @@ class GenerationFiles:
                 file.unlink()
 
     def read(self, number: int) -> Generation:
-        """Reads a generation. Raises DataError where its file is missing or another run's."""
+        """Reads a generation from its file. Raises DataError if the file is missing or belongs to another
+        run."""
         file = None if self.folder is None else self.folder / f"{number}.json"
         if file is None or not file.is_file():
             raise DataError(
-                f"{file}: missing; the run goes on between the steps of a generation, whose answers it held: set "
-                f"iteration to a checkpoint at a multiple of {self.steps}"
+                f"{file}: missing, but the checkpoint lies between two steps of a generation, whose answers are in "
+                f"this file; restore the file, or set iteration to a checkpoint at a multiple of {self.steps}"
             )
         generation = Generation.from_json(json.loads(file.read_bytes()))
         if (generation.number, len(generation.answers)) != (number, self.answers):
             raise DataError(
-                f"{file}: holds {len(generation.answers)} answers of generation {generation.number}, not "
-                f"{self.answers} of {number}: of another run; set log_dir to this run's"
+                f"{file}: holds {len(generation.answers)} answers of generation {generation.number}, but expected "
+                f"{self.answers} answers of generation {number}: the file is of another run; set log_dir to this run's "
+                "folder"
             )
         return generation

@@ -1,4 +1,4 @@
-"""Training on answers that the model writes: reinforcement learning, and what online DPO shares with it."""
+"""Training on answers that the model writes: reinforcement learning, and the parts that online DPO shares."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,39 +15,41 @@ from megatron.training.metrics.loggers import log_directory
 
 
 class OnlineMethod(method.Method):
-    """The steps of a run whose model writes the samples."""
+    """Base class of methods whose training samples are written by the model during the run."""
 
     def __init__(self) -> None:
         self.rollouts: Rollouts | None = None
 
     def begin(self, run: MethodRun) -> None:
-        """See `Method`."""
+        """Prepares prompts, reward functions and samplers. Called before the first step."""
         self.rollouts = Rollouts(run, log_directory(run.args), run.run_id)
 
     def callbacks(self, run: MethodRun) -> Sequence[Callback]:
-        """See `Method`."""
+        """Returns the callback that records answers in `rollouts.jsonl` and adds metrics."""
         return [] if self.rollouts is None else [self.rollouts.record]
 
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
-        """Yields the steps of generations; their rows are as long as the longest answer needs."""
+        """Yields the micro-batches of each step, from answers sampled in generations. Rows are as long as the
+        longest answer needs."""
         assert self.rollouts is not None
         return (StepData(batches, row_length=batches[0].tokens.shape[1]) for batches in self.rollouts)
 
     def exports_weights(self, args: NeoXArgs) -> bool:
-        """Returns whether servers generate, which get the weights."""
+        """Returns whether the run exports its weights between checkpoints: it does if servers write the
+        answers."""
         return bool(rollout_servers(args))
 
     def close(self) -> None:
-        """See `Method`."""
+        """Ends the processes of reward functions and environments, and requests to servers."""
         if self.rollouts is not None:
             self.rollouts.close()
 
 
 class Method(OnlineMethod):
-    """Learns from answers that the model writes, each with a reward."""
+    """Reinforcement learning: the model writes answers, and learns from the reward of each."""
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of reinforcement learning."""
         keys = ReinforcementKeys.read_from(args)
         settings = PolicySettings(
             keys.rl_epsilon, keys.rl_epsilon if keys.rl_epsilon_high is None else keys.rl_epsilon_high,

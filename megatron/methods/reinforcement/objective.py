@@ -1,7 +1,7 @@
-"""Reinforcement learning from answers with rewards: REINFORCE as in GPT-NeoX, RLOO and GRPO with its kin, as
-GRPOTrainer and RLOOTrainer of TRL 1.16 compute them.
+"""The losses of reinforcement learning: REINFORCE as in GPT-NeoX, RLOO, and GRPO with its variants.
 
-A micro-batch has one answer in each row; `RolloutValues` holds its advantages and log-probabilities.
+Source: GRPOTrainer and RLOOTrainer of TRL 1.16. A micro-batch has one answer in each row; `RolloutValues`
+holds the advantages and log-probabilities.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,32 +23,32 @@ from megatron.objectives.preference import DIFFERENCE, sampler_difference
 
 @dataclass(frozen=True, eq=False)
 class RolloutValues(MethodBatch):
-    """Values of a micro-batch whose answers the model wrote, one answer per row."""
+    """Extra values of a micro-batch of answers that the model wrote, one answer per row."""
 
     advantages: Tensor  # [batch] float32
-    sampler_logprobs: Tensor  # [batch, seq] float32, of labels when sampled; 0 if not trained
+    sampler_logprobs: Tensor  # [batch, seq] float32, log p(label) when it was sampled; 0 if not trained
     rewards: Tensor  # [batch] float32; NaN: no reward
-    old_logprobs: Tensor | None = None  # [batch, seq] float32, before the first step on the answers; None: now
-    reference_logprobs: Tensor | None = None  # [batch, seq] float32, of the reference; None: not (yet) known
-    reference_output: HeadUse | None = None  # the reference's, for the KL of whole distributions
+    old_logprobs: Tensor | None = None  # [batch, seq] float32, before the first step on the answers; None: current
+    reference_logprobs: Tensor | None = None  # [batch, seq] float32, by the reference model; None: not computed
+    reference_output: HeadUse | None = None  # the reference model's hidden states and head, for `kl_impl: full`
 
 
 def rollout_values(batch: Batch) -> RolloutValues:
-    """Returns the values of a batch whose answers the model wrote."""
+    """Returns the `RolloutValues` of a batch; fails if it has none."""
     assert isinstance(batch.method, RolloutValues), "the batch has no answers that the model wrote"
     return batch.method
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """The parameters of the losses.
+    """The parameters of reinforcement learning losses.
 
     epsilon, epsilon_high: ratios are clipped to [1 - epsilon, 1 + epsilon_high].
     importance_cap: largest importance weight p_old / p_sampler of a token; None: no such weights.
-    kl_beta, kl_impl: weight and estimator of the KL.
-    kl_in_reward: the advantages already contain the KL, so the loss does not add it.
-    kl_by_ratio: the KL of each token is multiplied by its ratio (DeepSeek-V3.2, arXiv 2512.02556).
-    length: most tokens of an answer.
+    kl_beta, kl_impl: weight and estimator of the KL from the reference model.
+    kl_in_reward: the rewards already contain the KL, so the loss does not add it.
+    kl_by_ratio: the KL of each token is multiplied by its ratio p / p_old (DeepSeek-V3.2, arXiv 2512.02556).
+    length: maximum tokens of an answer.
     """
 
     epsilon: float = 0.2
@@ -63,12 +63,12 @@ class PolicySettings:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a micro-batch under the policy, fp32.
+    """The answers of a micro-batch under the trained model, fp32.
 
-    logprobs: log p(label) `[batch, seq]`, with gradients.
-    old: the same before the first step on these answers.
-    advantages: `[batch, 1]`.
-    mask: `[batch, seq]`, 1 where a token is trained.
+    logprobs: log p(label), `[batch, seq]`, with gradients.
+    old: log p(label) before the first step on these answers, `[batch, seq]`.
+    advantages: one per answer, `[batch, 1]`.
+    mask: `[batch, seq]`, 1 where a token is trained, else 0.
     """
 
     logprobs: Tensor
@@ -78,27 +78,27 @@ class Answers:
 
     @property
     def ratio(self) -> Tensor:
-        """p / p_old of each token, `[batch, seq]`."""
+        """The ratio p / p_old of each token, `[batch, seq]`."""
         return (self.logprobs - self.old).exp()
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each answer, at least 1, `[batch, 1]`."""
+        """The number of trained tokens of each answer, at least 1, `[batch, 1]`."""
         return self.mask.sum(1, keepdim=True).clamp(min=1.0)
 
 
-# From answers to the losses of their tokens `[batch, seq]`, or of answers `[batch, 1]`, and to the ratios
-# that are clipped, in the same shape and with gradients, or None.
+# Maps answers to (losses, ratios). Losses are per token, `[batch, seq]`, or per answer, `[batch, 1]`. Ratios
+# are those that the loss clips, in the same shape and with gradients; None if it clips none.
 PolicyLoss = Callable[[Answers, PolicySettings], tuple[Tensor, Tensor | None]]
 
 
 def policy_gradient(answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor | None]:
-    """REINFORCE: log-probability times advantage."""
+    """Returns REINFORCE's loss of each token, -advantage * log p; no ratios."""
     return -answers.advantages * answers.logprobs, None
 
 
 def _clip(ratio: Tensor, answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor]:
-    """Returns PPO's clipped loss (arXiv 1707.06347) and the ratio.
+    """Returns PPO's clipped loss (arXiv 1707.06347), and the ratio.
 
     The lower and the upper bound are set separately (DAPO, arXiv 2503.14476).
     """
@@ -107,25 +107,29 @@ def _clip(ratio: Tensor, answers: Answers, s: PolicySettings) -> tuple[Tensor, T
 
 
 def clipped(answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor | None]:
-    """GRPO (arXiv 2402.03300): the ratio of each token, clipped."""
+    """Returns GRPO's loss (arXiv 2402.03300), with the clipped ratio of each token."""
     return _clip(answers.ratio, answers, s)
 
 
 def clipped_sequences(answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor | None]:
-    """RLOO (arXiv 2402.14740): the ratio of each whole answer, clipped."""
+    """Returns RLOO's loss (arXiv 2402.14740), with one clipped ratio per answer: the product of its tokens'
+    ratios."""
     log_ratio = ((answers.logprobs - answers.old) * answers.mask).sum(1, keepdim=True)
     return _clip(log_ratio.exp(), answers, s)
 
 
 def clipped_means(answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor | None]:
-    """GSPO (arXiv 2507.18071): the geometric mean of the ratios of an answer, clipped."""
+    """Returns GSPO's loss (arXiv 2507.18071), with one clipped ratio per answer: the geometric mean of its
+    tokens' ratios."""
     log_ratio = ((answers.logprobs - answers.old) * answers.mask).sum(1, keepdim=True) / answers.lengths
     return _clip(log_ratio.exp(), answers, s)
 
 
 def truncated_weights(answers: Answers, s: PolicySettings) -> tuple[Tensor, Tensor | None]:
-    """CISPO (arXiv 2506.13585): REINFORCE weighted by the ratio, which is truncated at epsilon_high and has
-    no gradient."""
+    """Returns CISPO's loss (arXiv 2506.13585): REINFORCE weighted by the ratio, which has no gradient.
+
+    The ratio is truncated to at most epsilon_high.
+    """
     ratio = answers.ratio
     return -ratio.detach().clamp(max=s.epsilon_high) * answers.advantages * answers.logprobs, ratio
 
@@ -135,16 +139,18 @@ MEANS: Mapping[str, Mean] = {
     "reinforce": "tokens", "rloo": "answers", "grpo": "answers", "dapo": "tokens", "dr_grpo": "length",
     "gspo": "answers", "cispo": "tokens",
 }  # fmt: skip
-"""The denominator of a step's loss by `rl_loss_type`.
+"""The denominator of a step's loss, for each `rl_loss_type`.
 
-It counts trained tokens, answers (each the mean over its tokens), or answers times the longest length (Dr.
-GRPO, arXiv 2503.20783)."""
+"tokens": number of trained tokens. "answers": number of answers, each a mean over its tokens. "length":
+    number of answers times the maximum length (Dr. GRPO, arXiv 2503.20783).
+"""
 
 
 def divergence(kl_impl: str, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The KL from the reference, estimated from log-probabilities of sampled tokens, in the same shape.
+    """Returns the estimated KL from the reference model at each sampled token, in the shape of `logprobs`.
 
-    Estimators: kl (k1), mse (k2) and k3 (http://joschu.net/blog/kl-approx.html), and GPT-NeoX's abs.
+    Estimators (`kl_impl`): kl (k1), mse (k2) and k3 (http://joschu.net/blog/kl-approx.html), and GPT-NeoX's
+    abs.
     """
     log_ratio = logprobs - reference
     if kl_impl == "kl":
@@ -157,19 +163,23 @@ def divergence(kl_impl: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def token_weights(mean: Mean, mask: Tensor) -> Tensor:
-    """The weight of each token in the sum of a micro-batch, `[batch, seq]`; mask: 1 where a token is
-    trained."""
+    """Returns the weight of each token in the loss of a micro-batch, `[batch, seq]`.
+
+    mask: 1 where a token is trained. mean: "answers" gives each answer's tokens a total weight of 1; else
+        trained tokens have weight 1.
+    """
     return mask / mask.sum(1, keepdim=True).clamp(min=1.0) if mean == "answers" else mask
 
 
 def reinforcement(
     loss_type: str, settings: PolicySettings, temperature: float, columns: int | None = None
 ) -> Objective:
-    """Returns the objective of answers with advantages.
+    """Returns the objective of reinforcement learning, for answers with advantages.
 
-    temperature: divides the logits. columns: as in `token_logprobs`.
+    loss_type: a value of `rl_loss_type`. temperature: divides the logits.
+    columns: number of leading vocabulary columns in the softmax; None: all.
     Metrics: reward, KL, entropy, the shares of clipped ratios (`_clip_shares`), and the difference between
-    log-probabilities of the trainer before its first step and of the sampler.
+    the log-probabilities of sampler and trainer, before the first step on the answers.
     """
     loss: PolicyLoss = LOSSES[loss_type].load_function()
     mean, s = MEANS[loss_type], settings
@@ -197,12 +207,12 @@ def reinforcement(
         total, metrics = torch.where(mask > 0, losses * weights, 0.0).sum(), {}
         if s.kl_beta:
             if s.kl_impl == "full":
-                assert samples.reference_output is not None, "the reference comes before the loss"
+                assert samples.reference_output is not None, "call Objective.with_reference before the loss"
                 kl = token_divergence_sum(
                     head, samples.reference_output, weights.t(), group, columns, batch.loss_places, full_divergence
                 )
             else:
-                assert samples.reference_logprobs is not None, "the reference comes before the loss"
+                assert samples.reference_logprobs is not None, "call Objective.with_reference before the loss"
                 token_kl = divergence(s.kl_impl, logprobs, samples.reference_logprobs)
                 if s.kl_by_ratio:
                     token_kl = token_kl * (answers.ratio if ratio is None else ratio)
@@ -239,10 +249,11 @@ def reinforcement(
 
 
 def _clip_shares(ratio: Tensor, answers: Answers, s: PolicySettings, bounded_below: bool) -> dict[str, Tensor]:
-    """Returns the shares of ratios below and above their bounds whose gradient clipping removes.
+    """Returns metrics: the shares of ratios below and above the clipping bounds, whose gradient clipping
+    removes.
 
-    They are shares of tokens, or of answers if the loss has one ratio for each answer. bounded_below: the
-    loss also clips small ratios.
+    They are shares of tokens, or of answers if the loss has one ratio per answer. bounded_below: the loss
+    also clips small ratios.
     """
     places = answers.mask if ratio.shape == answers.mask.shape else torch.ones_like(ratio)
     low = (ratio < 1 - s.epsilon) & (answers.advantages < 0) & bounded_below

@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: rows of JSON files, their order in a run, and their tokens."""
+"""Prompts of reinforcement learning: reads them from JSONL files, orders them, and tokenises them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ class PromptRow:
     """A line of a prompt file.
 
     prompt: a text, or messages for the chat template.
-    columns: the other fields.
-    place: FILE:LINE.
-    settings: of the chat template.
+    columns: the other fields of the line.
+    place: FILE:LINE, for messages.
+    settings: settings of the chat template in this line.
     """
 
     prompt: str | Messages
@@ -36,8 +36,10 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to be answered. number: its index in the run's order; tokens: its tokens as the model reads
-    them."""
+    """A prompt for the model to answer.
+
+    number: index in the run's order of prompts. tokens: the prompt as token ids.
+    """
 
     number: int
     row: PromptRow
@@ -45,17 +47,20 @@ class Prompt:
 
 
 def read_rows(files: Sequence[str], key: str = "prompt", chat: bool = False) -> list[PromptRow]:
-    """Reads the rows of all files. key: the field that holds the prompt; chat: a text becomes a user message.
-    Raises DataError with file and line."""
+    """Reads the rows of all prompt files.
+
+    key: name of the field that holds the prompt. chat: turn a text into a user message.
+    Raises DataError, with file and line, for a row that is no prompt, and for files without any.
+    """
     rows = []
     for name in files:
         try:
             lines = Path(name).read_text(encoding="utf-8").split("\n")  # JSON may hold other separators of lines
         except (OSError, UnicodeDecodeError) as problem:
-            raise DataError(f"rollout.prompts: {name}: cannot be read ({problem})") from problem
+            raise DataError(f"rollout.prompts: the file {name} cannot be read: {problem}") from problem
         rows += [_row(line, f"{name}:{number}", key, chat) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise DataError(f"rollout.prompts: {', '.join(files)}: holds no prompt")
+        raise DataError(f"rollout.prompts: no prompt found in {', '.join(files)}; the files have only empty lines")
     return rows
 
 
@@ -63,11 +68,11 @@ def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
     try:
         entry = json.loads(line)
     except ValueError as problem:
-        raise DataError(f"{place}: is no JSON ({problem}); a line is one prompt") from problem
+        raise DataError(f"{place}: the line is not valid JSON ({problem}); write one JSON object per line") from problem
     prompt: Any = entry.get(key) if isinstance(entry, dict) else None
     if not prompt or not isinstance(prompt, str | list):
         expected_form = f'{{"{key}": text or [{{"role": ..., "content": ...}}, ...], ...}}'
-        raise DataError(f"{place}: expected {expected_form} (rollout.prompt_key: {key})")
+        raise DataError(f"{place}: expected a line {expected_form} (rollout.prompt_key: {key})")
     columns = {name: value for name, value in entry.items() if name != key}
     if isinstance(prompt, str) and not chat:
         return PromptRow(prompt, columns, place)
@@ -80,9 +85,10 @@ def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Holds the prompts of a run. Each epoch takes all rows, with `shuffle` in another random order.
+    """Holds the prompts of a run. Each epoch goes through all rows, with `shuffle` in a new random order.
 
-    tokens: of each row, as returned by `tokens_of`."""
+    tokens: the tokens of each row's prompt, from `tokens_of`.
+    """
 
     rows: Sequence[PromptRow]
     tokens: Sequence[list[int]]
@@ -90,7 +96,7 @@ class Prompts:
     shuffle: bool
 
     def __getitem__(self, number: int) -> Prompt:
-        """Returns prompt `number` of the run."""
+        """Returns the run's prompt number `number`; numbers continue over epochs."""
         epoch, row = divmod(number, len(self.rows))
         if self.shuffle:
             row = int(_permutation(len(self.rows), self.seed, epoch)[row])
@@ -105,8 +111,11 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
 def tokens_of(
     args: ModelArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages, TemplateSettings], list[int]]
 ) -> list[list[int]]:
-    """Tokenises the prompt of each row. `rollout.max_prompt_length` truncates long prompts on the left.
-    Raises DataError for a prompt that is empty, too long, or refused by the chat template."""
+    """Returns the tokens of each row's prompt. `rollout.max_prompt_length` truncates long prompts on the
+    left.
+
+    Raises DataError for a prompt that is empty, too long, or refused by the chat template.
+    """
     tokens = []
     for row in rows:
         look_for_stop()
@@ -118,15 +127,17 @@ def tokens_of(
 
 
 def fitted(args: ModelArgs, tokens: list[int]) -> list[int]:
-    """Truncates a prompt on the left to `rollout.max_prompt_length` tokens. Raises ValueError for a prompt
-    that is empty, or too long where that key is unset."""
+    """Truncates a prompt on the left to `rollout.max_prompt_length` tokens.
+
+    Raises ValueError for an empty prompt, and for one that is too long if that key is unset.
+    """
     maximum = rollout_keys(args)["max_prompt_length"]
     longest = args.seq_length - 1 if maximum is None else maximum
     if len(tokens) > longest and maximum is None:
         raise ValueError(
-            f"the prompt has {len(tokens)} tokens, and a row of seq_length holds {longest} beside an answer; set "
-            "rollout.max_prompt_length, with which prompts lose their beginning, or a longer seq_length"
+            f"the prompt has {len(tokens)} tokens, but seq_length leaves only {longest} beside an answer; raise "
+            "seq_length, or set rollout.max_prompt_length to truncate prompts at their beginning"
         )
     if not tokens:
-        raise ValueError("the prompt has no token")
+        raise ValueError("the prompt is empty: it has no token")
     return tokens[-longest:]

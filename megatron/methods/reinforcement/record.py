@@ -1,4 +1,4 @@
-"""The record of rollouts: `rollouts.jsonl`, with one line per answer, and the metrics of steps."""
+"""Records rollouts: writes one line per answer to `rollouts.jsonl`, and adds metrics to logged steps."""
 
 import itertools
 import math
@@ -25,19 +25,27 @@ from megatron.objectives.preference import DIFFERENCE
 from megatron.process import run_files
 from megatron.process.metrics_file import ROLLOUTS_FILE, JsonlLogger, read_lines_backwards
 
-_LOGGED_FAILURES = 3  # per generation, in the log; the file has all
+_LOGGED_FAILURES = 3  # failures per generation that the log shows; rollouts.jsonl has all
 
 
 class LogprobDifferenceError(UserError):
-    """Sampler and trainer give the same answers different log-probabilities."""
+    """Raised if sampler and trainer give the same answers too different log-probabilities
+    (`rollout.logprob_bound`)."""
 
 
 class RolloutRecord(Callback):
-    """Records a run's rollouts. history: the latest rewards, in order. saved: the steps after which this
-    process wrote checkpoints, and the step it resumed from."""
+    """Records a run's answers in `rollouts.jsonl` and in the metrics of steps.
+
+    history: the latest rewards, oldest first. saved: the steps after which this process wrote checkpoints,
+        and the step it resumed from.
+    """
 
     def __init__(self, run: TrainingRun, folder: Path | None, run_id: str, text_of: Callable[[Answer], str]) -> None:
-        """folder: of `rollouts.jsonl`; None: nothing is written."""
+        """Opens `rollouts.jsonl` in `folder`; with None nothing is written. text_of: returns the text of an
+        answer.
+
+        Raises DataError if the run resumes and needs earlier rewards, but the file is missing.
+        """
         keys = ReinforcementKeys.read_from(run.args)
         self.run, self.text_of, self.saved = run, text_of, [run.iteration]
         self._file: JsonlLogger | None = None
@@ -49,8 +57,8 @@ class RolloutRecord(Callback):
             averaged = run.args.train_impl == "reinforce" and keys.rl_loss_type == "reinforce"
             if run.iteration > 0 and averaged and not path.is_file():
                 raise DataError(
-                    f"{path}: missing; rl_loss_type reinforce resumes its baseline from the rewards in it; restore the "
-                    "file, or set log_dir to its folder"
+                    f"{path}: missing; rl_loss_type: reinforce computes its baseline from the latest rewards, which a "
+                    "resumed run reads from this file; restore it, or set log_dir to its folder"
                 )
             self._file = JsonlLogger(path, run.iteration, run_id)
             problems = run_files.Problems()
@@ -64,9 +72,9 @@ class RolloutRecord(Callback):
             return rewards
 
         self.history: list[float] = on_rank_zero(run.groups, open_file)
-        self._answering = "waiting" if rollout_servers(run.args) else "sampling"  # what the ranks do meanwhile
+        self._answering = "waiting" if rollout_servers(run.args) else "sampling"  # name of the time for answers
         self._seconds = {self._answering: 0.0, "judging": 0.0}  # since the last row of metrics
-        self._rows: list[dict[str, float]] = []  # of the generations since then
+        self._rows: list[dict[str, float]] = []  # metrics of each generation since the last row
         self._last_row_at = time.perf_counter()
 
     def take(
@@ -78,8 +86,11 @@ class RolloutRecord(Callback):
         sampling_s: float,
         judging_s: float,
     ) -> None:
-        """Records a generation. penalised: rewards minus length and KL penalties. sampling_s: seconds until
-        all answers were there, from servers too."""
+        """Records a generation of answers.
+
+        penalised: rewards minus penalties for length and KL. sampling_s: seconds until all answers were
+            there, including the wait for servers. judging_s: seconds to judge them.
+        """
         self._seconds[self._answering] += sampling_s
         self._seconds["judging"] += judging_s
         self._rows.append(self._metrics(generation, scores, penalised))
@@ -88,7 +99,9 @@ class RolloutRecord(Callback):
             place = "" if failure.row is None else f"{requests[failure.row][0].row.place}: "
             self.run.logger.warning(f"rewards: {failure.function}: {place}{failure.reason}")
         if len(scores.failures) > _LOGGED_FAILURES:
-            self.run.logger.warning(f"rewards: {len(scores.failures)} failures in all, see {ROLLOUTS_FILE}")
+            self.run.logger.warning(
+                f"rewards: {len(scores.failures)} failures to judge answers in this generation; {ROLLOUTS_FILE} has all"
+            )
         if self._file is not None:
             self._write(self._file, generation, requests, scores, penalised)
 
@@ -152,20 +165,24 @@ class RolloutRecord(Callback):
         return metrics
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Checks that sampler and trainer agree. Adds metrics to the row of a logged step: means over the
-        steps since the last logged one. Raises LogprobDifferenceError if the two disagree."""
+        """Checks that sampler and trainer agree on log-probabilities, and adds metrics to the row of a logged
+        step.
+
+        Metrics are means over the steps since the last logged one. Raises LogprobDifferenceError if the two
+        disagree.
+        """
         if step.result is None:
             return
         options = rollout_keys(run.args)
         bound = options["logprob_bound"]
         num_steps = (step.iteration - 1) % (options["steps_per_generation"] * options["num_iterations"])
-        if bound and not (num_steps and writes_pairs(run.args)):  # of pairs it has what was learned from them since
+        if bound and not (num_steps and writes_pairs(run.args)):  # online DPO's later steps have changed weights
             difference = float(step.result.metrics[DIFFERENCE])  # sampling waits for the step anyway
             if difference > bound:  # NaN: no token of the step is trained
                 raise LogprobDifferenceError(
-                    f"step {step.iteration}: the log-probabilities of sampler and trainer differ by {difference:.4g} a "
-                    f"token, more than rollout.logprob_bound {bound:g}: the answers are not this model's (stale or "
-                    "other weights, another precision?); the last checkpoint is of before"
+                    f"step {step.iteration}: the log-probabilities of sampler and trainer differ by {difference:.4g} "
+                    f"per token on average, more than rollout.logprob_bound {bound:g}: the sampler has other weights "
+                    "(stale ones?) or another precision than the trainer; this step is in no checkpoint"
                 )
         if step.iteration % run.args.log_interval:
             return
@@ -179,18 +196,20 @@ class RolloutRecord(Callback):
         self._rows, self._seconds = [], dict.fromkeys(self._seconds, 0.0)
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Records the step, from which another start may resume."""
+        """Notes the step of a saved checkpoint: a later start may resume from it."""
         self.saved.append(step.iteration)
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes `rollouts.jsonl`."""
         if self._file is not None:
             self._file.close()
 
 
 def _conversation_fields(answer: Answer) -> dict[str, Any]:
-    """Returns the fields of a line that only conversations have. loss_mask: 1 for each token that the model
-    wrote, else 0."""
+    """Returns the fields that a line of `rollouts.jsonl` has only for conversations: messages and loss_mask.
+
+    loss_mask: 1 for each token that the model wrote, else 0.
+    """
     if answer.transcript is None or answer.loss_mask is None:
         return {}
     return {"messages": answer.transcript.messages, "loss_mask": [int(from_model) for from_model in answer.loss_mask]}
@@ -207,28 +226,30 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class EmptySteps:
-    """Counts steps whose answers have no reward or were all truncated, and warns of them. Every rank calls
-    its methods."""
+    """Warns of steps in which no answer has a reward, or all answers were truncated, and counts them.
+
+    All ranks must call its methods together.
+    """
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
         self._unrewarded = self._truncated = 0
 
     def look(self, rewards: Sequence[float], answers: Sequence[Answer]) -> None:
-        """Checks the answers of the next step, of all ranks. rewards: NaN for none."""
+        """Checks the answers of the next step, over all ranks. rewards: one per answer, NaN for none."""
         args, step, number = self.run.args, f"step {self.run.iteration + 1}", len(answers)
         if np.isnan(np.asarray(rewards, np.float64)).all():
             self._unrewarded += 1
             self.run.logger.warning(
-                f"rewards: {step}: none of its {number} answers has a reward, so it teaches nothing "
+                f"rewards: {step}: none of its {number} answers has a reward, so the step teaches nothing "
                 f"({self._unrewarded} such steps since the start)"
             )
         if not any(answer.finished for answer in answers):
             self._truncated += 1
             turns = " and rollout.max_turns" if rollout_keys(args)["environment"] is not None else ""
             mask_truncated = ReinforcementKeys.read_from(args).rl_mask_truncated
-            untrained = "; rl_mask_truncated leaves all out" if mask_truncated else ""
+            untrained = ", and rl_mask_truncated excludes them all from training" if mask_truncated else ""
             self.run.logger.warning(
-                f"rollout: {step}: all of its {number} answers were cut off before their end{untrained}; is "
-                f"rollout.max_completion_length{turns} large enough? ({self._truncated} such steps since the start)"
+                f"rollout: {step}: all of its {number} answers were truncated{untrained}; raise "
+                f"rollout.max_completion_length{turns} ({self._truncated} such steps since the start)"
             )

@@ -1,6 +1,7 @@
-"""The steps of a run that trains on its own answers.
+"""Makes the steps of a run that trains on its own answers.
 
-The model answers prompts, the answers are judged, and micro-batches are built from them."""
+The model answers prompts, the answers are judged, and micro-batches are built from them.
+"""
 
 import math
 import time
@@ -57,13 +58,17 @@ T = TypeVar("T")
 
 
 class Rollouts:
-    """Gives the training loop its steps. All ranks call every method together."""
+    """Yields the micro-batches of each training step, from answers that the model writes.
+
+    All ranks must call every method together.
+    """
 
     def __init__(self, run: TrainingRun, folder: Path | None, run_id: str) -> None:
-        """folder: for `rollouts.jsonl`, and for generations, which a run interrupted between the steps of one
-        needs. None: nothing is written.
+        """Reads the prompts, loads reward functions, and prepares sampling.
 
-        Raises DataError for prompts, ConfigError for reward functions that cannot be used.
+        folder: for `rollouts.jsonl`, and for the files of generations, from which a run that was interrupted
+            within a generation resumes. None: nothing is written.
+        Raises DataError for prompts that cannot be used, and ConfigError for such reward functions.
         """
         args = run.args
         self.run, self.args = run, args
@@ -78,8 +83,8 @@ class Rollouts:
         if self.shares.total % self.group:
             raise args.error(
                 "rollout.num_generations",
-                f"{self.group} answers to a prompt do not divide the {self.shares.total} answers of a generation "
-                "(train_batch_size x steps_per_generation); change one of them",
+                f"{self.group} answers per prompt do not divide the {self.shares.total} answers of a generation "
+                "(train_batch_size x steps_per_generation); change one of the three",
             )
         read = partial(read_rows, self.options["prompts"], self.options["prompt_key"], self.options["chat"])
         rows = on_rank_zero(run.groups, read)
@@ -110,13 +115,16 @@ class Rollouts:
         self._generation: Generation | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yields this rank's micro-batches of each remaining step. Raises StopRequested where a stop signal
-        comes during sampling; the next start samples that generation again."""
+        """Yields this rank's micro-batches of each remaining step.
+
+        Raises StopRequested if a stop signal comes during sampling; the next start samples that generation
+        again.
+        """
         while True:
             number, step = divmod(self.run.iteration, self.steps)
             if self._generation is None or self._generation.number != number:
-                self._generation = None  # freed before the next is made
-                read = partial(self.files.read, number)  # an earlier process has made it
+                self._generation = None  # frees memory before the next generation is made
+                read = partial(self.files.read, number)  # within a generation: an earlier process has written it
                 self._generation = self._make(number) if step == 0 else on_rank_zero(self.run.groups, read)
             if step < self.shares.steps:  # later iterations repeat the same answers
                 rows = slice(step * self.shares.rows_per_step, (step + 1) * self.shares.rows_per_step)
@@ -134,7 +142,7 @@ class Rollouts:
     # -- a generation ----------------------------------------------------------------------------------------
 
     def _requests(self, number: int) -> list[AnswerRequest]:
-        """Returns a generation's requests, one per row."""
+        """Returns the requests of a generation for answers, one per row."""
         first_prompt = number * (self.shares.total // self.group)
         return [(self.prompts[first_prompt + row // self.group], row % self.group) for row in range(self.shares.total)]
 
@@ -161,7 +169,7 @@ class Rollouts:
         rewards = np.array(scores.total(weights), np.float64)  # NaN for None
         old_logprobs, kl = self._trainer_logprobs(answers)
         penalised = rewards - penalties(self.args, answers) - (0.0 if kl is None else self.keys.kl_div_beta * kl)
-        if self.pairs:  # a failed answer does not make the other one better
+        if self.pairs:  # an answer without a judgement is neither better nor worse: no reward
             failed = [failure.row for failure in scores.failures if failure.row is not None]
             penalised[[*failed, *(row for row, answer in enumerate(answers) if not answer.length)]] = math.nan
         advantages = advantages_of(self.args, penalised, self.record.history)
@@ -175,21 +183,26 @@ class Rollouts:
     def _end_where_all_failed(
         self, number: int, requests: Sequence[AnswerRequest], scores: Scores, rewards: np.ndarray
     ) -> None:
-        """Raises ConfigError where every answer failed and none has a reward. rewards: with penalties, as
-        trained."""
+        """Raises ConfigError if every answer failed to be judged and none has a reward.
+
+        rewards: `[answers]`, with penalties, NaN for none.
+        """
         failure = failure_of_all(scores.failures, rewards, 2 if self.options["judge"] is not None else 1)
         if failure is None or failure.row is None:
             return
         names = {REWARD_MODEL: "reward_model", ENVIRONMENT: "rollout.environment"}
         raise self.args.error(
             names.get(failure.function, judge_key(self.args)),
-            f"{failure.function}: all {len(requests)} answers of generation {number} failed and none has a reward; the "
-            f"first, {requests[failure.row][0].row.place}: {failure.reason}",
+            f"{failure.function}: judging failed for all {len(requests)} answers of generation {number}, so none has a "
+            f"reward; the first failure, for the prompt at {requests[failure.row][0].row.place}: {failure.reason}",
         )
 
     def _answers(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
-        """Samples answers in the training processes: one turn each, or turns until all conversations are
-        over."""
+        """Samples answers to the requests in the training processes.
+
+        Without an environment the model writes one text per request; with one it writes texts until all
+        conversations are over.
+        """
         if self.conversations is None:
             return self._sample([turn_of(self.run, request) for request in requests])
         conversations, groups = self.conversations, self.run.groups
@@ -201,16 +214,18 @@ class Rollouts:
         return on_rank_zero(groups, conversations.answers)
 
     def _sample(self, turns: Sequence[Turn]) -> list[Answer]:
-        """Samples the turns of all rows, on all ranks, and returns all answers."""
+        """Samples the model's texts for the turns of all rows, and returns them on all ranks."""
         return self._gather(self.sampler([[turns[row] for row in rows] for rows in self.local_batches]))
 
     def _look_for_stop(self) -> None:
-        """Raises StopRequested on all ranks once a stop signal has come to any."""
+        """Raises StopRequested on all ranks if any rank has received a stop signal."""
         run_on_all_ranks(self.run.groups, look_for_stop)
 
     def _gather(self, values: Sequence[Sequence[T]]) -> list[T]:
-        """Gathers the values of all data ranks, one for each answer, in the order of the generation's rows.
-        values: of each of this rank's micro-batches."""
+        """Gathers one value per answer from all data ranks, in the order of the generation's rows.
+
+        values: this rank's values, a sequence for each of its micro-batches.
+        """
         groups = self.run.groups
         shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: values)
         row_values: dict[int, T] = {}
@@ -236,15 +251,16 @@ class Rollouts:
         )
 
     def text_of(self, answer: Answer) -> str:
-        """Returns the answer's text, without its end token."""
+        """Returns the answer's text, without its stop token."""
         return self.speech.text(answer.tokens, answer.finished)
 
     def _trainer_logprobs(self, answers: Sequence[Answer]) -> tuple[list[list[float]] | None, np.ndarray | None]:
-        """Returns the trainer's log-probabilities of the answers' tokens, and each answer's KL from the
-        reference.
+        """Returns (the trainer's log-probabilities of each answer's tokens, the KL of each answer from the
+        reference).
 
-        The former are None unless several steps train on the answers or stale weights may have written them;
-        the latter, a sum per answer, is None unless it is part of rewards."""
+        The first is None unless several steps train on the answers, or stale weights may have written them.
+        The second is None unless rewards include the KL; it is summed over each answer's tokens.
+        """
         several = not self.pairs and (self.steps > 1 or self.options["staleness"] > 0)
         in_reward = self.keys.rl_kl_in_reward
         if not several and not in_reward:
@@ -263,13 +279,14 @@ class Rollouts:
         return self._gather(old) if several else None, np.array(self._gather(kl)) if in_reward else None
 
     def _kl(self, batch: Batch, logprobs: torch.Tensor) -> list[float]:
-        """Returns the sum of each answer's KL from the reference."""
+        """Returns the KL of each answer of the batch from the reference model, summed over its trained
+        tokens."""
         reference_logprobs = rollout_values(batch).reference_logprobs
         assert reference_logprobs is not None
         token_kl = divergence(self.keys.kl_impl, logprobs, reference_logprobs)
         return torch.where(batch.loss_weights > 0, token_kl, 0.0).sum(1).tolist()
 
-    # -- its steps -------------------------------------------------------------------------------------------
+    # -- steps of a generation -------------------------------------------------------------------------------
 
     def _batches(self, generation: Generation, step: int) -> list[Batch]:
         rows_of_step = self.local_batches[step * self.shares.accumulation : (step + 1) * self.shares.accumulation]
@@ -281,7 +298,10 @@ class Rollouts:
         return [as_pairs(batch) for batch in batches] if self.pairs else batches
 
     def _batch(self, generation: Generation, rows: Sequence[int], width: int, first_row: int) -> Batch:
-        """Returns the micro-batch of the answers in `rows`. first_row: of the micro-batch, trained or not."""
+        """Returns the micro-batch of the answers in `rows`.
+
+        first_row: the first row of the micro-batch, also if it is not trained; seeds the dropout.
+        """
         old = generation.old_logprobs
         return batch_of(
             [generation.answers[row] for row in rows],
@@ -307,7 +327,7 @@ def _conversations(args: ModelArgs, speech: Speech) -> Conversations | None:
 
 
 def _template(run: TrainingRun, has_messages: bool) -> ChatTemplate | None:
-    """Returns the run's chat template, which rank 0 finds; None if no prompt needs it."""
+    """Returns the run's chat template, which rank 0 looks for; None if no prompt consists of messages."""
     if not has_messages:
         return None
     return find_shared_template(run.args, run.tokenizer, run.groups, run.companion_files)

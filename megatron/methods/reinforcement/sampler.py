@@ -1,5 +1,4 @@
-"""Sampling of answers from the model under training: by the generation engine, or by the forward pass of
-training (`rollout.exact`)."""
+"""Samples answers from the model under training, by the generation engine or by the training forward pass."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.process import StopRequested
 
 AnswerRequest = tuple[Prompt, int]
-"""A prompt, and the number of one of its answers."""
+"""A prompt, and which of its answers is requested: 0 up to `num_generations` - 1."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Turn:
     """A request for the model's next text.
 
     tokens: the context.
-    room: maximum number of tokens; 0: no text.
-    seed: of sampling.
+    room: maximum number of tokens; 0: no text is requested.
+    seed: for sampling.
     """
 
     tokens: list[int]
@@ -42,25 +41,30 @@ class Turn:
 
 
 class Sampler(Protocol):
-    """A callable that samples answers. All ranks call it together, each data rank with its own micro-batches,
-    the same number on each."""
+    """A callable that samples answers from the model.
+
+    All ranks must call it together, each data rank with its own micro-batches, the same number on each.
+    """
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
-        """Returns the model's answer in each turn of each micro-batch. After a stop signal answers may be
-        partial: the caller checks for the signal."""
+        """Returns the model's answer to each turn of each micro-batch.
+
+        After a stop signal answers may be incomplete: the caller must check for the signal.
+        """
 
 
 def turn_of(run: TrainingRun, request: AnswerRequest) -> Turn:
-    """Returns the turn that answers a request, the same in every layout."""
+    """Returns the turn that answers a request. Its seed, and so the answer, is the same in every parallel
+    layout."""
     prompt, number = request
     return Turn(prompt.tokens, room_for(run, prompt.tokens), mix_seed(run.args.seed, "rollout", prompt.number, number))
 
 
 def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
-    """Returns the maximum number of tokens of an answer in a row.
+    """Returns the maximum number of tokens that an answer to `prompt` may have.
 
-    The last token of an answer is only a label and needs no position, unless a reward model or a server reads
-    it.
+    The last token of an answer is only a label. It needs no position in the row, unless a reward model or a
+    server reads it.
     """
     reads_all = ReinforcementKeys.read_from(run.args).reward_model is not None or bool(rollout_servers(run.args))
     row = run.args.seq_length + (not reads_all)
@@ -68,15 +72,15 @@ def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
 
 
 class EngineSampler:
-    """Samples answers by the generation engine, on the weights of the training engine."""
+    """Samples answers with the generation engine, on the weights of the training engine."""
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
         self.run, self.stop_token_ids = run, stop_token_ids
         self.sampling = SamplingParams(temperature=rollout_keys(run.args)["temperature"])
-        self.as_drawn = loss_temperature(run.args) != 1.0  # else the loss has the log-probabilities of the model
+        self.as_drawn = loss_temperature(run.args) != 1.0  # return log-probabilities at the sampling temperature
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
-        """Implements `Sampler`."""
+        """Returns the model's answer to each turn of each micro-batch; all ranks must call it together."""
         local_turns = [turn for batch in turns for turn in batch if turn.room]
         with self.run.inference() as model:
             all_turns, own_turns = prompts_of_all_ranks(model, local_turns)
@@ -94,7 +98,7 @@ class EngineSampler:
             if all_turns:
                 with suppress(StopRequested):
                     complete(
-                        replace(model, columns=self.run.args.softmax_rows),  # as the loss sees them
+                        replace(model, columns=self.run.args.softmax_rows),  # the same softmax as in the loss
                         [turn.tokens for turn in all_turns],
                         self.sampling,
                         maximum_tokens=[turn.room for turn in all_turns],
@@ -112,18 +116,19 @@ class EngineSampler:
 
 
 class ExactSampler:
-    """Samples answers by the forward pass of training: one pass over full rows per token.
+    """Samples answers with the training forward pass: one pass over full rows per token (`rollout.exact`).
 
     Rows and micro-batches are those of the training step, so matrix products have the same shapes and
-    bits."""
+    results.
+    """
 
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
         self.run, self.stop_token_ids = run, stop_token_ids
-        # What is left to divide by: the logits come as the loss has them
+        # The logits come already divided by the loss's temperature: divide by the rest
         self.temperature = rollout_keys(run.args)["temperature"] / loss_temperature(run.args)
 
     def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
-        """Implements `Sampler`."""
+        """Returns the model's answer to each turn of each micro-batch; all ranks must call it together."""
         rows = [[Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns]
         draws = [[random.Random(turn.seed) for turn in batch] for batch in turns]
         rooms = [[turn.room for turn in batch] for batch in turns]
@@ -158,8 +163,11 @@ class ExactSampler:
     def _reader(
         self, rows: Sequence[Sequence[Answer]], draws: Sequence[Sequence], open_rows: Sequence[Sequence[bool]]
     ) -> Callable[[HeadInput, Batch], Tensor]:
-        """Returns a function that samples the next token of each row, one micro-batch per call. Its result
-        holds token and log-probability, `[rows, 2]`."""
+        """Returns a function that samples the next token of each row, one micro-batch per call.
+
+        Its result is `[rows, 2]`: token and log-probability. Rows that are not open get a token too, which
+        the caller ignores.
+        """
         args, tokenizer = self.run.args, self.run.tokenizer
         waiting = iter(zip(rows, draws, open_rows, strict=True))
         group, width = self.run.groups.group("tensor"), args.seq_length
@@ -167,7 +175,7 @@ class ExactSampler:
         def read(head: HeadInput, batch: Batch) -> Tensor:
             answers, generators, is_open = next(waiting)
             size = len(answers)
-            last = [min(len(row.prompt) + len(row.tokens), width) - 1 for row in answers]  # a full row does not grow
+            last = [min(len(row.prompt) + len(row.tokens), width) - 1 for row in answers]  # the position to sample at
             places = torch.tensor(
                 [position * size + row for row, position in enumerate(last)], device=batch.tokens.device
             )

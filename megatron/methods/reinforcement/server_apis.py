@@ -1,6 +1,7 @@
-"""Clients of the HTTP interfaces that servers answer: tools/serve.py, vLLM, SGLang.
+"""Clients of the HTTP APIs of inference servers: tools/serve.py, vLLM and SGLang.
 
-Each asks for token ids, and for log-probabilities of the logits divided by the temperature."""
+All ask for token ids, and for log-probabilities of the logits divided by the temperature.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,10 @@ _FINISHED = {"stop": True, "length": False}
 
 @dataclass(frozen=True)
 class Written:
-    """An answer from a server. weight_version: of the weights that wrote it, None where the server does not
-    report it."""
+    """An answer that a server has written.
+
+    weight_version: version of the weights that wrote it; None if the server does not report it.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -25,13 +28,15 @@ class Written:
 
 
 class ServerAPI:
-    """A client of one server. Its methods raise ServerError. names_weights: whether the server's answers
-    report their weight version."""
+    """A client of one inference server. Its methods raise ServerError.
+
+    names_weights: whether the server's answers report the version of its weights.
+    """
 
     names_weights = True
 
     def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
-        """Answers end with one of `stop_token_ids`."""
+        """Takes a connection and the sampling parameters. Answers end with one of `stop_token_ids`."""
         self.connection = connection
         self.sampling: dict[str, Any] = {
             "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1,
@@ -39,38 +44,42 @@ class ServerAPI:
         }  # fmt: skip
 
     def check(self) -> None:
-        """Checks that the server answers, and finds the name of its model."""
+        """Checks that the server responds, and finds the name of its model."""
         raise NotImplementedError
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
-        """Returns an answer of at most `maximum` tokens."""
+        """Returns the server's answer to the prompt, at most `maximum` tokens."""
         raise NotImplementedError
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
-        """Loads other weights into the server, from `url` or, where that is None, from their folder. Later
-        requests are answered by these weights."""
+        """Loads new weights into the server, which then answers later requests with them.
+
+        url: where the server fetches the weights; None: it reads them from the folder `update.path`.
+        """
         raise NotImplementedError
 
 
 class OpenAIServer(ServerAPI):
-    """A client of tools/serve.py."""
+    """A client of tools/serve.py, by its OpenAI-compatible API."""
 
     # Request fields that OpenAI's interface does not have
     fields: dict[str, Any] = {"logprobs": 0, "return_token_ids": True, "logprobs_mode": "processed_logprobs"}
-    lacks = "asks for tools/serve.py of this version"
+    lacks = "needs tools/serve.py of this version"
 
     model = ""
 
     def check(self) -> None:
-        """Implements `ServerAPI`."""
+        """Checks that the server responds, and finds the name of its model."""
         answer = self.connection.call("/v1/models")
         try:
             self.model = answer["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
-            raise self.connection.error(f"GET /v1/models: names no model: {answer!r:.300}") from None
+            raise self.connection.error(
+                f"GET /v1/models: the reply names no model, so this is no server of a model: {answer!r:.300}"
+            ) from None
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
-        """Implements `ServerAPI`."""
+        """Returns the server's answer to the prompt, at most `maximum` tokens."""
         request = {"model": self.model, "prompt": prompt, "max_tokens": maximum, "seed": seed}
         answer = self.connection.call("/v1/completions", {**self.sampling, **self.fields, **request})
         try:
@@ -79,45 +88,53 @@ class OpenAIServer(ServerAPI):
             finished, version = _FINISHED[choice["finish_reason"]], answer.get("weight_version")
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise self.connection.error(
-                f"POST /v1/completions: no answer with token_ids and logprobs ({problem!r}), which {self.lacks}: "
-                f"{answer!r:.300}"
+                f"POST /v1/completions: no answer with token_ids and logprobs ({problem!r}), which {self.lacks}; the "
+                f"reply was {answer!r:.300}"
             ) from None
         return _checked(self.connection, Written(tokens, logprobs, finished, version), maximum)
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
-        """Implements `ServerAPI`."""
+        """Loads new weights into the server, from `url`, or from the folder `update.path` if it is None."""
         place = {"path": update.path} if url is None else {"url": url}
         body = {**place, "version": update.version, "sha256": dict(update.sha256)}
         answer = self.connection.call("/v1/update_weights", body)
         if not isinstance(answer, dict) or answer.get("weight_version") != update.version:
-            raise self.connection.error(f"POST /v1/update_weights: does not serve {update.version}: {answer!r:.300}")
+            raise self.connection.error(
+                f"POST /v1/update_weights: the server did not load weight version {update.version}; the reply was "
+                f"{answer!r:.300}"
+            )
 
 
 class VLLMServer(OpenAIServer):
-    """A client of vLLM, whose answers do not report their weight version."""
+    """A client of vLLM, whose answers do not report the version of its weights."""
 
     names_weights = False
 
     fields = {"logprobs": 0, "return_token_ids": True}
-    lacks = "asks for vLLM 0.10.2 or later"
+    lacks = "needs vLLM 0.10.2 or later"
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
-        """Implements `ServerAPI` by endpoints that exist with VLLM_SERVER_DEV_MODE=1."""
+        """Loads new weights into vLLM from the folder `update.path`. vLLM must run with
+        VLLM_SERVER_DEV_MODE=1."""
         kwargs = {"weights_path": update.path}
         body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self.connection.timeout_s}
-        self.connection.call("/collective_rpc", body, hint_500="needs a vLLM whose reload_weights takes weights_path")
+        self.connection.call(
+            "/collective_rpc",
+            body,
+            hint_500="may be a vLLM whose reload_weights takes no weights_path; install a later one",
+        )
         self.connection.call("/reset_prefix_cache", {})
 
 
 class SGLangServer(ServerAPI):
-    """A client of SGLang's own interface."""
+    """A client of SGLang, by its native API."""
 
     def check(self) -> None:
-        """Implements `ServerAPI`; requests name no model."""
+        """Checks that the server responds. Requests to SGLang need no model name."""
         self.connection.call("/v1/models")
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
-        """Implements `ServerAPI`."""
+        """Returns the server's answer to the prompt, at most `maximum` tokens."""
         sampling = {**self.sampling, "max_new_tokens": maximum, "sampling_seed": seed % 2**31}
         answer = self.connection.call(
             "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
@@ -129,25 +146,27 @@ class SGLangServer(ServerAPI):
             version = meta.get("weight_version")
         except (KeyError, TypeError, IndexError, AttributeError) as problem:
             raise self.connection.error(
-                f"POST /generate: no answer with output_token_logprobs ({problem!r}): {answer!r:.300}"
+                f"POST /generate: no answer with output_token_logprobs ({problem!r}); the reply was {answer!r:.300}"
             ) from None
         number = int(version) if isinstance(version, str) and version.isdecimal() else None
         return _checked(self.connection, Written(tokens, logprobs, finished, number), maximum)
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
-        """Implements `ServerAPI`."""
+        """Loads new weights into SGLang from the folder `update.path`."""
         body = {"model_path": update.path, "weight_version": str(update.version), "flush_cache": True}
         answer = self.connection.call("/update_weights_from_disk", body)
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise self.connection.error(f"POST /update_weights_from_disk: {answer!r:.300}")
+            raise self.connection.error(
+                f"POST /update_weights_from_disk: SGLang did not load the new weights; the reply was {answer!r:.300}"
+            )
 
 
 SERVERS: Mapping[str, type[ServerAPI]] = {"openai": OpenAIServer, "vllm": VLLMServer, "sglang": SGLangServer}
-"""The clients by `rollout.server_api`."""
+"""The classes of clients, by the value of `rollout.server_api`."""
 
 
 def _checked(connection: Connection, written: Written, maximum: int) -> Written:
-    """Returns the answer after checking its tokens and log-probabilities. Raises ServerError."""
+    """Returns the answer if its tokens and log-probabilities are valid; else raises ServerError."""
     tokens, logprobs = written.tokens, written.logprobs
     good = (
         isinstance(tokens, list)
@@ -159,6 +178,7 @@ def _checked(connection: Connection, written: Written, maximum: int) -> Written:
     )
     if not good:
         raise connection.error(
-            f"expected 1 to {maximum} token ids and their log-probabilities, got {tokens!r:.150} and {logprobs!r:.150}"
+            f"expected an answer of 1 to {maximum} token ids with as many log-probabilities, got {tokens!r:.150} and "
+            f"{logprobs!r:.150}"
         )
     return written

@@ -1,4 +1,4 @@
-"""JSON over HTTP to servers that write answers, with retries."""
+"""Sends JSON requests over HTTP to the servers that write answers, and retries them."""
 
 import http.client
 import json
@@ -17,23 +17,29 @@ _SHOWN_CHARACTERS = 300  # characters of an answer, in errors
 
 
 class ServerError(UserError):
-    """A server of `rollout.servers` cannot be reached, or fails."""
+    """Raised if a server of `rollout.servers` cannot be reached, or answers with an error."""
 
 
 class _RefusalError(Exception):
-    """An answer with an error status."""
+    """Raised if a server answers with an HTTP error status."""
 
     def __init__(self, status: int, content: bytes) -> None:
         self.status, self.content = status, content
 
 
 class Connection:
-    """A connection to a server, for any number of threads. It ignores proxies of the environment, since
-    servers are in the cluster."""
+    """A connection to one server, usable from any number of threads.
+
+    It ignores the proxies set in the environment, because servers are in the cluster.
+    """
 
     def __init__(self, address: str, token: str | None, timeout_s: float, say: Callable[[str], None]) -> None:
-        """token: a bearer token. timeout_s: for one answer, and for all retries together. say: logs why a
-        call is retried. Raises ServerError where tenacity is missing."""
+        """Takes the server's address; it connects at the first call.
+
+        token: bearer token; None: none is sent. timeout_s: limit for one answer, and for all retries of a
+            call together.
+        say: logs why a call is retried. Raises ServerError if the package tenacity is missing.
+        """
         self.address, self.token, self.timeout_s, self.say = address, token, timeout_s, say
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
@@ -42,21 +48,22 @@ class Connection:
         )
 
     def error(self, text: str) -> ServerError:
-        """Returns an error that names this server, for the caller to raise."""
+        """Returns an error that names this server. The caller raises it."""
         return ServerError(f"rollout.servers: {self.address}: {text}")
 
     def call(self, path: str, body: Any = None, hint_500: str | None = None) -> Any:
-        """Sends a POST of `body` as JSON, or a GET for None. Returns the answer's JSON, None for an empty
-        answer.
+        """Sends a POST request with `body` as JSON, or a GET request if it is None, and returns the reply's
+        JSON.
 
-        hint_500: what status 500 may mean; with a hint that status is not retried. Raises ServerError.
+        Returns None for an empty reply. hint_500: likely cause of status 500, for the error; with a hint that
+        status is not retried. Raises ServerError if the call fails in the end.
         """
         method_and_path, tenacity = f"{'GET' if body is None else 'POST'} {path}", self.tenacity
 
         def tell(state: Any) -> None:
             if state.attempt_number == 1:
                 problem = state.outcome.exception()
-                self.say(f"rollout.servers: {self.address}: {method_and_path}: {_reason(problem)}; tried again")
+                self.say(f"rollout.servers: {self.address}: {method_and_path}: {_reason(problem)}; retrying")
 
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
@@ -74,19 +81,22 @@ class Connection:
             content = tries(self._send, path, body)
         except (_RefusalError, OSError, http.client.HTTPException) as problem:
             retries = (
-                f", also after {self.timeout_s:g} s of trying (rollout.server_timeout_s)"
+                f", also after {self.timeout_s:g} s of retries (rollout.server_timeout_s); check that the server runs"
                 if _is_transient(problem)
                 else ""
             )
-            hint = f"; it {hint_500}" if _is_explained(problem, hint_500) else retries
+            hint = f"; the cause {hint_500}" if _is_explained(problem, hint_500) else retries
             raise self.error(f"{method_and_path}: {_reason(problem)}{hint}") from None
         try:
             return json.loads(content) if content.strip() else None
         except ValueError:
-            raise self.error(f"{method_and_path}: answered no JSON: {content[:_SHOWN_CHARACTERS]!r}") from None
+            raise self.error(
+                f"{method_and_path}: answered no JSON, so this may be no server of rollout.server_api: "
+                f"{content[:_SHOWN_CHARACTERS]!r}"
+            ) from None
 
     def close(self) -> None:
-        """Stops all retries, and breaks open connections."""
+        """Stops all retries, and breaks open connections, so that waiting calls fail."""
         self._closed.set()
         with self._lock:
             for connection in self._open:
@@ -101,7 +111,7 @@ class Connection:
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
         with self._lock:
             if self._closed.is_set():
-                raise ConnectionError("the run ends")
+                raise ConnectionError("the run ends, so no request is sent any more")
             self._open.add(connection)
         try:
             data = None if body is None else json.dumps(body).encode()

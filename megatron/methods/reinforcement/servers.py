@@ -1,4 +1,4 @@
-"""Sampling of answers by servers, which receive the weights of each generation as HuggingFace folders."""
+"""Samples answers by inference servers, which get each generation's weights as HuggingFace folders."""
 
 import json
 import os
@@ -28,11 +28,12 @@ _TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 
 class ServerSampler:
-    """Samples the answers of a generation by the servers of `rollout`.
+    """Samples the answers of a generation by the servers in `rollout.servers`.
 
-    All ranks call every method together. Only rank 0 talks to the servers: one thread sends them the weights,
-    then requests the answers of a generation, and so on. Server r modulo the number of servers answers the
-    rows of data rank r. With `rollout.staleness` rank 0 does so ahead, while the ranks train.
+    All ranks must call every method together. Only rank 0 talks to the servers. One thread sends them new
+    weights, then requests the answers of a generation, then goes on with the next one. The rows of data rank
+    r are answered by server r modulo the number of servers. With `rollout.staleness` the thread works ahead
+    while the ranks train.
     """
 
     def __init__(
@@ -44,8 +45,11 @@ class ServerSampler:
         shares: Shares,
         conversations: Conversations | None,
     ) -> None:
-        """run_id: the name of this run's folder in `rollout.sync`. conversations: None where there is no
-        environment. Raises ServerError for a server that does not answer."""
+        """Connects to the servers and checks that they respond.
+
+        run_id: name of this run's folder in `rollout.sync`. conversations: None without an environment.
+        Raises ServerError for a server that does not respond.
+        """
         args = run.args
         options = rollout_keys(args)
         assert args.train_iters is not None
@@ -56,8 +60,8 @@ class ServerSampler:
         self.folders = WeightFolders(run, Path(folder).absolute() / run_id, max(2, self.staleness + 1))
         if self.staleness:
             run.logger.info(
-                f"rollout.staleness {self.staleness}: interrupted, the run does not go on bit for bit: answers under "
-                "way are asked for again, by newer weights"
+                f"rollout.staleness {self.staleness}: if this run is interrupted, it does not resume bit for bit, "
+                "because answers requested ahead are requested again, from newer weights"
             )
         self.server_of_row = [0] * shares.total
         for rank in range(shares.data_size):
@@ -65,7 +69,7 @@ class ServerSampler:
                 for row in rows:
                     self.server_of_row[row] = rank % len(addresses)
         self._pending: dict[int, Future[tuple[list[Answer], int]]] = {}  # on rank 0, by generation
-        self._serving: int | None = None  # the version that all servers have
+        self._serving: int | None = None  # the weight version that all servers have loaded
         self.servers: list[ServerAPI] = []
         self._weight_server: WeightServer | None = None  # on rank 0
         on_rank_zero(run.groups, lambda: self._begin(addresses, stop_token_ids))
@@ -84,10 +88,12 @@ class ServerSampler:
         self._for_all_servers(lambda server: server.check())
 
     def __call__(self, number: int, requests_of: Callable[[int], list[AnswerRequest]]) -> tuple[list[Answer], int]:
-        """Returns the answers of generation `number` in the order of its rows, and their weight version.
+        """Returns the answers of generation `number` in the order of its rows, and the version of the weights
+        that wrote them.
 
-        requests_of: from a generation's number to its requests. Raises ServerError, and StopRequested where a
-        stop signal comes first."""
+        requests_of: function from a generation's number to its requests. Raises ServerError if a server
+            fails, and StopRequested if a stop signal comes first.
+        """
         generations = range(max(number, self.last_requested + 1), min(number + self.staleness, self.last) + 1)
         if generations:
             weights = self.folders.write(number)
@@ -109,7 +115,8 @@ class ServerSampler:
         return answers.result()
 
     def _answers(self, requests: Sequence[AnswerRequest], weights: WeightUpdate) -> tuple[list[Answer], int]:
-        """Updates the servers' weights and collects a generation's answers, in the thread."""
+        """Loads the weights into all servers and collects a generation's answers. Runs in the thread of rank
+        0."""
         if self._serving != weights.version:
             self._for_all_servers(lambda server: server.update(weights, self._url(weights, server)))
             self._serving = weights.version
@@ -119,7 +126,7 @@ class ServerSampler:
         return list(answers), weights.version
 
     def _url(self, weights: WeightUpdate, server: ServerAPI) -> str | None:
-        """Returns the URL from which the server fetches the weights; None: from their folder."""
+        """Returns the URL at which the server fetches the weights; None: it reads them from their folder."""
         weight_server = self._weight_server
         return None if weight_server is None else weight_server.url(weights.version, server.connection.address)
 
@@ -132,19 +139,19 @@ class ServerSampler:
         server = self.server_of_row[row]
         written = self.servers[server].write(turn.tokens, turn.room, turn.seed)
         if written.weight_version != (version if self.servers[server].names_weights else None):
-            reported_version = "of its own" if written.weight_version is None else written.weight_version
+            reported_version = "of unknown version" if written.weight_version is None else written.weight_version
             raise self.servers[server].connection.error(
-                f"answers by weights {reported_version}, and was given {version}: another run or process updates its "
-                "weights too, or the server was restarted; use it in one run only"
+                f"the server answers with weights {reported_version}, but was given version {version}: another run "
+                "updates its weights too, or it was restarted; use a server in one run only"
             )
         return Answer(turn.tokens, written.tokens, written.logprobs, written.finished)
 
     def _for_all_servers(self, work: Callable[[ServerAPI], None]) -> None:
-        """Calls `work` for all servers at the same time, and waits."""
+        """Calls `work` for all servers in parallel, and waits for all of them."""
         list(self._requests.map(work, self.servers))
 
     def close(self) -> None:
-        """Cancels all requests without waiting for them."""
+        """Cancels all requests to servers, without waiting for them."""
         if self.run.groups.world_rank == 0:
             self._in_turn.shutdown(wait=False, cancel_futures=True)
             self._requests.shutdown(wait=False, cancel_futures=True)
@@ -155,16 +162,19 @@ class ServerSampler:
 
 
 class WeightFolders:
-    """Writes `FOLDER/VERSION` for the last `num_versions` versions, and `FOLDER/latest`.
+    """Writes the model's weights to `FOLDER/VERSION`, keeps the last `num_versions` versions, and updates
+    `FOLDER/latest`.
 
-    `latest` is JSON with the newest version, its folder and the files' SHA-256. All ranks call every method
-    together."""
+    `latest` is JSON with the newest version, its folder and the SHA-256 of its files. All ranks must call
+    every method together.
+    """
 
     def __init__(self, run: TrainingRun, folder: Path, num_versions: int) -> None:
         self.run, self.folder, self.num_versions = run, folder, num_versions
 
     def write(self, version: int) -> WeightUpdate:
-        """Writes the model's current weights as `version`. Raises CheckpointError."""
+        """Writes the model's current weights as `version`, in HuggingFace's format. Raises CheckpointError if
+        this fails."""
         path = self.folder / str(version)
         with self.run.watchdog.phase("writing weights for servers"):
             self.run.save_hf_model(path)

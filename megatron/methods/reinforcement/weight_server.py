@@ -1,4 +1,4 @@
-"""Serves the files of weight folders over HTTP, to servers that do not see the trainer's disk."""
+"""Serves the files of weight folders over HTTP, to inference servers that do not see the trainer's disk."""
 
 import hmac
 import http.server
@@ -20,13 +20,14 @@ from megatron.neox_arguments import NeoXArgs
 
 
 class WeightServer:
-    """Answers GET /SECRET/VERSION/FILE in a thread, for the files of offered versions.
+    """Answers GET /SECRET/VERSION/FILE for the files of offered weight versions, in a thread.
 
-    FILE manifest.json lists the files with their SHA-256. Only update requests carry the secret, so only
-    servers of the run know it."""
+    FILE manifest.json lists the files with their SHA-256. The secret is sent only in update requests, so only
+    the run's servers know it.
+    """
 
     def __init__(self, args: NeoXArgs) -> None:
-        """Starts the thread. Raises ConfigError for a port that is taken."""
+        """Starts the thread. Raises ConfigError if the port in `weight_server_port` is in use."""
         port = ReinforcementKeys.read_from(args).weight_server_port
         self._versions: dict[str, WeightUpdate] = {}
         self._secret = secrets.token_urlsafe(24)
@@ -39,21 +40,24 @@ class WeightServer:
                 ("127.0.0.1" if is_local else "", port if isinstance(port, int) else port[0]),
                 _handler(self._secret, self._versions),
             )
-        except (OSError, OverflowError) as problem:  # the latter: no port has this number
+        except (OSError, OverflowError) as problem:  # OverflowError: the number is too large for a port
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            raise args.error("weight_server_port", f"{port}: {reason}; choose another") from None
+            raise args.error("weight_server_port", f"{port}: {reason}; choose another port") from None
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="weights", daemon=True).start()
 
     def offer(self, update: WeightUpdate, num_versions: int) -> None:
-        """Serves a version, and drops all but the last `num_versions`."""
+        """Starts to serve a version of the weights, and stops to serve all but the last `num_versions`."""
         self._versions[str(update.version)] = update
         for version in [name for name in self._versions if int(name) <= update.version - num_versions]:
             del self._versions[version]
 
     def url(self, version: int, server: str) -> str:
-        """Returns the URL at which the server at address `server` fetches a version. Its host is this
-        machine's IPv4 or IPv6 address on the route there. Raises ServerError where there is no route."""
+        """Returns the URL at which the server at address `server` can fetch a version of the weights.
+
+        The URL's host is this machine's IPv4 or IPv6 address on the route to that server. Raises ServerError
+        if there is no route.
+        """
         parts = urlsplit(server)
         try:
             family, kind, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
@@ -62,8 +66,8 @@ class WeightServer:
                 host = probe.getsockname()[0]
         except OSError as problem:
             raise ServerError(
-                f"rollout.servers: {server}: no way there to hand out weights ({problem}): its name or the network is "
-                "wrong"
+                f"rollout.servers: {server}: this machine has no network route to the server ({problem}), so it cannot "
+                "serve weights to it; check the server's name and the network"
             ) from None
         host = f"[{host}]" if family == socket.AF_INET6 else host
         return f"http://{host}:{self.port}/{self._secret}/{version}"
@@ -75,8 +79,8 @@ class WeightServer:
 
 
 class _Listener(http.server.ThreadingHTTPServer):
-    """Listens at an IPv4 address. Without an address it listens to IPv6 and IPv4 where the machine has
-    both."""
+    """An HTTP server at an IPv4 address; without an address it listens on IPv6 and IPv4, where the machine
+    has both."""
 
     def __init__(self, place: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         dual_stack = not place[0] and socket.has_dualstack_ipv6()
@@ -84,18 +88,20 @@ class _Listener(http.server.ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
-        """Binds the socket, to both address families if it is IPv6."""
+        """Binds the socket: an IPv6 socket to both address families."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
 
 def _handler(secret: str, versions: Mapping[str, WeightUpdate]) -> type[http.server.BaseHTTPRequestHandler]:
-    """Returns the class of request handlers. versions: by number; handlers read the mapping at each
-    request."""
+    """Returns the class that handles requests for weights.
+
+    versions: the offered versions by number; handlers look into this mapping at each request.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 60.0  # of a connection that stands still
+        timeout = 60.0  # seconds after which an idle connection is closed
 
         def do_GET(self) -> None:
             _, *parts = self.path.split("/")
@@ -121,6 +127,6 @@ def _handler(secret: str, versions: Mapping[str, WeightUpdate]) -> type[http.ser
             self.end_headers()
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Logs nothing: requests hold the secret."""
+            """Logs nothing, because the URLs of requests contain the secret."""
 
     return Handler

@@ -1,1 +1,1 @@
-"""Reward models: scores of answers, learned from pairs."""
+"""Reward models: learn to score answers from pairs of a chosen and a rejected answer."""

@@ -1,4 +1,4 @@
-"""Tells configuration of reward models."""
+"""Declares the training of reward models: its keys, and which runs use it."""
 
 from megatron.methods.reward.keys import RewardModelKeys
 from megatron.neox_arguments.keys.losses import TrainImpl

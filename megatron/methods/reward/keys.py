@@ -1,4 +1,4 @@
-"""The keys of reward models."""
+"""Declares the configuration keys of reward models."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class RewardModelKeys(MethodKeys):
 
     center_rewards_coefficient: float | None = new_key(
         None,
-        "train_impl rm: weight of the squared sum of a pair's scores, to keep scores around 0, as TRL's; 0.01 is "
-        "common",
+        "For train_impl: rm, the coefficient of (score of chosen + score of rejected)^2, which keeps scores around 0, "
+        "as in TRL; 0.01 is common; unset: 0",
         gt=0,
     )

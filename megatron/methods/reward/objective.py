@@ -1,5 +1,7 @@
-"""The objective of reward models: pairs of responses, the chosen one of which should have the higher score
-(RewardTrainer of TRL 1.16)."""
+"""The loss of reward models: the chosen response of a pair should have the higher score.
+
+Source: RewardTrainer of TRL 1.16.
+"""
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, cente
     """Returns the loss of each pair, `[pairs]`: minus the log-probability that the chosen response wins by
     `margin`.
 
-    Sources: arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
-    center: coefficient of the squared sum of both scores (arXiv 2312.09244).
-    z_loss: coefficient of the sum of their squares, as in GPT-NeoX.
+    chosen, rejected: the scores; the probability is a sigmoid of their difference minus the margin. Sources:
+    arXiv 2204.05862; margins: arXiv 2307.09288, equation 2.
+    center: coefficient of (chosen + rejected)^2 (arXiv 2312.09244).
+    z_loss: coefficient of chosen^2 + rejected^2, as in GPT-NeoX.
     """
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     loss = -F.logsigmoid(gap)
@@ -31,11 +34,12 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, cente
 
 
 def reward(center: float = 0.0, z_loss: float = 0.0) -> Objective:
-    """Returns the objective of reward models; its weight is the number of pairs. center, z_loss: as in
-    `bradley_terry`.
+    """Returns the objective of reward models. The weight of a batch is its number of pairs.
 
-    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values). As in TRL,
-    min_reward and max_reward of a step are means of the micro-batches' lowest and highest scores.
+    Metrics have the names of TRL's RewardTrainer and of GPT-NeoX (pos_values, neg_values: mean scores of
+    chosen and of rejected responses). As in TRL, min_reward and max_reward of a step are means of the
+    micro-batches' lowest and highest scores.
+    center, z_loss: as in `bradley_terry`.
     """
 
     def weight(batch: Batch) -> Tensor:

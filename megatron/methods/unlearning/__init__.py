@@ -1,1 +1,1 @@
-"""Unlearning: steps on a set to forget, among steps on the training set."""
+"""Unlearning: some steps train the model to forget a dataset, between ordinary steps on the training set."""

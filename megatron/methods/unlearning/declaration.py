@@ -1,4 +1,4 @@
-"""Tells configuration and data of unlearning."""
+"""Declares unlearning: its keys and datasets, and which runs use it."""
 
 from typing import Any
 
@@ -8,20 +8,22 @@ from megatron.neox_arguments.methods import FurtherSet, MethodDeclaration
 
 
 def forget_needs_reference(args: object) -> bool:
-    """Whether sequences of `ga_dataset` are compared with a reference model's log-probabilities of them."""
+    """Returns whether the loss on `ga_dataset` needs a reference model's log-probabilities (`ga_loss_type:
+    npo`)."""
     keys = UnlearningKeys.read_from(args)
     return keys.ga_dataset is not None and FORGET_LOSSES[keys.ga_loss_type].needs_reference
 
 
 def retains_by_divergence(args: object) -> bool:
-    """Whether the loss of `gd_retain_dataset` is the divergence from a reference model
-    (`gd_retain_loss_type: kl`)."""
+    """Returns whether the loss on `gd_retain_dataset` is the KL from a reference model (`gd_retain_loss_type:
+    kl`)."""
     keys = UnlearningKeys.read_from(args)
     return keys.ga_dataset is not None and keys.gd_mode and keys.gd_retain_loss_type == "kl"
 
 
 def _log_lines(args: Any) -> list[str]:
-    """Returns a line on how many steps train on the forget set; in a short run it may be none."""
+    """Returns a log line with the number of steps that train on the forget set; [] if the run does not
+    unlearn."""
     keys = UnlearningKeys.read_from(args)
     if keys.ga_dataset is None:
         return []
@@ -30,7 +32,7 @@ def _log_lines(args: Any) -> list[str]:
     if keys.gd_mode:
         objective = f"{keys.gd_retain_weight:g} x the loss of {keys.gd_retain_dataset} {objective}"
     if not count:
-        no_steps = f"none of {args.train_iters} steps is on it (ga_mode: {keys.ga_mode}): nothing is forgotten"
+        no_steps = f"none of {args.train_iters} steps trains on it (ga_mode: {keys.ga_mode}), so nothing is unlearned"
         return [f"ga_dataset: {no_steps}"]
     first_step = next(step for step in range(args.train_iters) if is_ascent(keys, step)) + 1
     return [f"ga_dataset: {count} of {args.train_iters} steps minimise {objective}; the first is step {first_step}"]

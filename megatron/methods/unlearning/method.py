@@ -1,5 +1,5 @@
-"""Chooses the data of each step of a run that unlearns, and skips and counts its steps on the forget set
-(`ga_dataset`)."""
+"""Unlearning: chooses the dataset of each step, skips steps on the forget set (`ga_dataset`), and counts
+them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,18 +29,18 @@ from megatron.objectives import Objective
 from megatron.training.engine import Engine
 from megatron.training.method import Collate, Load, LoggedSteps, MethodRun, StepData
 
-AVERAGE = 0.9  # weight of earlier losses in the moving average of ga_threshold_check_mode: ema
+AVERAGE = 0.9  # weight of the earlier average in the moving average of ga_threshold_check_mode: ema
 
 
 @dataclass(frozen=True)
 class UnlearningProgress:
-    """The progress of a run in its forget set.
+    """The progress of a run on its forget set; checkpoints save it.
 
-    samples: read of the forget set, and of the retain set, including those of steps that were left out.
-    steps, left_out: numbers of steps on the forget set that were taken and left out.
-    burst_left_out: the current burst is left out.
+    samples: samples read of the forget set, and as many of the retain set; those of skipped steps count too.
+    steps, left_out: numbers of steps on the forget set that were taken, and skipped by `ga_loss_threshold`.
+    burst_left_out: the current burst of steps is skipped.
     last_loss: loss of the last step on the forget set; None if unknown.
-    average_loss: its moving average; None if unknown.
+    average_loss: moving average of these losses; None if unknown.
     """
 
     samples: int = 0
@@ -52,10 +52,11 @@ class UnlearningProgress:
 
 
 class Method(LanguageModelling):
-    """Unlearning: steps on the forget set, and on the retain set, among steps of next-token prediction."""
+    """Unlearning: some steps train on the forget set, and maybe the retain set; the others predict the next
+    token."""
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """See `Method`."""
+        """Returns the loss and metrics of unlearning runs."""
         keys = UnlearningKeys.read_from(args)
         return unlearning(
             super().objective(args),
@@ -68,21 +69,27 @@ class Method(LanguageModelling):
         )
 
     def num_steps(self, args: NeoXArgs, iterations: int, log: Callable[[str], None]) -> int:
-        """See `Method`."""
+        """Returns the number of optimizer steps in `iterations` of `train_iters`, which counts a burst as one
+        iteration.
+
+        log: called with a line if the two numbers differ.
+        """
         keys = UnlearningKeys.read_from(args)
         steps = optimizer_steps(keys, iterations)
         if steps != iterations:
-            bursts = f"{iterations} iterations with bursts of {keys.ga_iters}"
-            log(f"ga_mode: interval: {bursts} are {steps} optimizer steps")
+            bursts = f"{iterations} iterations with bursts of {keys.ga_iters} steps on ga_dataset"
+            log(f"ga_mode: interval: {bursts} make {steps} optimizer steps")
         return steps
 
     def num_training_steps(self, args: NeoXArgs, start: int, end: int) -> int:
-        """See `Method`."""
+        """Returns how many of the steps [start, end), counted from 0, read the training set, not the forget
+        set."""
         ascents = ascent_steps(UnlearningKeys.read_from(args), start, end)
         return super().num_training_steps(args, start, end) - ascents
 
     def wrap_datasets(self, args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
-        """Returns the sets; samples of the forget set are whole sequences if its loss scores these."""
+        """Returns the datasets; in the forget set a sample holds full sequences if its loss scores sequences
+        (npo, simnpo)."""
         forget = datasets.further.get("forget")
         if UnlearningKeys.read_from(args).ga_loss_type == "nll" or forget is None:
             return datasets
@@ -98,18 +105,18 @@ class Method(LanguageModelling):
     sets_with_responses = ("forget",)
 
     def response_collation(self, args: NeoXArgs) -> Collate:
-        """See `Method`."""
+        """Returns the collate function for samples of the forget set as sequences to score."""
         return partial(collate_preferences, packed=args.reset_attention_mask)
 
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
-        """Returns steps of the training set, or of the forget set followed by the retain set.
+        """Yields the data of each step: of the training set, or of the forget set followed by the retain set.
 
-        The run's progress, read when the step is requested, decides which. A forget step whose loss is above
-        `ga_loss_threshold` is left out and noted in the progress; an ordinary step takes its place.
+        The run's progress decides which, when the step is requested. A step on the forget set whose loss is
+        above `ga_loss_threshold` is skipped and counted in the progress; an ordinary step takes its place.
         """
         args, sets, samples = run.args, run.datasets.further, run.progress.method_state.samples
         ordinary, eod, num_workers = super().steps(run, load), run.tokenizer.eod, min(run.args.num_workers, 1)
-        if "forget" not in sets:  # no step left is on it
+        if "forget" not in sets:  # none of the steps left trains on it
             return ordinary
         forget = load(sets["forget"], samples, _collation(args, eod, "forget"), num_workers)
         retain = None
@@ -118,24 +125,28 @@ class Method(LanguageModelling):
         return _steps(run, ordinary, forget, retain)
 
     def after_step(self, run: MethodRun, data: StepData, result: StepResult) -> None:
-        """See `Method`."""
+        """Counts a step on the forget set in the run's progress, and notes its loss if the next step depends
+        on it."""
         if data.role == "forget":
             run.progress.method_state = after_ascent(run.args, run.progress.method_state, result)
 
     def callbacks(self, run: MethodRun) -> Sequence[Callback]:
-        """See `Method`."""
+        """Returns the callback that logs counts of steps on the forget set."""
         return [UnlearningCallback(run)]
 
     def mean_loss(self, trained: Sequence[tuple[str, float]]) -> float:
-        """Returns the mean over ordinary steps, else over those on the forget set, whose losses are below
-        0."""
+        """Returns the mean loss of ordinary steps; if there are none, of steps on the forget set, whose
+        losses are negative.
+
+        trained: (role, loss) of each step that was not skipped.
+        """
         return super().mean_loss([pair for pair in trained if pair[0] != "forget"] or trained)
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
-        """Returns metrics of the steps by the fork's names.
+        """Returns metrics of the logged steps, with the names of the geodesic fork of GPT-NeoX.
 
-        `batch_type` is the mean over steps of 0 for descent and 1 for ascent; `ga_lr_scaled` the learning
-        rate of the last step on the forget set; `gd_combined_loss` the mean loss of those not skipped.
+        train/batch_type: share of steps on the forget set. train/ga_lr_scaled: learning rate of the last of
+        these steps. train/gd_combined_loss: with `gd_mode`, mean loss of these steps, without skipped ones.
         """
         keys, roles = UnlearningKeys.read_from(args), steps.roles
         row = {"train/batch_type": roles.count("forget") / len(roles)}
@@ -148,34 +159,35 @@ class Method(LanguageModelling):
         return row
 
     def initial_state(self) -> UnlearningProgress:
-        """See `Method`."""
+        """Returns the progress of a new run, with all counts 0."""
         return UnlearningProgress()
 
     def save_state(self, state: UnlearningProgress) -> Mapping[str, Any]:
-        """See `Method`."""
+        """Returns the progress as entries for the checkpoint's model file."""
         return {"unlearning": asdict(state)}
 
     def load_state(self, saved: Mapping[str, Any]) -> UnlearningProgress:
-        """See `Method`."""
+        """Returns the progress that a checkpoint's model file holds; that of a new run if it holds none."""
         return UnlearningProgress(**saved.get("unlearning", {}))
 
     def further_samples(self, record: Mapping[str, Any]) -> int:
-        """See `Method`."""
+        """Returns the number of samples read of the forget set (and of the retain set), as the manifest
+        records it."""
         return record.get("forget_samples", 0)
 
     def data_record(self, state: UnlearningProgress) -> Mapping[str, Any]:
-        """See `Method`."""
+        """Returns the number of samples read of the forget set, for the checkpoint's manifest."""
         return {"forget_samples": state.samples}
 
 
 class SequenceDataset(WrappedSet):
     """Turns each row of `dataset` into a `PreferenceSample` whose responses are the sequences to score.
 
-    separate_documents: each document of the row is a sequence, as with `reset_attention_mask`; otherwise the
-      row is one sequence.
+    separate_documents: each document of the row is a sequence, as with `reset_attention_mask`; else the row
+        is one sequence.
     eod: id of the end-of-document token. In data without label files it also ends a document.
     mask_after_eod: the token after `eod` is not trained (`eod_mask_loss`).
-    masked_ids: labels that are never trained.
+    masked_ids: token ids that are never trained as labels.
     """
 
     def __init__(
@@ -226,7 +238,7 @@ def _steps(
 
 
 def _collation(args: NeoXArgs, eod: int | None, name: Literal["forget", "retain"]) -> Collate:
-    """Returns the collate function of the forget or the retain set."""
+    """Returns the collate function of the forget set or of the retain set. name: which of the two."""
     keys = UnlearningKeys.read_from(args)
     is_scored = name == "forget" and keys.ga_loss_type != "nll"
     collate = Method().response_collation(args) if is_scored else collation(args, eod)
@@ -240,8 +252,10 @@ def _marked(collate: Collate, name: Literal["forget", "retain"], *samples: Any, 
 
 
 def _left_out(run: MethodRun, batches: list[Batch]) -> bool:
-    """Returns whether the step on these batches is left out, and notes it in the run's progress. All ranks
-    call it together."""
+    """Decides whether to skip the step on these batches, and records the decision in the run's progress.
+
+    A step is skipped if its loss is above `ga_loss_threshold`. All ranks must call it together.
+    """
     keys = UnlearningKeys.read_from(run.args)
     args, progress, engine = run.args, run.progress, run.engine
     if keys.ga_loss_threshold is None:
@@ -255,9 +269,9 @@ def _left_out(run: MethodRun, batches: list[Batch]) -> bool:
             now = noted_loss(previous, _mean_loss(engine, batches))
             loss = now.average_loss if keys.ga_threshold_check_mode == "ema" else now.last_loss
         is_above = loss is not None and loss > keys.ga_loss_threshold
-        leave_out = on_rank_zero(engine.groups, lambda: is_above)  # ranks may have it with other last bits
+        leave_out = on_rank_zero(engine.groups, lambda: is_above)  # the loss may differ between ranks in last bits
     if leave_out:
-        if keys.ga_threshold_skip_forward:  # what is known grows old, while ordinary steps go on: measure the next
+        if keys.ga_threshold_skip_forward:  # ordinary steps will change the loss: measure it before the next step
             now = replace(now, last_loss=None, average_loss=None)
         samples = now.samples + args.train_batch_size
         now = replace(now, samples=samples, left_out=now.left_out + 1)
@@ -266,8 +280,11 @@ def _left_out(run: MethodRun, batches: list[Batch]) -> bool:
 
 
 def _mean_loss(engine: Engine, batches: list[Batch]) -> float:
-    """Returns the mean negative log-likelihood of the batches' tokens to forget, over all data ranks, without
-    gradients; NaN where no token is trained."""
+    """Returns the mean negative log-likelihood of the forget set's tokens in these batches, over all data
+    ranks.
+
+    Computed without gradients. NaN if no token is trained.
+    """
     batches = [batch for batch in batches if set_of(batch) == "forget"]
     sums = torch.zeros(2, dtype=torch.float64)
     for batch, logprobs in zip(batches, engine.token_logprobs(batches), strict=True):
@@ -278,7 +295,8 @@ def _mean_loss(engine: Engine, batches: list[Batch]) -> float:
 
 
 def noted_loss(progress: UnlearningProgress, loss: float) -> UnlearningProgress:
-    """Returns `progress` with the loss of a step on the forget set, and its moving average, noted.
+    """Returns `progress` with `last_loss` and the moving average updated by the loss of a step on the forget
+    set.
 
     A loss that is not finite changes nothing.
     """
@@ -289,9 +307,10 @@ def noted_loss(progress: UnlearningProgress, loss: float) -> UnlearningProgress:
 
 
 def after_ascent(args: NeoXArgs, progress: UnlearningProgress, result: StepResult) -> UnlearningProgress:
-    """Returns `progress` after a step on the forget set.
+    """Returns `progress` after a step on the forget set: counts raised, and its loss noted if needed.
 
-    It waits for the step only if the step's loss decides on the next one (`ga_threshold_skip_forward`).
+    The loss is needed, and waits for the GPU, only if it decides on the next step
+    (`ga_threshold_skip_forward`).
     """
     keys = UnlearningKeys.read_from(args)
     progress = replace(progress, samples=progress.samples + args.train_batch_size, steps=progress.steps + 1)
@@ -301,13 +320,15 @@ def after_ascent(args: NeoXArgs, progress: UnlearningProgress, result: StepResul
 
 
 class UnlearningCallback(Callback):
-    """Adds to each step's row the counts of steps on the forget set, by the fork's names."""
+    """Adds counts of steps on the forget set to each step's metrics, with the names of the geodesic fork of
+    GPT-NeoX."""
 
     def __init__(self, training: MethodRun) -> None:
         self.training = training
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Add the counts."""
+        """Adds the metrics train/ga_iterations (steps taken) and train/ga_skip_rate (share of steps
+        skipped)."""
         if step.result is None:
             return
         now: UnlearningProgress = self.training.progress.method_state

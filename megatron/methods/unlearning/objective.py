@@ -1,7 +1,7 @@
 """The objective of a run that unlearns.
 
 Ordinary steps predict the next token. Steps on the forget set use gradient ascent, NPO or SimNPO. A further
-term on a retain set can keep the model's other knowledge.
+term, on a retain set, can keep the model's other knowledge.
 """
 
 from collections.abc import Callable
@@ -28,30 +28,30 @@ from megatron.objectives.preference import (
     with_reference_sums,
 )
 
-# The parts of the loss, by the set that a micro-batch is of.
+# Index of the loss part of each dataset: every micro-batch comes from one dataset.
 PARTS = {"train": 0, "forget": 1, "retain": 2}
 
 
 @dataclass(frozen=True, eq=False)
 class UnlearningBatch(MethodBatch):
-    """Values of a micro-batch of the forget set or the retain set."""
+    """Extra values of a micro-batch from the forget set or the retain set."""
 
     set: Literal["forget", "retain"]
-    responses: Responses | None = None  # forget: its sequences, for losses of sequences
-    reference_output: HeadUse | None = None  # retain: the reference's, for the KL of distributions
+    responses: Responses | None = None  # forget set: its sequences, for losses of sequences
+    reference_output: HeadUse | None = None  # retain set: the reference model's hidden states and head, for the KL
 
 
 def set_of(batch: Batch) -> str:
-    """Returns the set that a micro-batch is of: "train", "forget" or "retain"."""
+    """Returns which dataset a micro-batch comes from: "train", "forget" or "retain"."""
     return batch.method.set if isinstance(batch.method, UnlearningBatch) else "train"
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The forget sequences of a batch, fp32 `[n]` each.
+    """Scores of the n forget-set sequences of a batch, fp32 `[n]` each.
 
-    logprobs: sum of log p(label) over trained tokens under the model.
-    reference: the same under the reference; None without one.
+    logprobs: sum of log p(label) over the trained tokens, under the model.
+    reference: the same sum under the reference model; None without a reference.
     count: number of trained tokens.
     """
 
@@ -69,19 +69,19 @@ class ForgetSettings:
     simnpo_gamma: float = 0.0
 
 
-# From sequences to their losses `[n]`.
+# Maps sequences to their losses `[n]`.
 SequenceLoss = Callable[[Sequences, ForgetSettings], Tensor]
 
 
 def ascent(logprobs: Tensor) -> Tensor:
-    """Minus the negative log-likelihood of each token (gradient ascent)."""
+    """Returns log p(label) of each token: minus the usual loss, so minimising it is gradient ascent."""
     return logprobs
 
 
 def npo(sequences: Sequences, settings: ForgetSettings) -> Tensor:
-    """Negative preference optimization (arXiv 2404.05868, equation 3): (2 / beta) log(1 + (p / p_ref)^beta).
+    """Returns the NPO loss (arXiv 2404.05868, equation 3): (2 / beta) log(1 + (p / p_ref)^beta).
 
-    It equals 2 ln 2 / beta while the model equals its reference.
+    NPO is negative preference optimization. The loss is 2 ln 2 / beta while the model equals its reference.
     """
     assert sequences.reference is not None
     ratio = sequences.logprobs - sequences.reference
@@ -89,9 +89,10 @@ def npo(sequences: Sequences, settings: ForgetSettings) -> Tensor:
 
 
 def simnpo(sequences: Sequences, settings: ForgetSettings) -> Tensor:
-    """SimNPO (arXiv 2410.07163, equation 4): -(2 / beta) log sigmoid(-beta / |y| log p - gamma).
+    """Returns the SimNPO loss (arXiv 2410.07163, equation 4): -(2 / beta) log sigmoid(-beta / |y| log p -
+    gamma).
 
-    It uses the mean log-probability of a token, and no reference.
+    y| is the number of trained tokens of the sequence. No reference model is needed.
     """
     mean = sequences.logprobs / sequences.count.clamp(min=1.0)
     return -2.0 / settings.simnpo_beta * F.logsigmoid(-settings.simnpo_beta * mean - settings.simnpo_gamma)
@@ -107,16 +108,16 @@ def unlearning(
     separate_losses: bool = False,
     columns: int | None = None,
 ) -> Objective:
-    """Returns the objective of runs with `ga_dataset`, built on `ordinary`, the objective of their other
-    steps.
+    """Returns the objective of runs with `ga_dataset`.
 
-    The loss of a micro-batch depends on its set (`set_of`):
-    - training set: the loss of `ordinary`;
+    The loss of a micro-batch depends on its dataset (`set_of`):
+    - training set: the loss of `ordinary`, the objective of ordinary steps;
     - forget set: the mean of `forget_loss` over tokens ("nll") or over sequences;
     - retain set, read in the same steps: `retain_weight` times the mean negative log-likelihood of a token,
-      or with `retain_divergence` the mean KL(reference || model).
+    or with `retain_divergence` times the mean KL(reference || model).
 
-    separate_losses: also compute `gd_forget_loss` and `gd_retain_loss`. columns: as in `token_loss_sum`.
+    separate_losses: also compute the metrics `gd_forget_loss` and `gd_retain_loss`.
+    columns: number of leading vocabulary columns in the softmax; None: all.
     """
     forget_metrics = ("ga_actual_loss", "ga_objective", *(("gd_forget_loss",) if separate_losses else ()))
     retain_metrics = ("gd_retain_loss",) if separate_losses else ()
@@ -151,11 +152,14 @@ def unlearning(
         assert isinstance(batch.method, UnlearningBatch)
         output = batch.method.reference_output
         if output is None:
-            raise ValueError("this loss needs a reference model's outputs, and the batch has none")
+            raise ValueError(
+                "gd_retain_loss_type: kl needs a reference model's outputs, but this batch holds none: fill them in "
+                "with Objective.with_reference before the loss"
+            )
         return token_divergence_sum(head, output, weights, group, columns, batch.loss_places).view(1)
 
     def _forget_sums(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """The sums of log p(label) and of the loss, `[1]` each."""
+        """Returns the sums over a forget-set batch of log p(label) and of the loss, `[1]` each."""
         if not is_per_sequence:
             kind, weights = LossOfTokens(ascent), batch.loss_weights.t()
             total = token_loss_sum(head, batch.labels.t(), weights, kind, group, columns, batch.loss_places)[0].view(1)
@@ -187,7 +191,7 @@ def unlearning(
 
 
 def _as_responses(batch: Batch) -> Batch:
-    """Returns a batch of the forget set with its sequences as responses."""
+    """Returns a batch of the forget set with its sequences stored as `Responses`."""
     assert isinstance(batch.method, UnlearningBatch)
     return replace(batch, method=batch.method.responses)
 
@@ -197,11 +201,12 @@ def _sequences(batch: Batch) -> Tensor:
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:
-    """A metric: a sum `[1]` and the number that it is divided by, `[2]`."""
+    """Returns a metric as (sum, divisor), `[2]`."""
     return torch.cat([total.detach(), count])
 
 
 def _in_its_part(value: Tensor, batch: Batch) -> Tensor:
-    """Returns the loss parts `[3]`: `value` `[1]` in the part of the batch's set, 0 in the others."""
+    """Returns loss parts `[3]`, one per dataset: `value` `[1]` for the batch's own dataset, 0 for the
+    others."""
     parts = value.new_zeros(len(PARTS))
     return parts.index_add(0, torch.full((1,), PARTS[set_of(batch)], device=value.device), value)

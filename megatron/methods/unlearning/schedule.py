@@ -1,14 +1,14 @@
-"""Decides which iterations of an unlearning run are steps on `ga_dataset` (gradient ascent)."""
+"""Decides which iterations of an unlearning run train on the forget set, `ga_dataset`."""
 
 from megatron.methods.unlearning.keys import UnlearningKeys
 
 
 def is_ascent(keys: UnlearningKeys, iteration: int) -> bool:
-    """Returns whether the step after `iteration` steps trains on `ga_dataset`.
+    """Returns whether the step after `iteration` steps trains on the forget set, `ga_dataset`.
 
-    As in the fork's trainer the first step is ordinary. With `interleaved`, one of `ga_interleave_ratio` + 1
-    later steps is on `ga_dataset`. With `interval`, `ga_iters` steps replace each `ga_interval`-th ordinary
-    step.
+    The first step is ordinary, as in the geodesic fork of GPT-NeoX. With `ga_mode: interleaved`, one of each
+    `ga_interleave_ratio` + 1 later steps trains on `ga_dataset`. With `ga_mode: interval`, `ga_iters` steps
+    on it replace each `ga_interval`-th ordinary step.
     """
     if keys.ga_dataset is None or iteration == 0:
         return False
@@ -18,7 +18,7 @@ def is_ascent(keys: UnlearningKeys, iteration: int) -> bool:
 
 
 def begins_burst(keys: UnlearningKeys, iteration: int) -> bool:
-    """Returns whether the step after `iteration` steps is the first of a burst of steps on `ga_dataset`.
+    """Returns whether the step after `iteration` steps is the first in a burst of steps on `ga_dataset`.
 
     With `ga_mode: interleaved` each such step is a burst of its own.
     """
@@ -32,7 +32,7 @@ def _place_in_burst(keys: UnlearningKeys, iteration: int) -> int | None:
 
 
 def ascent_steps(keys: UnlearningKeys, start: int, end: int) -> int:
-    """Returns how many of the steps from `start` to `end` - 1, counted from 0, train on `ga_dataset`."""
+    """Returns how many of the steps [start, end), counted from 0, train on `ga_dataset`."""
     return _ascents_before(keys, end) - _ascents_before(keys, start) if start < end else 0
 
 
@@ -47,8 +47,10 @@ def _ascents_before(keys: UnlearningKeys, end: int) -> int:
 
 
 def optimizer_steps(keys: UnlearningKeys, iterations: int) -> int:
-    """Returns the number of optimizer steps in `iterations` of `train_iters`, which counts a burst of
-    `ga_mode: interval` as 1."""
+    """Returns the number of optimizer steps in `iterations` of `train_iters`.
+
+    `train_iters` counts a burst of `ga_mode: interval` as one iteration, but the burst has `ga_iters` steps.
+    """
     if keys.ga_dataset is None or keys.ga_mode == "interleaved":
         return iterations
     assert keys.ga_interval is not None and keys.ga_iters is not None

@@ -42,7 +42,7 @@ def counts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tu
             training = start(NeoXArgs.from_dict(values), process_info())
             assert training.engine._fill_reference is None  # type: ignore[attr-defined]
             training.engine.close()
-    return re.findall(r"distillation: (\d+) rows scored, (\d+) found", output.getvalue())
+    return re.findall(r"distillation: teacher scored (\d+) rows, found (\d+)", output.getvalue())
 
 
 def test_what_is_scored_is_found_by_any_run_that_asks_alike(teacher: str, tmp_path: Path) -> None:

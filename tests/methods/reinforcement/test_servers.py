@@ -188,7 +188,7 @@ def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp
     ("vllm", {"garbage": b"<html>"}, "POST /v1/completions: answered no JSON"),
     ("vllm", {"garbage": b'{"choices": []}'}, "no answer with token_ids and logprobs.*vLLM 0.10.2 or later"),
     ("sglang", {"garbage": b'{"meta_info": {}}'}, "no answer with output_token_logprobs"),
-    ("sglang", {"deaf": True, "version": "7"}, "answers by weights 7, and was given 0"),
+    ("sglang", {"deaf": True, "version": "7"}, "answers with weights 7, but was given version 0"),
     ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 1 s"),
     ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
 ])  # fmt: skip
@@ -246,7 +246,7 @@ def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
 @pytest.mark.parametrize("changes, reason", [
     ({"rollout.staleness": 1}, "rollout.staleness: "),
     ({"serve_model_weights": True}, "serve_model_weights: "),
-    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
+    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "online_dataserver_ports: rollout.servers ("),
     ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
     ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
     ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),

@@ -44,7 +44,7 @@ def with_function(task: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_a_function_that_fails_for_every_answer_ends_the_run(task: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=r"reward_functions: .*miscounts: all 16 .* 0 .*:1: .*17 values for 16"):
+    with pytest.raises(AssertionError, match=r"reward_functions: .*miscounts: .*all 16 .* 0, .*:1: .*17 values for 16"):
         run_ranks(steps_of, 2, with_function(task, "miscounts"))
 
 

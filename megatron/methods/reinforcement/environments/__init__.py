@@ -1,4 +1,5 @@
-"""Environments of conversations: a class of the user's, with one instance per conversation, each in its
-own process. `host.py` is the program of those processes, so this file imports nothing, and torch is never
-imported.
+"""Environments that converse with the model: instances of a user's class, one per conversation.
+
+Each instance has its own process. `host.py` is the program of these processes. So that they never import
+torch, this file imports nothing.
 """

@@ -15,18 +15,25 @@ from megatron.methods.reinforcement.rewards.lane import is_load_answer, is_rewar
 from megatron.methods.reinforcement.rewards.worker_process import Messages, WorkerLost, WorkerProcess
 
 Observation = str | list[dict[str, Any]] | None
-"""The answer of an environment's `reset` or `step` to the model: a text, messages, or nothing."""
-_END_S = 5.0  # for the host to end the processes of conversations
-_START_S = 300.0  # of the user's imports, on a file system that all nodes start from
+"""The return value of an environment's `reset` for the model to read: a text, a list of messages, or None.
+
+Also the first item that `step` returns.
+"""
+_END_S = 5.0  # time limit for the host to end the processes of conversations
+_START_S = 300.0  # time limit for the user's imports, which a busy shared file system may slow down
 
 
 class EnvironmentFailure(Exception):
-    """Raised if an environment fails or ends; the message says why in one line."""
+    """Raised if an environment fails or its process ends; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an environment's `step`. done: whether the conversation is over."""
+    """The result of an environment's `step`.
+
+    observation: for the model to read next. reward: of this step, None for no reward.
+    done: whether the conversation is over.
+    """
 
     observation: Observation
     reward: float | None
@@ -37,11 +44,14 @@ class Environments:
     """Starts environments: instances of a user's class, one process for each conversation. Thread-safe."""
 
     def __init__(self, entry: str, *, timeout_s: float, workers: int, variables: Collection[str] = ()) -> None:
-        """Starts no process yet: `check` and `open` do. entry: `FILE.py:CLASS`.
+        """Takes the class's location `entry`, FILE.py:CLASS, but starts no process yet: `check` and `open`
+        do.
 
-        timeout_s: for one call of `reset` or `step`. workers: maximum number of simultaneous calls.
-        variables: environment variables that the processes get besides the usual ones. Raises RewardError for
-        an invalid entry."""
+        timeout_s: time limit for one call of `reset` or `step`.
+        workers: maximum number of simultaneous calls.
+        variables: names of environment variables that the processes get besides the usual ones.
+        Raises RewardError if `entry` has another form.
+        """
         file, _, name = entry.rpartition(":")
         if not file or not name.isidentifier():
             raise RewardError(f"{entry}: expected FILE.py:CLASS")
@@ -49,21 +59,22 @@ class Environments:
         self._class = {"file": str(Path(file).expanduser().resolve()), "name": name}
         self._numbers = itertools.count()
         self.calls = threading.Semaphore(workers)  # taken by each call to a conversation's process
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards _host
         self._host: WorkerProcess | None = None
         self._closed = False
 
     def check(self, columns: Collection[str] = ()) -> None:
-        """Starts the host process, which loads the class. columns: fields of prompt rows besides the prompt.
+        """Starts the host process, which loads the user's class.
 
-        Raises RewardError if this fails, or if a field is called `prompt` or `seed`, like arguments of
-        `reset`."""
+        columns: names of the fields of prompt rows, except the prompt. Raises RewardError if the class cannot
+            be used, or if a field is called `prompt` or `seed`, like an argument of `reset`.
+        """
         for name in ("prompt", "seed"):
             if name in columns:
                 problem_text = "reset(prompt, seed, **columns) has an argument of this name; rename the field"
                 raise RewardError(f"{self.entry}: prompt rows have a field {name}, but {problem_text}")
         files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != hard_limit:  # each conversation that is held has a socket here, and 1024 files are common
+        if files != hard_limit:  # each open conversation has a socket here, and limits of 1024 files are common
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         with self._lock:
             try:
@@ -72,28 +83,31 @@ class Environments:
                 raise RewardError(f"{self.entry}: {problem}") from None
 
     def open(self) -> "Environment":
-        """Starts the environment of a conversation. Raises EnvironmentFailure."""
+        """Starts the environment of one conversation and returns it. Raises EnvironmentFailure if this
+        fails."""
         try:
             parent_end, process_end = socket.socketpair()
         except OSError as problem:
-            raise EnvironmentFailure(f"could not be started: {problem.strerror}; check ulimit -n") from None
+            raise EnvironmentFailure(
+                f"the environment's process could not be started: {problem.strerror}; check ulimit -n (open files)"
+            ) from None
         number = next(self._numbers)
         with process_end, self._lock:
             try:
                 try:
                     host = self._running_host()
                     host.send_socket({"start": number}, process_end)
-                except WorkerLost:  # it ended between two calls: another is started
+                except WorkerLost:  # the host ended between two calls: start another one
                     self._stop_host()
                     host = self._running_host()
                     host.send_socket({"start": number}, process_end)
             except (WorkerLost, EnvironmentFailure) as problem:
                 parent_end.close()
-                raise EnvironmentFailure(f"could not be started: {problem}") from None
+                raise EnvironmentFailure(f"the environment's process could not be started: {problem}") from None
         return Environment(self, host, number, Messages(parent_end))
 
     def end(self, host: WorkerProcess, number: int) -> None:
-        """Ends a conversation's process."""
+        """Ends the process of conversation `number`, if the given host process is still in use."""
         with self._lock:
             if host is self._host:
                 try:
@@ -102,14 +116,14 @@ class Environments:
                     self._stop_host()
 
     def close(self) -> None:
-        """Ends all processes for good."""
+        """Ends all processes. Afterwards `open` fails."""
         self._closed = True
         with self._lock:
             self._stop_host()
 
     def _running_host(self) -> WorkerProcess:
         if self._closed:
-            raise EnvironmentFailure("the run ends")
+            raise EnvironmentFailure("the run ends, so no environment is started any more")
         if self._host is None:
             self._host = WorkerProcess(self._variables, "megatron.methods.reinforcement.environments.host")
             try:
@@ -129,36 +143,45 @@ class Environments:
 
 
 class Environment:
-    """The environment of one conversation. Its methods raise EnvironmentFailure."""
+    """The environment of one conversation, in its own process. Its methods raise EnvironmentFailure."""
 
     def __init__(self, environments: Environments, host: WorkerProcess, number: int, messages: Messages) -> None:
         self._environments, self._host, self._number, self._messages = environments, host, number, messages
         self._lost = False
 
     def reset(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> Observation:
-        """Starts the conversation; returns the first observation. columns: other fields of the prompt row."""
+        """Starts the conversation and returns the environment's first observation.
+
+        columns: the other fields of the prompt row.
+        """
         message = {"reset": {**columns, "prompt": prompt, "seed": seed}}
         return self._call(message, lambda answer: _is_observation(answer, "observation"))["observation"]
 
     def step(self, completion: str, completion_ids: Sequence[int] = ()) -> Outcome:
-        """Gives the model's text to the environment; returns its answer. completion_ids: the text as ids."""
+        """Gives the model's text to the environment, and returns its observation, reward, and whether it is
+        done.
+
+        completion_ids: the text as token ids.
+        """
         return Outcome(**self._call({"step": completion, "completion_ids": list(completion_ids)}, _is_outcome))
 
     def finish(self) -> None:
-        """Calls the user's `close`, unless the process no longer answers."""
+        """Calls the `close` method of the user's object, unless its process has stopped answering."""
         if not self._lost:
             self._call({"close": True}, lambda answer: not answer)
 
     def close(self) -> None:
-        """Ends the process of this conversation and its descendants."""
+        """Ends the process of this conversation and all processes that it has started."""
         self._messages.close()
         self._environments.end(self._host, self._number)
 
     def _call(self, message: dict[str, Any], good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Sends a message to the process of this conversation, and returns its answer.
 
-        good: returns whether an answer has the right form."""
-        self._lost = True  # until it has answered
+        good: function that returns whether an answer has the right form. Raises EnvironmentFailure if the
+            process ends, is late, or reports an exception.
+        """
+        self._lost = True  # until the process has answered
         with self._environments.calls:
             try:
                 self._messages.send(message)
@@ -177,7 +200,8 @@ def _is_raised(answer: dict[str, Any]) -> bool:
 
 
 def _is_observation(answer: dict[str, Any], *fields: str) -> bool:
-    """Returns whether an answer has exactly `fields`, and its observation is None, a text or messages."""
+    """Returns whether an answer has exactly these fields, and an observation that is None, a text or
+    messages."""
     observation = answer.get("observation")
     is_valid = are_messages(observation) if isinstance(observation, list) else isinstance(observation, str | None)
     return answer.keys() == set(fields) and is_valid

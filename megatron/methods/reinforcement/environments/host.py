@@ -1,15 +1,16 @@
-"""The host process loads the class of environments and forks a process for each conversation.
+"""The host process loads the user's environment class, and forks a process for each conversation.
 
-Conversations share nothing. One that hangs or dies is ended alone by its keeper, with all that it started.
+Conversations share nothing. If one hangs or dies, its keeper process kills it alone, with all processes that
+it has started.
 
-The host is told by lines of JSON, whose "id" the answer repeats:
-{"load": {"file", "name"}}                  is answered by {"problem": null or why}
-{"start": number}                           comes with the socket of the conversation
-{"stop": number}                            ends the conversation's process and what it started
-A conversation's process is told, and answers so or by {"raised": why}:
-{"reset": {...}}                            {"observation"}
-{"step": text, "completion_ids": [1]}       {"observation", "reward", "done"}
-{"close": true}                             {}
+Messages are lines of JSON. Each has a field "id", which the answer repeats. Messages to the host:
+{"load": {"file", "name"}}                  answer: {"problem": null, or why the class cannot be used}
+{"start": number}                           no answer; comes with the socket of the conversation
+{"stop": number}                            no answer; ends the conversation's process and its descendants
+Messages to a conversation's process, which may also answer {"raised": "the exception in one line"}:
+{"reset": {...}}                            answer: {"observation"}
+{"step": text, "completion_ids": [1]}       answer: {"observation", "reward", "done"}
+{"close": true}                             answer: {}
 """
 
 import inspect
@@ -31,16 +32,16 @@ _LOOKS_S = 1.0
 
 
 class Host:
-    """Forks a process for each conversation, and ends it, as the parent's messages say."""
+    """Forks a process for each conversation and ends it again, as messages from the parent process demand."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sockets: list[int] = []  # came, and are not yet a conversation's
+        self._sockets: list[int] = []  # received, but not yet given to a conversation
         self._processes: dict[int, int] = {}
         self._environment: Any = None
 
     def serve(self) -> None:
-        """Handles the parent's messages until the parent ends."""
+        """Handles the parent's messages until the parent process ends."""
         parent, received = os.getppid(), b""
         while os.getppid() == parent:
             if not select.select([self._connection], [], [], _LOOKS_S)[0]:
@@ -63,7 +64,7 @@ class Host:
             self._connection.sendall(answer.encode() + b"\n")
         elif "stop" in message:
             self._stop(message["stop"])
-        elif self._sockets:  # none has come where this process has as many files as it may
+        elif self._sockets:  # no socket is received if this process is at its limit of open files
             self._start(message["start"], self._sockets.pop(0))
 
     def _load(self, entry: dict[str, str]) -> str | None:
@@ -77,12 +78,16 @@ class Host:
         try:
             pid = os.fork()
         except OSError as problem:  # too many processes: the conversation has ended before it began
-            print(f"rollout.environment: a conversation cannot be started: {problem.strerror}", file=sys.stderr)
+            print(
+                f"rollout.environment: no process can be forked for a conversation: {problem.strerror}; check the "
+                "limit of processes (ulimit -u)",
+                file=sys.stderr,
+            )
             os.close(its_socket)
             return
         if pid == 0:
             try:
-                os.setsid()  # no signal to this process's group is meant for it
+                os.setsid()  # keeps signals to the host's process group away
                 self._connection.close()
                 for descriptor in self._sockets:
                     os.close(descriptor)
@@ -98,18 +103,21 @@ class Host:
         pid = self._processes.pop(number, None)
         if pid is None:
             return
-        os.kill(pid, END)  # its keeper; not yet waited for, it is there
+        os.kill(pid, END)  # to the keeper; its number is still valid, as nobody has waited for it
         os.waitpid(pid, 0)
 
 
 def load_environment(file: str, name: str) -> type:
-    """Returns the environment class `name` of a user's file. Raises NotUsable, or the file's exception."""
+    """Returns the environment class `name` of a user's file.
+
+    Raises NotUsable if the class is missing or lacks a method, and any exception of the file itself.
+    """
     environment = getattr(load_module(Path(file)), name, None)
     if environment is None:
         raise NotUsable(f"{file} has no class {name}")
     for method, form in (("reset", "reset(self, prompt, seed, **columns)"), ("step", "step(self, completion)")):
         if not callable(getattr(environment, method, None)):
-            raise NotUsable(f"{name} has no method {form}")
+            raise NotUsable(f"class {name} has no method {form}")
     parameters = inspect.signature(environment.reset).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise NotUsable(f"{name}.reset has no **columns; declare it as reset(self, prompt, seed, **columns)")
@@ -120,7 +128,8 @@ def load_environment(file: str, name: str) -> type:
 
 
 def converse(connection: socket.socket, environment: Any) -> None:
-    """Serves the environment of one conversation until the other side closes the connection."""
+    """Runs the environment of one conversation: answers messages until the other side closes the
+    connection."""
     instance: Any = None
     with_ids = "completion_ids" in inspect.signature(environment.step).parameters
     for message in _messages(connection):
@@ -143,7 +152,8 @@ def converse(connection: socket.socket, environment: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seeds random and numpy. Without this all conversations would draw alike, as forks of the host."""
+    """Seeds random and numpy. Otherwise all conversations would draw the same numbers, as forks of one
+    process."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -156,27 +166,33 @@ def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(returned: Any) -> dict[str, Any]:
-    """Checks the result of `step` and returns it as JSON fields. Raises NotUsable."""
+    """Checks what the user's `step` returned, and returns it as JSON fields. Raises NotUsable for a wrong
+    form."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise NotUsable(f"step returned {short(returned)}, not (observation, reward, done)")
     observation, reward, done = returned
     reward, problem = number_of(reward)
     if problem is not None:
-        raise NotUsable(f"step {problem} (as reward)")
+        raise NotUsable(f"step {problem} (as reward); return a finite number or None")
     if observation is None and not done:
         raise NotUsable("step returned no observation, but done is false; return a text, or done=True")
     return {"observation": _observation(observation, "step"), "reward": reward, "done": bool(done)}
 
 
 def _observation(value: Any, method: str) -> str | list[Any] | None:
-    """Returns `value` if it is None, a text or messages; else raises NotUsable. method: reset or step."""
+    """Returns `value` if it is None, a text or messages; else raises NotUsable.
+
+    method: name of the user's method that returned it, reset or step.
+    """
     if value is None:
         return None
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
     if not are_messages(messages):
-        raise NotUsable(f"{method} returned {short(value)} as observation, not a text or list of messages")
+        raise NotUsable(f"{method} returned {short(value)} as observation, not a text, None or a list of messages")
     if method == "step" and any(message["role"] == "assistant" for message in messages):
-        raise NotUsable("step returned a message of the model's own role assistant; use another, such as user")
+        raise NotUsable(
+            "step returned a message with the role assistant, which is the model's own; use another role, such as user"
+        )
     for message in messages:
         try:
             message["content"].encode()
@@ -187,7 +203,7 @@ def _observation(value: Any, method: str) -> str | list[Any] | None:
 
 
 def are_messages(messages: list[Any]) -> bool:
-    """Returns whether all are messages, each with a role and a text."""
+    """Returns whether all items are messages: dicts with the texts "role" and "content"."""
     return all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages

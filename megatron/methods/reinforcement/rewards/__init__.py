@@ -1,4 +1,4 @@
-"""Rewards: functions of the user and verifiers of ours judge completions, in processes beside the ranks.
+"""Judges completions by users' functions and built-in verifiers, in processes beside the ranks.
 
-`worker.py` is what those processes run, so this file imports nothing, and that one never torch.
+These processes run `worker.py` and must never import torch, so this file imports nothing.
 """

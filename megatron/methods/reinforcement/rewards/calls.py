@@ -1,4 +1,7 @@
-"""Loads reward functions for the worker, and calls them: from completions to rewards and problems."""
+"""Loads reward functions and judges in the worker process, and calls them.
+
+Each completion gets a pair (reward, problem): the problem says why there is no reward, else it is None.
+"""
 
 import importlib.util
 import inspect
@@ -14,9 +17,10 @@ from typing import Any
 from megatron.methods.reinforcement.rewards.programs import NoIsolation
 from megatron.methods.reinforcement.rewards.verifiers import VERIFIERS
 
-# From completions `[prompt, completion, completion_ids, columns, messages]` to each one's reward and problem.
+# Maps a list of completions `[prompt, completion, completion_ids, columns, messages]` to a (reward, problem)
+# for each completion.
 Function = Callable[[list[Any]], list[tuple[float | None, str | None]]]
-_RENAMED_COLUMNS = ("prompt", "completion", "completion_ids")  # functions get these by other names, as in TRL
+_RENAMED_COLUMNS = ("prompt", "completion", "completion_ids")  # passed to functions in the plural, as in TRL
 
 
 class NotUsable(Exception):
@@ -26,12 +30,14 @@ class NotUsable(Exception):
 def load_file(file: str, name: str) -> Function:
     """Loads the reward function `name` of a user's file.
 
-    Returns a function from completions to one (reward, problem) per completion. Raises NotUsable, or the
-    exception of the user's file."""
+    Returns a function from completions to a (reward, problem) for each. Raises NotUsable if the function is
+    missing or takes no `**kwargs`, and any exception of the user's file.
+    """
     function = _function(file, name)
     if not _takes_columns(function):
         raise NotUsable(
-            f"reward function {name} has no **kwargs for columns; declare it as {name}(prompts, completions, **kwargs)"
+            f"reward function {name} has no **kwargs for columns, the other fields of prompts; declare it as "
+            f"{name}(prompts, completions, **kwargs)"
         )
 
     def judge(completions: list[Any]) -> list[tuple[float | None, str | None]]:
@@ -41,17 +47,21 @@ def load_file(file: str, name: str) -> Function:
 
 
 def load_judge(file: str, name: str) -> Function:
-    """Loads the pairwise judge `name` of a user's file, a function of prompts and pairs of completions.
+    """Loads the pairwise judge `name` of a user's file: a function of prompts and pairs of completions.
 
-    A judge returns for each pair the index of the better completion (0 or 1), or -1 or None for no verdict.
-    If it declares `**kwargs` it also gets columns. Raises NotUsable, or the exception of the user's file."""
+    For each pair it must return the index of the better completion (0 or 1), or -1 or None for no verdict. If
+    it declares `**kwargs` it also gets columns. Raises NotUsable, or the exception of the user's file.
+    """
     function = _function(file, name)
     with_columns = _takes_columns(function)
     try:
         if not with_columns:
             inspect.signature(function).bind(prompts=[], completions=[])
     except TypeError as problem:
-        raise NotUsable(f"judge {name}: {problem}; declare it as {name}(prompts, completions)") from None
+        raise NotUsable(
+            f"judge {name} does not take the arguments prompts and completions ({problem}); declare it as "
+            f"{name}(prompts, completions)"
+        ) from None
 
     def judge(pairs: list[Any]) -> list[tuple[float | None, str | None]]:
         verdicts = function(
@@ -65,10 +75,11 @@ def load_judge(file: str, name: str) -> Function:
 
 
 def load_verifier(name: str, timeout_s: float, hidden: Sequence[str]) -> Function:
-    """Prepares a built-in verifier. Returns a function from completions to one (reward, problem) each.
+    """Prepares a built-in verifier. Returns a function from completions to a (reward, problem) for each.
 
-    timeout_s: limit for one program. hidden: folders that programs may not see. Raises an exception if the
-    verifier cannot work on this machine."""
+    timeout_s: time limit for one program that a model wrote. hidden: folders that such programs may not see.
+        Raises an exception if the verifier cannot work on this machine.
+    """
     verifier = VERIFIERS[name]
     verify = verifier.prepare(timeout_s, hidden)
 
@@ -83,7 +94,7 @@ def load_verifier(name: str, timeout_s: float, hidden: Sequence[str]) -> Functio
 
 
 def reason(problem: BaseException) -> str:
-    """Describes an exception in one line, with file and line of the user's code."""
+    """Describes an exception in one line, with the file and line of the user's code that raised it."""
     if isinstance(problem, NotUsable | NoIsolation):
         return str(problem)
     text = str(problem).strip().splitlines()
@@ -95,10 +106,12 @@ def reason(problem: BaseException) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Imports a Python file once, and returns its module.
+    """Imports a Python file, at most once, and returns its module.
 
-    The file can import modules from its own folder and from the working directory."""
-    name = f"user_file:{path}"  # two folders may have files of one name
+    The file can import modules from its own folder and from the working directory. Raises NotUsable if there
+    is no such Python file.
+    """
+    name = f"user_file:{path}"  # the full path, since two folders may have files of the same name
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -131,7 +144,8 @@ def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
 
 
 def _columns(completions: list[Any]) -> dict[str, list[Any]]:
-    """Returns each column as a list, with None for rows without it."""
+    """Returns the other fields of the prompts, by name: a list with one value per completion, None where it
+    is missing."""
     names = {name: None for _, _, _, columns, _ in completions for name in columns if name not in _RENAMED_COLUMNS}
     return {name: [columns.get(name) for _, _, _, columns, _ in completions] for name in names}
 
@@ -142,7 +156,7 @@ def _function(file: str, name: str) -> Callable[..., Any]:
         raise NotUsable(f"{file} has no function {name}")
     function = getattr(module, name)
     if not callable(function):
-        raise NotUsable(f"{name} is not a function")
+        raise NotUsable(f"{name} is not a function; name one that can be called")
     return function
 
 
@@ -151,9 +165,9 @@ def _takes_columns(function: Callable[..., Any]) -> bool:
 
 
 def _awaited_result(values: Any) -> Any:
-    """Returns `values`; if a function was async, awaits its coroutine and returns the result."""
+    """Returns `values`, or, if it is a coroutine of an async function, the result of running it."""
     if inspect.isawaitable(values):
-        import asyncio  # half of what the worker would import
+        import asyncio  # imported late: it takes as long as all other imports of the worker
 
         async def awaited() -> Any:
             return await values
@@ -165,25 +179,28 @@ def _awaited_result(values: Any) -> Any:
 def _verdict(value: float | None, problem: str | None) -> tuple[float | None, str | None]:
     if value is None or value in (0.0, 1.0):
         return value, problem
-    return None, None if value == -1.0 else f"returned {value:g}, no verdict (0, 1, or -1 for none)"
+    return None, None if value == -1.0 else f"returned {value:g}, not a verdict (0, 1, or -1 or None for no verdict)"
 
 
 def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]:
-    """Converts what a user's function returned to `number` pairs (reward, problem).
+    """Converts the return value of a user's function to `number` pairs (reward, problem).
 
-    problem: says why a value is not a reward; else None."""
+    problem: says why a value is not a reward; else None.
+    """
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
         return [(None, f"returned {short(rewards)}, not a list of numbers")] * number
     rewards = list(rewards)
     if len(rewards) != number:
-        return [(None, f"returned {len(rewards)} values for {number} completions")] * number
+        return [(None, f"returned {len(rewards)} values for {number} completions, not one for each")] * number
     return [number_of(reward) for reward in rewards]
 
 
 def number_of(reward: Any) -> tuple[float | None, str | None]:
-    """Converts a value to (reward, None); to (None, problem) if it is not a finite number.
+    """Converts a value to a (reward, problem): (reward, None) for a finite number, else (None, why it is
+    none).
 
-    None, for no reward, becomes (None, None)."""
+    None stands for "no reward", and becomes (None, None).
+    """
     if reward is None:
         return None, None
     try:
@@ -196,6 +213,6 @@ def number_of(reward: Any) -> tuple[float | None, str | None]:
 
 
 def short(value: Any) -> str:
-    """Returns a value's repr in one line of at most 60 characters."""
+    """Returns the repr of a value in one line of at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,7 @@
-"""Compares two formulas: as rational numbers, else with 50 digits, at points that answers cannot predict."""
+"""Tests whether two formulas are equal, by evaluating both at several points.
+
+Values are compared as rational numbers if possible, else with 50 digits. Answers cannot predict the points.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -9,26 +12,28 @@ from typing import Any
 
 from megatron.methods.reinforcement.rewards.formulas import Formula
 
-_BITS = 20_000  # of the numbers in a calculation: 9^9^9 is not calculated
+_BITS = 20_000  # limit for numbers in a calculation, so that 9^9^9 is not calculated
 _PLACES = 5
 _DIGITS = 50
-_ARGUMENT = 5000  # of exp, and of a power's logarithm: larger values mean nothing here and take long
+_ARGUMENT = 5000  # limit for the argument of exp and the logarithm of a power; larger values take long
 _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "/": truediv}
 _INVERSES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
 
 
 class NotRational(ValueError):
-    """Raised if a formula has names without a value, or a value that is not a rational number."""
+    """Raised if a formula has names without a value, or its value is not a rational number."""
 
 
 class Undefined(ArithmeticError):
-    """Raised if a formula has no value, such as 1/0, or a value too large to compute."""
+    """Raised if a formula has no value, as 1/0, or a value too large to compute."""
 
 
 def equal(formula: Formula, other_formula: Formula) -> bool | None:
-    """Returns whether two formulas are equal, tested at several points; None if neither has a value at any.
+    """Returns whether two formulas are equal, tested at several points; None if neither has a value at any
+    point.
 
-    A point gives each name a number. If only one formula has a value at a point, the result is False."""
+    A point gives each name a number. If only one formula has a value at a point, the result is False.
+    """
     names = sorted(formula.names() | other_formula.names())
     compared = False
     for place in range(_PLACES if names else 1):
@@ -41,9 +46,11 @@ def equal(formula: Formula, other_formula: Formula) -> bool | None:
 
 
 def rational(formula: Formula, values: Mapping[str, Fraction]) -> Fraction:
-    """Returns the exact value of a formula. values: numbers by name.
+    """Returns the exact value of a formula as a fraction. values: the number for each name.
 
-    Raises NotRational, or Undefined for a division by 0 or a number that is too large."""
+    Raises NotRational if the value is not rational, and Undefined for a division by 0 or a number that is too
+    large.
+    """
     if formula.operation == "number":
         return formula.number
     if formula.operation == "name":
@@ -62,7 +69,7 @@ def rational(formula: Formula, values: Mapping[str, Fraction]) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise NotRational("a root")
+        raise NotRational("the exponent is not an integer")
     if base == 0 and exponent < 0:
         raise Undefined("division by 0")
     if base in (0, 1):
@@ -81,13 +88,13 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _coordinate(name: str, place: int) -> Fraction:
-    """Returns the fixed pseudo-random value of a name at the point number `place`, between -4 and 4."""
+    """Returns the value of a name at the point number `place`: fixed, pseudo-random, between -4 and 4."""
     hashed = int.from_bytes(sha256(f"{name} {place}".encode()).digest()[:6])
     return Fraction(hashed % 800_000 - 400_000, 100_003)
 
 
 def _equal_at(formula: Formula, other_formula: Formula, values: Mapping[str, Fraction]) -> bool | None:
-    with suppress(NotRational, Undefined):  # perhaps only one of them: seen below
+    with suppress(NotRational, Undefined):  # perhaps only one of the two has no value: _value finds out
         return rational(formula, values) == rational(other_formula, values)
     left, right = _value(formula, values), _value(other_formula, values)
     if left is None or right is None:
@@ -97,8 +104,8 @@ def _equal_at(formula: Formula, other_formula: Formula, values: Mapping[str, Fra
 
 
 def _value(formula: Formula, values: Mapping[str, Fraction]) -> Any:
-    """Returns a formula's value with 50 digits, a complex number if necessary; None if it has no value."""
-    import mpmath  # a dependency of torch's, needed by this verifier alone
+    """Returns a formula's value with 50 digits, complex if necessary; None if it has no value."""
+    import mpmath  # installed with torch; only this verifier needs it
 
     with mpmath.workdps(_DIGITS):
         try:

@@ -1,5 +1,7 @@
-r"""Formulas from texts, without `eval`: Python's operators, a little LaTeX, and products without a sign (2x).
+r"""Parses formulas from texts, without `eval`: Python's operators, some LaTeX, and products without a sign
+(2x).
 
+The grammar:
 sum = product (("+" | "-") product)*        product = signed (["*" | "/"] signed)*
 signed = ("+" | "-") signed | power         power = atom ["^" signed] ["%"]
 """
@@ -12,8 +14,8 @@ FUNCTIONS = ("sqrt", "exp", "log", "ln", "abs", "sin", "cos", "tan", "arcsin", "
              "atan", "sinh", "cosh", "tanh")  # fmt: skip
 GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "kappa", "lambda", "mu", "nu", "xi",
          "pi", "rho", "sigma", "tau", "phi", "chi", "psi", "omega")  # fmt: skip
-_LENGTH, _TOKENS, _DEPTH = 1000, 300, 50  # of a text, in it, of what is inside of each other
-_EXPONENT = 1000  # of 1e1000
+_LENGTH, _TOKENS, _DEPTH = 1000, 300, 50  # limits: characters, tokens, and depth of nesting
+_EXPONENT = 1000  # limit for the exponent of a number such as 1e1000
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<name>\\?[A-Za-z]+(?:_\{\w+\}|_\w)?)"
     r"|(?P<sign>\*\*|[-+*/^%()\[\]]))"
@@ -32,14 +34,15 @@ _LATEX = (
 
 
 class NoFormula(ValueError):
-    """Raised if a text is not a formula, or a formula beyond the size limits."""
+    """Raised if a text is not a formula, or exceeds the size limits; the message says why."""
 
 
 @dataclass(frozen=True)
 class Formula:
     """A node of a parsed formula: a number, a name, or an operation on other formulas (`parts`).
 
-    operation: one of `+ - * / ^`, a function's name, "number" or "name"."""
+    operation: one of `+ - * / ^`, a function's name, "number" or "name".
+    """
 
     operation: str
     parts: tuple["Formula", ...] = ()
@@ -47,24 +50,24 @@ class Formula:
     name: str = ""
 
     def names(self) -> set[str]:
-        """Returns all names in the formula except pi and e."""
+        """Returns all names of variables in the formula, without pi and e."""
         own_names = {self.name} - {"", "pi", "e"}
         return own_names.union(*(part.names() for part in self.parts))
 
 
 def parse(text: str) -> Formula:
-    """Parses a text, plain or LaTeX, as a formula. Raises NoFormula if it is not a formula."""
+    """Parses a text, plain or LaTeX, as a formula. Raises NoFormula if it is none."""
     if len(text) > _LENGTH:
-        raise NoFormula(f"longer than {_LENGTH} characters")
+        raise NoFormula(f"the text is longer than {_LENGTH} characters")
     for pattern, replacement in _LATEX:
         text = re.sub(pattern, replacement, text)
     tokens = _tokens(text.strip().rstrip(".").replace("{", "(").replace("}", ")"))
     if len(tokens) > _TOKENS:
-        raise NoFormula(f"more than {_TOKENS} numbers, names and signs")
+        raise NoFormula(f"the text has more than {_TOKENS} numbers, names and signs")
     parser = _Parser(tokens)
     formula = parser.sum()
     if parser.place < len(tokens):
-        raise NoFormula(f"{tokens[parser.place][1]!r} is not expected")
+        raise NoFormula(f"unexpected {tokens[parser.place][1]!r} after a complete formula")
     return formula
 
 
@@ -76,7 +79,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     while place < len(text):
         token = _TOKEN.match(text, place)
         if token is None or token.lastgroup is None:
-            raise NoFormula(f"{text[place : place + 10]!r} is not expected")
+            raise NoFormula(f"unexpected characters {text[place : place + 10]!r}")
         kind, value = token.lastgroup, token[token.lastgroup]
         tokens += _letters(value) if kind == "name" else [(kind, "^" if value == "**" else value)]
         place = token.end()
@@ -84,7 +87,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 def _letters(name: str) -> list[tuple[str, str]]:
-    """Splits a name into tokens: xy becomes x and y, a product. Greek letters and long words stay whole."""
+    """Splits a name into tokens: xy becomes x and y, a product. Greek letters and names of over 3 letters
+    stay whole."""
     bare_name = re.sub(r"[\\{}]", "", name)
     if name[0] == "\\" or bare_name in (*FUNCTIONS, *GREEK) or "_" in bare_name or len(bare_name) > 3:
         return [("name", bare_name)]
@@ -112,7 +116,7 @@ class _Parser:
             left = Formula(sign or "*", (left, self._signed()))
 
     def _signed(self) -> Formula:
-        self.depth += 1  # every way into itself leads through here
+        self.depth += 1  # every recursion of the parser goes through this method
         if self.depth > _DEPTH:
             raise NoFormula(f"brackets, signs or powers are nested more than {_DEPTH} deep")
         sign = self._sign("+-")
@@ -133,7 +137,7 @@ class _Parser:
         self.place += 1
         if kind == "number":
             if abs(int(re.split("[eE]", text)[1] if re.search("[eE]", text) else 0)) > _EXPONENT:
-                raise NoFormula(f"{text} is too large")
+                raise NoFormula(f"the exponent of the number {text} is too large")
             return Formula("number", number=Fraction(text))
         if (kind, text) == ("sign", "("):
             return self._closed(")")
@@ -146,12 +150,12 @@ class _Parser:
             return Formula(text, (self._atom() if self._peek("sign", "(") else self._signed(),))
         if kind == "name":
             return Formula("name", name=text)
-        raise NoFormula(f"{text!r} is not expected")
+        raise NoFormula(f"unexpected {text!r}, where a number, a name or a bracket should begin")
 
     def _closed(self, bracket: str) -> Formula:
         formula = self.sum()
         if not self._sign(bracket):
-            raise NoFormula(f"{bracket!r} is missing")
+            raise NoFormula(f"the closing bracket {bracket!r} is missing")
         return formula
 
     def _peek(self, kind: str, text: str | None = None) -> bool:
@@ -161,7 +165,7 @@ class _Parser:
         return token_kind == kind and text in (None, value)
 
     def _sign(self, signs: str) -> str | None:
-        """If the next token is one of `signs`, advances and returns it; else returns None."""
+        """Returns the next token and advances, if it is one of `signs`; else returns None."""
         if self._peek("sign") and self.tokens[self.place][1] in signs:
             self.place += 1
             return self.tokens[self.place - 1][1]

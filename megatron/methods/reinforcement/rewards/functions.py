@@ -1,4 +1,4 @@
-"""`RewardFunctions`: the reward functions of a run, spread over worker processes."""
+"""Defines `RewardFunctions`, which runs the reward functions of a run in worker processes."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,13 +22,14 @@ class RewardError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to be judged, or two to be compared.
+    """An answer to be judged, or two answers to be compared.
 
     prompt: a string or a list of messages, as in the prompt file.
     completion: a text; for a pairwise judge two texts.
+    completion_ids: the text as token ids.
     columns: the other fields of the prompt's row, JSON values.
-    messages: the conversation with an environment, whose last model text is `completion`; None without an
-        environment.
+    messages: the conversation with an environment, of which `completion` is the model's last text; None
+        without an environment.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -40,10 +41,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """A function's failure to give a completion a reward.
+    """A reward function's failure to judge a completion.
 
-    row: the completion's index; None if only the call with all completions at once failed.
-    reason: one line.
+    function: name of the function.
+    row: index of the completion; None if the call with all completions failed, but each succeeded alone.
+    reason: why it failed, in one line.
     """
 
     function: str
@@ -53,20 +55,24 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of some completions.
+    """The rewards of a list of completions.
 
-    parts: for each function one reward per completion; None if it gave none or failed.
+    parts: for each function one reward per completion; None where it gave none or failed.
     """
 
     parts: dict[str, list[float | None]]
     failures: list[Failure]
 
     def total(self, weights: Sequence[float]) -> list[float | None]:
-        """Returns the weighted sum of each completion's rewards; None if it has no reward, as in TRL.
+        """Returns the weighted sum of each completion's rewards; None for a completion without any reward, as
+        in TRL.
 
-        weights: one per function, in the order of `parts`. Raises ValueError for a wrong number of them."""
+        weights: one per function, in the order of `parts`. Raises ValueError for a wrong number of weights.
+        """
         if len(weights) != len(self.parts):
-            raise ValueError(f"{len(weights)} weights for {len(self.parts)} reward functions")
+            raise ValueError(
+                f"got {len(weights)} weights for {len(self.parts)} reward functions, expected one for each"
+            )
         totals: list[float | None] = []
         for rewards in zip(*self.parts.values(), strict=True):
             weighted = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
@@ -77,9 +83,9 @@ class Scores:
 class RewardFunctions:
     """Runs reward functions in worker processes.
 
-    Each is given by an entry: `FILE.py:NAME`, a function with TRL's signature, or the name of a verifier. A
-    user's function gets all completions of a call at once, always in the same worker. The completions of a
-    verifier are distributed over all workers.
+    A function is given by an entry: `FILE.py:NAME` for a user's function with TRL's signature, or the name of
+    a built-in verifier. A user's function gets all completions of a call at once, always in the same
+    worker. For a verifier the completions are distributed over all workers.
     """
 
     def __init__(
@@ -92,21 +98,25 @@ class RewardFunctions:
         variables: Collection[str] = (),
         hidden: Sequence[str] = (),
     ) -> None:
-        """Reads the entries. Starts no worker: `check` or `score` does.
+        """Reads the entries. Starts no worker yet: `check` or `score` does.
 
-        timeout_s: for one call of a user's function, and for one completion by a verifier. pairwise:
-        functions are judges, which compare two completions and return the index (0 or 1) of the better one.
-        variables: environment variables that functions get besides the usual ones. hidden: folders that a
-        model's programs may not see, such as those with their tests. Raises RewardError for an invalid
-        entry."""
+        timeout_s: time limit for one call of a user's function, and for one completion by a verifier.
+        pairwise: the functions are judges, which compare two completions and return the index (0 or 1) of the
+            better one.
+        variables: names of environment variables that functions get besides the usual ones.
+        hidden: folders that programs in answers may not see, such as those with their tests.
+        Raises RewardError for an invalid entry.
+        """
         self._entries: dict[str, str] = {}
         self._lanes = [Lane(timeout_s, variables) for _ in range(max(1, workers))]
         for entry in functions:
             key, file = _key(entry), entry.rpartition(":")[0]
             if key in self._entries:
-                raise RewardError(f"{entry}: {self._entries[key]} has this name already; rename one of the functions")
+                raise RewardError(f"{entry}: {self._entries[key]} has the same name; rename one of the two functions")
             if pairwise and not file:
-                raise RewardError(f"{entry}: expected FILE.py:NAME")
+                raise RewardError(
+                    f"{entry}: expected FILE.py:NAME of a judge; built-in verifiers cannot compare answers"
+                )
             if file:
                 lane = self._lanes[len(self._entries) % len(self._lanes)]
                 kind = "judge" if pairwise else "file"
@@ -117,8 +127,11 @@ class RewardFunctions:
             self._entries[key] = entry
 
     def check(self, columns: Collection[str] | None = None) -> None:
-        """Starts the workers and loads all functions. columns: the fields of prompt rows, None if unknown.
-        Raises RewardError for the first function that does not work or needs a field that no row has."""
+        """Starts the workers and loads all functions.
+
+        columns: names of the fields of prompt rows; None if unknown. Raises RewardError for the first
+            function that cannot be loaded, or needs a field that no row has.
+        """
         if columns is not None:
             self._require(columns)
         try:
@@ -127,7 +140,8 @@ class RewardFunctions:
             raise RewardError(f"{self._entries.get(problem.key, 'rewards')}: {problem.reason}") from None
 
     def score(self, completions: Sequence[Completion]) -> Scores:
-        """Scores completions with all functions. Their exceptions are returned as failures, not raised."""
+        """Returns the rewards of completions by all functions. Exceptions of functions become failures and
+        are not raised."""
         judged = self._judge(completions) if completions and self._entries else {key: {} for key in self._entries}
         rows = range(len(completions))
         failures = [
@@ -147,7 +161,8 @@ class RewardFunctions:
     def _judge(self, completions: Sequence[Completion]) -> dict[str, dict[int, Judged]]:
         """Returns (reward, problem) by function and row.
 
-        The row ALL_ROWS has the problem if only the call with all completions failed."""
+        If only the call with all completions at once failed, its problem is in the extra row ALL_ROWS.
+        """
         rows = [[c.prompt, c.completion, c.completion_ids, dict(c.columns), c.messages] for c in completions]
         message = json.dumps({"completions": rows}).encode()
         shares = [range(number, len(rows), len(self._lanes)) for number in range(len(self._lanes))]
@@ -159,17 +174,18 @@ class RewardFunctions:
         return {key: dict(sorted(judged_rows.items())) for key, judged_rows in judged.items()}
 
     def _in_threads(self, function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-        """Calls `function` for all lanes in parallel; returns the results. An exception ends all workers."""
+        """Calls `function` for all lanes in parallel, and returns the results. An exception ends all
+        workers."""
         with ThreadPoolExecutor(len(self._lanes)) as pool:
             try:
                 return list(pool.map(function, *arguments))
-            except BaseException:  # KeyboardInterrupt too; the threads would wait for the workers
+            except BaseException:  # KeyboardInterrupt too: ends workers, for which threads would still wait
                 self.close()
                 raise
 
     def _require(self, prompt_columns: Collection[str]) -> None:
         for key, entry in self._entries.items():
-            if entry != key:  # a function of the user's
+            if entry != key:  # FILE.py:NAME, a user's function
                 continue
             columns = VERIFIERS[key].columns
             if not set(prompt_columns).intersection(columns):
@@ -177,11 +193,16 @@ class RewardFunctions:
                 fix = "add it to the file of prompts (null in rows that this verifier must skip)"
                 raise RewardError(f"{entry}: no row of the prompts has a field {column_names}; {fix}")
             if key == "json" and "schema" in prompt_columns and find_spec("jsonschema") is None:
-                raise RewardError(f"{entry}: rows with a schema need jsonschema: pip install jsonschema")
+                raise RewardError(
+                    f"{entry}: prompts with a field schema need the package jsonschema: pip install jsonschema"
+                )
 
 
 def _key(entry: str) -> str:
-    """Returns NAME of `FILE.py:NAME`, or the name of a verifier. Raises RewardError for other entries."""
+    """Returns the name of a function: NAME of `FILE.py:NAME`, or the name of a verifier.
+
+    Raises RewardError for other entries.
+    """
     file, colon, name = entry.rpartition(":")
     if not colon and entry in VERIFIERS:
         return entry

@@ -1,4 +1,4 @@
-"""A lane: functions that share one worker process, which is restarted when one of them breaks it."""
+"""A lane: the reward functions that share one worker process, which is restarted if it ends or hangs."""
 
 import math
 import time
@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron.methods.reinforcement.rewards.worker_process import WorkerLost, WorkerProcess
 
-# A completion's reward, or None with the reason if that is a failure.
+# (reward, problem) of a completion. reward: None for none; problem: why judging failed, else None.
 Judged = tuple[float | None, str | None]
-ALL_ROWS = -1  # in the place of a row: the call for all of them
-_START_S = 300.0  # of the user's imports, on a file system that all nodes start from
-_TRIES = 4  # the time that completions one by one may take altogether, in calls that take too long
-_VERIFIER_TRIES = 10  # the same of a verifier, in all of its calls
-_VERIFIER_S = 3.0  # more than a verifier's own limit: it starts processes
+ALL_ROWS = -1  # stands for a row number: the call with all completions at once
+_START_S = 300.0  # time limit for the user's imports, which a busy shared file system may slow down
+_TRIES = 4  # time limit for judging completions one by one, in multiples of the timeout of a call
+_VERIFIER_TRIES = 10  # the same for a verifier
+_VERIFIER_S = 3.0  # added to a verifier's own time limit, because it starts processes
 
 
 class NotLoaded(Exception):
@@ -28,7 +28,10 @@ class Lane:
     """Sends calls to one worker process, and restarts the process if it ends or hangs."""
 
     def __init__(self, timeout_s: float, variables: Collection[str] = ()) -> None:
-        """variables: environment variables that the worker gets besides the usual ones."""
+        """Takes the time limit of a call, but starts no process yet.
+
+        variables: names of environment variables that the worker gets besides the usual ones.
+        """
         self._timeout_s, self._variables = timeout_s, variables
         self._functions: dict[str, dict[str, Any]] = {}
         self._worker: WorkerProcess | None = None
@@ -36,22 +39,24 @@ class Lane:
         self._closed = False
 
     def add(self, key: str, function: dict[str, Any]) -> None:
-        """Adds a function for the worker to load. key: its name in calls.
+        """Adds a function for the worker to load. key: the function's name in calls.
 
-        function: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier", "hidden"}`."""
+        function: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier", "hidden"}`.
+        """
         self._functions[key] = function
 
     def start(self) -> None:
-        """Starts the worker unless it runs, and loads all functions. Raises NotLoaded if this fails."""
+        """Starts the worker and loads all functions, unless it already runs. Raises NotLoaded if this
+        fails."""
         if self._closed:
-            raise RuntimeError("the reward functions were closed by close(); create new ones")
+            raise RuntimeError("these RewardFunctions were closed by close() and cannot be used again; create new ones")
         if self._worker is not None or not self._functions:
             return
         key = ""
         try:
             self._worker = WorkerProcess(self._variables)
             if self._closed:  # meanwhile, by another thread
-                raise WorkerLost("the reward functions were closed by close()")
+                raise WorkerLost("these RewardFunctions were closed by close()")
             self._worker.send({"timeout_s": self._timeout_s})
             for key, function in self._functions.items():
                 self._worker.send({"load": function, "key": key})
@@ -63,15 +68,16 @@ class Lane:
             raise NotLoaded(key, lost.reason if isinstance(lost, NotLoaded) else str(lost)) from None
 
     def judge(self, share: Sequence[int], completions: bytes, number: int) -> dict[str, dict[int, Judged]]:
-        """Returns (reward, problem) by function and row.
+        """Judges completions with all functions of this lane. Returns (reward, problem) by function and row.
 
-        share: the rows that verifiers of this worker judge; users' functions judge all rows. completions:
-        JSON message with all completions. number: their number."""
+        share: the rows that verifiers of this worker judge; users' functions judge all rows.
+        completions: JSON message with all completions. number: how many they are.
+        """
         self._completions = completions
         if self._worker is not None:
             try:
                 self._hand_over()
-            except WorkerLost:  # it ended between two calls; the first call starts another
+            except WorkerLost:  # the worker ended between two calls; the first call starts another one
                 self._stop()
         judged: dict[str, dict[int, Judged]] = {}
         for key, function in self._functions.items():
@@ -84,20 +90,22 @@ class Lane:
         return judged
 
     def close(self) -> None:
-        """Ends the worker for good."""
+        """Ends the worker; the lane cannot be used afterwards."""
         self._closed = True
         self._stop()
 
     def _hand_over(self) -> None:
         """Sends the completions to the worker, and waits until it has read them.
 
-        So the time for this does not count towards the timeouts of functions."""
+        This keeps the time to read them out of the timeouts of functions.
+        """
         if self._completions and self._worker is not None:
             self._worker.send_json(self._completions)
             self._worker.receive(_START_S, lambda answer: not answer)
 
     def _in_one_call(self, key: str, rows: Sequence[int]) -> dict[int, Judged]:
-        """Judges all rows in one call, else each in a separate call. Returns (reward, problem) by row."""
+        """Judges all rows in one call; if this fails, each row in a call of its own. Returns (reward,
+        problem) by row."""
         try:
             self._call(key, rows, in_one_call=True)
             reply = self._receive(self._timeout_s, len(rows))
@@ -113,19 +121,23 @@ class Lane:
             return {rows[0]: (None, reason)}
         judged: dict[int, Judged] = dict(zip(rows, self._one_by_one(key, rows, _TRIES, self._timeout_s), strict=True))
         if all(problem is None for _, problem in judged.values()):
-            judged[ALL_ROWS] = (None, f"{reason}, with all {len(rows)} completions at once; each alone succeeded")
+            judged[ALL_ROWS] = (
+                None,
+                f"{reason}, in the call with all {len(rows)} completions; in calls of their own all succeeded",
+            )
         return judged
 
     def _one_by_one(self, key: str, rows: Sequence[int], tries: int, patience: float) -> list[Judged]:
-        """Judges each row in a call of at most `patience` seconds; returns (reward, problem) for each row.
+        """Judges each row in a call of at most `patience` seconds. Returns a (reward, problem) for each row.
 
-        Remaining rows are given up after `tries` times the timeout in total. A call that ends the worker
-        counts as one timeout."""
+        After `tries` times the timeout in total, the remaining rows are given up. A call that ends the worker
+        counts as one timeout.
+        """
         judged: list[Judged] = []
         elapsed, limit_s = 0.0, tries * self._timeout_s
         while (done := len(judged)) < len(rows):
             if elapsed > limit_s - 1e-3:
-                self._stop()  # it still has the other calls
+                self._stop()  # the worker would still run the remaining calls
                 given_up = f"not tried: earlier completions took longer than {tries} x {self._timeout_s:g} s"
                 return judged + [(None, given_up)] * (len(rows) - done)
             try:
@@ -151,7 +163,8 @@ class Lane:
         self._worker.send({"call": key, "rows": list(rows), "together": in_one_call})
 
     def _receive(self, seconds: float, number: int) -> list[Judged] | str:
-        """Waits for the answer to a call. Returns (reward, problem) of `number` rows, or why it failed."""
+        """Waits for the answer to a call. Returns (reward, problem) of `number` rows, or the reason why the
+        call failed."""
         assert self._worker is not None
         reply = self._worker.receive(seconds, lambda answer: is_verdict(answer, number))
         return [(value, problem) for value, problem in reply["judged"]] if "judged" in reply else reply["raised"]
@@ -165,14 +178,16 @@ class Lane:
 def is_load_answer(answer: dict[str, Any]) -> bool:
     """Returns whether `answer` is a well-formed answer to a message that loads a function.
 
-    Its only field is `problem`: why the function cannot be used, or null."""
+    Its only field is `problem`: why the function cannot be used, or null.
+    """
     return list(answer) == ["problem"] and isinstance(answer["problem"], str | None)
 
 
 def is_verdict(answer: dict[str, Any], number: int) -> bool:
     """Returns whether `answer` is a well-formed answer to a call with `number` completions.
 
-    Its only field is `judged`, with a [reward, problem] for each, or `raised`, with a text."""
+    Its only field is `judged`, with a [reward, problem] per completion, or `raised`, with a text.
+    """
     if list(answer) == ["raised"]:
         return isinstance(answer["raised"], str)
     judged = answer.get("judged")

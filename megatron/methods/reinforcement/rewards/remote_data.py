@@ -1,7 +1,8 @@
-"""Plain data as JSON, which a program and its tests exchange (`remote_objects.py`).
+"""Converts plain data to JSON and back, for a program and its tests in two processes (`remote_objects.py`).
 
-Copies keep their exact type: built-in types, and a few of the standard library and numpy. This file imports
-nothing of this package."""
+Plain data are values of built-in types, and of a few types of the standard library and numpy; copies keep the
+exact type. This file imports nothing of this package.
+"""
 
 import collections
 import datetime
@@ -12,11 +13,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-_ARRAYS = "biufcSU"  # the kinds of dtypes that hold no objects
-_EXACT = 2**53  # integers that every reader of JSON keeps
+_ARRAYS = "biufcSU"  # kinds of numpy dtypes that hold no objects
+_EXACT = 2**53  # every reader of JSON keeps integers below this exact
 _SEQUENCES = {kind.__name__: kind for kind in (tuple, set, frozenset, collections.deque)}
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
-_BUILT = {  # from a list of arguments
+_BUILT = {  # types that are rebuilt from a list of arguments, which _PARTS gives
     "complex": complex, "range": range, "slice": slice, "Fraction": fractions.Fraction, "Decimal": decimal.Decimal,
     "date": datetime.date, "datetime": datetime.datetime, "time": datetime.time, "timedelta": datetime.timedelta,
 }  # fmt: skip
@@ -38,14 +39,15 @@ class NoData(TypeError):
 
 
 def to_plain(value: Any) -> Any:
-    """Converts a value to plain data: to its built-in base type, or from an array to lists and numbers.
+    """Converts a value to its built-in base type, and an array to lists and numbers.
 
-    Raises NoData if this is impossible."""
+    Raises NoData if this is impossible.
+    """
     bases: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
     for base in bases:
         if isinstance(value, base):
             return base(value)
-    if hasattr(value, "tolist"):  # of numpy, torch, pandas, array
+    if hasattr(value, "tolist"):  # arrays of numpy, torch, pandas or the module array
         return value.tolist()
     if hasattr(value, "__index__"):
         return operator.index(value)
@@ -57,7 +59,8 @@ def to_plain(value: Any) -> Any:
 def to_json(value: Any, encode: Callable[[Any], Any]) -> Any:
     """Converts plain data to JSON. Raises NoData for other values.
 
-    encode: converts the items that a container holds."""
+    encode: function that converts the items of a container.
+    """
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -82,7 +85,8 @@ def to_json(value: Any, encode: Callable[[Any], Any]) -> Any:
 def from_json(kind: str, content: Any, decode: Callable[[Any], Any]) -> Any:
     """Inverts `to_json`: returns the value that it converted to `{kind: content}`.
 
-    decode: inverts `encode`. Raises NoData for an unknown kind, other exceptions for malformed content."""
+    decode: inverts `encode`. Raises NoData for an unknown kind, and other exceptions for malformed content.
+    """
     if kind == "int":
         return int(content, 16)
     if kind in _MAPPINGS:
@@ -99,9 +103,10 @@ def from_json(kind: str, content: Any, decode: Callable[[Any], Any]) -> Any:
 
 
 def update(target: Any, source: Any) -> Any:
-    """Copies the content of `source`, an argument as a remote function changed it, into `target` in place.
+    """Makes `target` equal to `source` in place; returns `source` if `target` cannot be changed in place.
 
-    Returns `target`, or `source` if `target` cannot be changed in place."""
+    A remote function has received a copy of `target` and changed it; `source` is that copy.
+    """
     if type(target) is not type(source) and not (isinstance(target, dict) and isinstance(source, dict)):
         return source
     if isinstance(target, list | tuple) and len(target) == len(source):
@@ -126,6 +131,6 @@ def update(target: Any, source: Any) -> Any:
 def _array(dtype: str, shape: list[int], content: str) -> Any:
     numpy = importlib.import_module("numpy")
     if numpy.dtype(dtype).kind not in _ARRAYS:
-        raise ValueError(f"an array of dtype {dtype!r:.20} is not accepted")
+        raise ValueError(f"an array of dtype {dtype!r:.20} is not accepted, only booleans, numbers and texts")
     array = numpy.frombuffer(bytes.fromhex(content), dtype).reshape(shape)
     return array.copy() if shape else array[()]

@@ -1,9 +1,9 @@
-"""Objects of another process, used over a socket: tests of a model's program run outside its process.
+"""Uses objects of another process over a socket, so that tests of a model's program run outside its process.
 
-Plain data travels as copies; anything else stays where it is, and the other side holds a `Proxy`. What a test
-compares is data in the test's own process: a proxy has no value but the plain data that it can be turned
-into, whatever its class says of `==`, `<` or `-`. `programs.py` has the source of this file run in both
-processes."""
+Plain data is copied. Any other object stays in its process, and the other side holds a `Proxy` of it. A test
+compares data in its own process: the value of a proxy is the plain data that its object converts to, whatever
+its class defines for `==`, `<` or `-`. `programs.py` runs the source of this file in both processes.
+"""
 
 import collections
 import contextlib
@@ -41,29 +41,34 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class Peer:
     """One end of a connection between two processes that use each other's objects.
 
-    While a side waits for an answer it serves requests of the other side, so functions can be called back."""
+    While a side waits for an answer it serves requests of the other side, so functions can be called back.
+    """
 
     def __init__(
         self, descriptor: int, may: Callable[[str, Any, list[Any]], bool], resolve: Callable[..., Any]
     ) -> None:
         """Opens the connection on a file descriptor.
 
-        may: from operation, object and arguments to whether the other side may apply this operation here.
-        resolve: from module and name to the object of this process."""
+        may: function of (operation, object, arguments) that returns whether the other side may apply this
+            operation here.
+        resolve: function of (module, name) that returns the object of this process.
+        """
         self._stream = open(descriptor, "r+b", buffering=0)
         self._reader = open(descriptor, "rb", closefd=False)
         self._may, self._resolve = may, resolve
-        self._objects: list[Any] = []  # that the other side holds, by number
-        self._numbers: dict[int, int] = {}  # of these, by id
+        self._objects: list[Any] = []  # objects of this side for which the other holds proxies, by number
+        self._numbers: dict[int, int] = {}  # numbers of these objects, by id
         self._proxies: dict[int, Any] = {}
-        self._shared: dict[tuple[str, str], Any] = {}  # by name
-        self.printed: Callable[[], str] = str  # takes what this side has printed since it was last asked
-        self.extra: dict[str, Callable[..., Any]] = {}  # operations without an object
+        self._shared: dict[tuple[str, str], Any] = {}  # functions of the standard library, by module and name
+        self.printed: Callable[[], str] = str  # returns the text that this side printed since the last call
+        self.extra: dict[str, Callable[..., Any]] = {}  # operations that apply to no object
 
     def ask(self, operation: str, on: Any, *arguments: Any) -> Any:
-        """Applies an operation to the object `on` of the other side, and returns the result.
+        """Applies an operation to the object `on` of the other process, and returns the result.
 
-        Raises the exceptions of the other side, and EOFError if it has ended."""
+        on: a proxy; None for operations without an object. Raises the exceptions of the other side, and
+            EOFError if its process has ended.
+        """
         number = on._number if isinstance(on, Proxy) else None
         self._send({"do": operation, "on": number, "with": [self.encode(argument) for argument in arguments]})
         while "do" in (message := self._receive()):
@@ -77,7 +82,7 @@ class Peer:
         text, instance = (self.decode(argument) for argument in message["raised"][1:])
         try:
             kind = self.decode(message["raised"][0])
-        except ValueError:  # of a module that is not used here
+        except ValueError:  # a class of a module that this process has not loaded
             kind = None
         if not isinstance(kind, type) or not issubclass(kind, BaseException):
             raise RuntimeError(text)
@@ -85,7 +90,7 @@ class Peer:
             kind = RuntimeError  # it would end the caller's loops, and with them tests
         try:
             problem = kind(text)
-        except TypeError:  # takes more than a text
+        except TypeError:  # the class needs other arguments than a text
             problem = kind.__new__(kind)
         if hasattr(kind, "remote"):
             problem.remote = instance  # type: ignore[attr-defined]
@@ -108,7 +113,10 @@ class Peer:
             else:
                 target = self._objects[on]
                 if not self._may(operation, target, arguments):
-                    raise TypeError(f"a program may not apply {operation} to a {type(target).__name__} of its tests")
+                    raise TypeError(
+                        f"a program may not apply the operation {operation} to an object of its tests, of type "
+                        f"{type(target).__name__}"
+                    )
                 value = OPERATIONS[operation](target, *arguments)
             answer = {"value": self.encode(value)}
         except BaseException as problem:  # SystemExit too
@@ -129,11 +137,12 @@ class Peer:
             raise EOFError(f"the other process ended, or sent a message of more than {_LARGEST >> 20} MiB")
         message = json.loads(line)
         if not isinstance(message, dict):
-            raise EOFError("no message")
+            raise EOFError("the other process sent JSON that is no message (an object)")
         return message
 
     def encode(self, value: Any) -> Any:
-        """Converts a value to JSON: plain data as a copy, any other object as its number on its own side."""
+        """Converts a value to JSON: plain data as a copy, any other object as a number by which its side
+        finds it."""
         with contextlib.suppress(NoData):
             return to_json(value, self.encode)
         if type(value) is Proxy:
@@ -157,7 +166,7 @@ class Peer:
         return {"mine": number}
 
     def decode(self, value: Any) -> Any:
-        """Inverts `encode`. Raises an exception for malformed JSON."""
+        """Inverts `encode`: converts JSON to data and proxies. Raises an exception for malformed JSON."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -177,7 +186,7 @@ class Peer:
 
 
 class Proxy:
-    # No docstring: an object's own __doc__ is asked for.
+    # Stands for an object of the other process. No docstring here: __doc__ must be the object's own.
     __slots__ = ("_number", "_peer")
 
     def __init__(self, peer: Peer, number: int) -> None:
@@ -190,7 +199,7 @@ class Proxy:
     def _plain_value(self) -> Any:
         value = self._do("plain")
         if isinstance(value, Proxy):
-            raise TypeError("no plain data")
+            raise TypeError("this object of the program cannot be converted to plain data")
         return value
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -215,7 +224,7 @@ class Proxy:
     def __contains__(self, value: Any) -> bool:
         try:
             return value in self._plain_value()
-        except Exception:  # what the object says of it is no evidence
+        except Exception:  # the object's own __contains__ cannot be trusted: look at its items
             return any(item is value or item == value for item in self)
 
     def __len__(self) -> int:
@@ -262,7 +271,7 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
             return self._do(name, operand)
         try:
             value = self._plain_value()
-        except Exception:  # no data: so it equals none, and cannot be calculated with
+        except Exception:  # no plain data: it equals nothing, and arithmetic fails
             return NotImplemented
         return operation(value, operand)
 
@@ -294,7 +303,8 @@ for _kind in (int, float, complex):
 def _exception(name: str, base: str) -> type[BaseException]:
     """Creates a local class for an exception class of the other side, so that it can be caught here.
 
-    base: its nearest built-in base class."""
+    base: name of the class's nearest built-in base class.
+    """
     base_class = _import_name("builtins", base)
     if not isinstance(base_class, type) or not issubclass(base_class, BaseException):
         raise ValueError(f"{base!r:.20} is not a built-in exception class")

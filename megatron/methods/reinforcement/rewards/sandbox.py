@@ -1,16 +1,19 @@
 """Runs one untrusted Python program and its tests, each in an isolated process.
 
-The command is `python -I -S -c SOURCE PARENT LIMITS PROGRAM TESTS [FOLDER...]`. PROGRAM and TESTS are
-descriptors of files that tell the two processes what to do (`programs.py`).
+The command is `python -I -S -c SOURCE PARENT LIMITS PROGRAM TESTS [FOLDER...]`. SOURCE is the text of this
+file, PARENT the id of the process that calls it, LIMITS a JSON object of RLIMIT_ values. PROGRAM and TESTS
+are descriptors of files that tell the two processes what to do (`programs.py`). FOLDERs are hidden.
 
-Both have no network but a loopback of their own, see no process outside and can signal none, cannot write to
-any disk (their folder, /dev/shm, lies in memory), see no home, /tmp, /run and FOLDER, and die with everything
-they started when this process dies. The program neither sees nor signals its judge: it has a namespace of
-processes of its own, and a /proc of that. Linux 5.14 or newer does all this for any user where user
-namespaces are allowed. This file imports nothing of ours: its source is run alone, without any package.
+Both processes have no network but a private loopback, neither see nor signal processes outside, and cannot
+write to any disk: their folder, /dev/shm, is in memory. They do not see home, /tmp, /run and each FOLDER.
+They die, with all their descendants, when this process dies.
 
-Prints `setup: why` and exits with 1 if the sandbox cannot be set up. Else it exits with 0
-if the judge did, and prints what the judge reported.
+The program neither sees nor signals the judge, the process of the tests: it has its own PID namespace and
+/proc. On Linux 5.14 or newer any user can run this, where user namespaces are allowed. This file imports
+nothing of this package, because its source runs alone.
+
+Prints `setup: REASON` and exits with 1 if the sandbox cannot be set up. Else it prints the report of the
+judge, and exits with 0 if the judge did.
 """
 
 import ctypes
@@ -34,7 +37,8 @@ _FOLDER = "/dev/shm"
 _SYSTEM = ("/", "/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")  # Python needs them
 _HIDDEN = ("/root", "/home", "/tmp", "/var/tmp", "/run", "/dev/shm", "/mnt", "/media")
 
-# What both isolated interpreters run: modules from their source, and one function of the last.
+# The code of both isolated interpreters. It loads modules from their source, and calls a function of the
+# last one.
 _BOOT = """\
 import json, os, sys, types
 told = json.load(sys.stdin)
@@ -49,7 +53,7 @@ getattr(module, told.pop("entry"))(**told)
 
 
 class Attributes(ctypes.Structure):
-    """`struct mount_attr` of mount_setattr(2)."""
+    """The C struct `mount_attr` of the system call mount_setattr(2)."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
 
@@ -71,7 +75,7 @@ class Kernel:
         self.call("mount", *encoded[:3], ctypes.c_ulong(flags), encoded[3])
 
     def die_with_parent(self, parent: int) -> None:
-        """Makes the kernel kill this process when its parent ends; exits if it has ended already."""
+        """Makes the kernel kill this process when its parent ends; exits if the parent has ended already."""
         self.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
@@ -80,10 +84,11 @@ class Kernel:
 def _isolate(kernel: Kernel, hidden: list[str]) -> None:
     """Isolates this process: new mount, network, IPC and host-name namespaces, and read-only disks.
 
-    Its children get a new PID namespace. hidden: folders to mount empty."""
+    Its children get a new PID namespace. hidden: folders over which an empty one is mounted.
+    """
     spaces = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET
     user, group = os.geteuid(), os.getegid()
-    if user == 0:  # limits of processes do not hold for root, so the program will be nobody's: _drop_root
+    if user == 0:  # the limit of processes does not hold for root, so the program runs as nobody (_drop_root)
         kernel.call("unshare", spaces)
     else:
         kernel.call("unshare", spaces | _NEW_USER)
@@ -98,8 +103,9 @@ def _isolate(kernel: Kernel, hidden: list[str]) -> None:
 
 
 def _hide(kernel: Kernel, hidden: list[str]) -> None:
-    """Mounts empty folders over `hidden` and private folders, then mounts Python's folders again."""
-    environment = os.path.dirname(os.path.dirname(sys.executable))  # sys.prefix does not know it without site
+    """Mounts empty folders over `hidden` and over private folders such as /home, but keeps Python's own
+    folders visible."""
+    environment = os.path.dirname(os.path.dirname(sys.executable))  # with -S, sys.prefix is not the virtualenv's
     python_folders = {path for prefix in (environment, sys.base_prefix) for path in (prefix, os.path.realpath(prefix))}
     candidates = (*_HIDDEN, os.path.expanduser("~"), *hidden)
     folders = {os.path.realpath(folder) for folder in candidates if os.path.isdir(folder)} - set(_SYSTEM)
@@ -109,11 +115,11 @@ def _hide(kernel: Kernel, hidden: list[str]) -> None:
         if any(path.startswith(f"{folder}/") for folder in folders)
     }
     for folder in sorted(folders):
-        if os.path.isdir(folder):  # not one inside of a folder that is empty by now
+        if os.path.isdir(folder):  # it is gone if a folder above it is hidden already
             kernel.mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
     for path, descriptor in sorted(opened.items()):
         os.makedirs(path, exist_ok=True)
-        if not os.listdir(path):  # not one inside of another
+        if not os.listdir(path):  # it has files if a folder above it is mounted already
             kernel.mount(f"/proc/self/fd/{descriptor}", path, None, _BIND | _REC)
         os.close(descriptor)
 
@@ -129,8 +135,9 @@ def _drop_root(kernel: Kernel) -> None:
 def _become_python(limits: dict[str, int], *inherited: int) -> None:
     """Replaces this process by a Python interpreter with resource limits; never returns.
 
-    inherited: file descriptors; the first becomes stdin, the others 3, 4 and so on."""
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in inherited]  # clear of what they become
+    inherited: file descriptors; the first becomes stdin, the others become 3, 4 and so on.
+    """
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in inherited]  # above the target numbers
     null = os.open(os.devnull, os.O_RDWR)
     for number, descriptor in enumerate((high[0], null, null, *high[1:])):
         os.dup2(descriptor, number)
@@ -147,7 +154,7 @@ def _become_python(limits: dict[str, int], *inherited: int) -> None:
 
 
 def _own_proc(kernel: Kernel) -> None:
-    """Mounts /proc for this PID namespace, or an empty folder if the container forbids this."""
+    """Mounts /proc for this PID namespace, or an empty folder if the container forbids that."""
     try:
         kernel.mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
     except OSError:
@@ -155,11 +162,13 @@ def _own_proc(kernel: Kernel) -> None:
 
 
 def _run_program(kernel: Kernel, limits: dict[str, int], program: int, connection: int) -> None:
-    """Runs the program as a child. This process is the first of the program's PID namespace; never returns.
+    """Runs the program in a child process, waits for it, and exits; never returns.
 
-    The kernel ends the namespace with this process. program, connection: file descriptors."""
+    This process is the first of the program's PID namespace, so the kernel ends the whole namespace with it.
+    program, connection: file descriptors.
+    """
     kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    kernel.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # the program, of the same user, reads nothing of it
+    kernel.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # else the program, of the same user, could read this process
     _own_proc(kernel)
     child = os.fork()
     if child == 0:
@@ -167,15 +176,16 @@ def _run_program(kernel: Kernel, limits: dict[str, int], program: int, connectio
         _become_python(limits, program, connection)
     os.closerange(3, 1024)
     while os.wait()[0] != child:
-        pass  # orphans, which are this process's children
+        pass  # orphaned processes, which become children of this one
     os._exit(0)
 
 
 def _first_process(kernel: Kernel, limits: dict[str, int], program: int, tests: int) -> int:
-    """Starts the judge and the program, waits for the judge, and returns its exit status.
+    """Starts the judge and the program, waits for the judge, and returns the judge's exit status.
 
     This process is the first of its PID namespace, so the kernel ends all others with it. program, tests:
-    file descriptors."""
+    file descriptors.
+    """
     kernel.mount("tmpfs", _FOLDER, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={4 * limits['FSIZE']}")
     judge_end, program_end = socket.socketpair()
     reports, written = os.pipe()
@@ -191,7 +201,7 @@ def _first_process(kernel: Kernel, limits: dict[str, int], program: int, tests: 
         _run_program(kernel, limits, program, program_end.fileno())
     program_end.close()
     while (status := os.wait())[0] != judge:
-        pass  # the program, and orphans
+        pass  # the program's process, and orphaned processes
     if status[1] == 0 and select.select([reports], [], [], 0)[0]:
         os.write(1, os.read(reports, 100))
     return status[1]
@@ -209,7 +219,7 @@ def main() -> None:
         os._exit(1)
     if child == 0:
         try:
-            kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # its parent has no number here
+            kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the parent has no PID in this namespace
             os._exit(1 if _first_process(kernel, limits, program, tests) else 0)
         except BaseException as problem:
             os.write(1, f"setup: {problem}\n".encode())

@@ -1,7 +1,9 @@
-"""The two processes that judge a model's program: `answer` runs the program, `judge` its tests.
+"""Runs in the two processes that judge a model's program: `answer` runs the program, `judge` runs its tests.
 
-The program's process is given the program and, call by call, the arguments of a test, never its text or what
-it expects. `programs.py` has the source of this file and of `remote_*.py` run in the sandbox."""
+The program's process gets the program and, call by call, the arguments of the tests. It never gets the text
+of the tests or expected values. `programs.py` runs the source of this file and of `remote_*.py` in the
+sandbox.
+"""
 
 import ast
 import builtins
@@ -15,14 +17,14 @@ from typing import Any
 
 from megatron.methods.reinforcement.rewards.remote_objects import Peer
 
-SOCKET, REPORTS = 3, 4  # file descriptors; the second one is the judge's alone
+SOCKET, REPORTS = 3, 4  # file descriptors; only the judge has REPORTS
 PASSED = b"passed"
 _STAND_INS = ("unittest", "mock")
 _INSTANCE_OPERATIONS = frozenset("setattr bool str repr format len iter getitem eq ne lt le gt ge".split())
 
 
 def answer(program: str) -> None:
-    """Runs the program's code, then serves the judge's requests to use its objects."""
+    """Runs the model's program, then lets the judge use the program's objects until the judge ends."""
     main, process_id = types.ModuleType("__main__"), os.getpid()
     sys.modules["__main__"] = main
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
@@ -35,7 +37,7 @@ def answer(program: str) -> None:
         return text
 
     exec(compile(program, "program", "exec"), main.__dict__)
-    if os.getpid() != process_id:  # a child that it has forked
+    if os.getpid() != process_id:  # a child process that the program has forked
         os._exit(0)
     peer = Peer(SOCKET, lambda *_: True, lambda module, name: getattr(__import__(module, fromlist=[name]), name))
     peer.printed = take_printed
@@ -44,12 +46,13 @@ def answer(program: str) -> None:
 
 
 def judge(program: str, tests: str) -> None:
-    """Runs the tests on the objects of the program, which is in the other process; reports if all pass."""
+    """Runs the tests on the objects of the program, which runs in the other process. Reports `passed` if no
+    test fails."""
     peer = Peer(SOCKET, _may, _exception_or_builtin)
-    names = set(peer.ask("names", None))  # answered when the program has run through
+    names = set(peer.ask("names", None))  # waits until the program's code has run
     space = _Names(peer, names, program, ast.parse(tests))
     exec(compile(tests, "tests", "exec"), space)
-    peer.ask("names", None)  # a program that has ended has not passed, though tests may have caught that
+    peer.ask("names", None)  # fails if the program's process has ended, even if tests caught that exception
     os.write(REPORTS, PASSED)
 
 
@@ -57,8 +60,8 @@ class _Names(dict[str, Any]):
     """The global variables of tests: their own, then those of the program.
 
     Built-in names and modules keep their meaning even if the program defines the same names, so that no
-    program is judged by its own `abs` or `math`. Exception: if tests use no other name of the program, the
-    program's definition is the one under test.
+    program is judged by its own `abs` or `math`. Exception: if tests use no other name of the program, its
+    definition is taken, because it is what they test.
     """
 
     def __init__(self, peer: Peer, names: set[str], program: str, tests: ast.Module) -> None:
@@ -86,7 +89,7 @@ class _Names(dict[str, Any]):
 
 
 def _top_level(program: str) -> tuple[set[str], list[ast.Import | ast.ImportFrom]]:
-    """Returns (names that a program's code defines at top level, its import statements there)."""
+    """Returns (the names that a program's code defines at top level, its import statements there)."""
     defined, imports, waiting = set[str](), [], list[ast.AST](ast.parse(program).body)
     while waiting:
         node = waiting.pop()
@@ -102,9 +105,10 @@ def _top_level(program: str) -> tuple[set[str], list[ast.Import | ast.ImportFrom
 
 
 def _imported(imports: list[ast.Import | ast.ImportFrom], used_names: set[str]) -> dict[str, Any]:
-    """Repeats a program's imports in this process, and returns the imported objects that tests use, by name.
+    """Repeats a program's imports in this process. Returns the imported objects that tests use, by name.
 
-    Private names and mocks are left out."""
+    Private names and mocks are left out.
+    """
     namespace: dict[str, Any] = {}
     for node in imports:
         for alias in node.names:
@@ -121,7 +125,8 @@ def _imported(imports: list[ast.Import | ast.ImportFrom], used_names: set[str]) 
 def _may(operation: str, target: Any, arguments: list[Any]) -> bool:
     """Returns whether a program may apply an operation to an object that its tests passed to it.
 
-    A program may call functions, read iterators, and use objects of the tests' classes by public names."""
+    A program may call functions, read iterators, and use objects of the tests' classes by public names.
+    """
     if operation == "call":
         return callable(target)
     if operation in ("iter", "next"):
@@ -135,12 +140,14 @@ def _may(operation: str, target: Any, arguments: list[Any]) -> bool:
 
 
 def _exception_or_builtin(module: str, name: str) -> Any:
-    """Returns a built-in class, or an exception class of a loaded module, that the program named.
+    """Returns the built-in class, or the exception class of a loaded module, that the program named.
 
-    Raises ValueError for anything else. It imports nothing."""
+    Raises ValueError for anything else. Imports nothing.
+    """
     value = getattr(sys.modules.get(module), name, None)
     if isinstance(value, type) and (module == "builtins" or issubclass(value, BaseException)):
         return value
     raise ValueError(
-        f"the program passed {module}.{name} to its tests, which get only built-in classes and loaded exception classes"
+        f"the program passed {module}.{name} to its tests, which accept only built-in classes and exception classes of "
+        "loaded modules"
     )

@@ -1,4 +1,5 @@
-"""Verifiers: pure functions that compare a completion with its prompt row and return 1.0 or 0.0."""
+"""Built-in verifiers: they compare a completion with its prompt row, and return 1.0 if it is right, else
+0.0."""
 
 import json
 import re
@@ -25,34 +26,39 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL |
 class Verifier:
     """A built-in verifier.
 
-    columns: fields it reads; a row with none of them gets no reward. prepare: from (seconds per completion,
-    hidden folders) to the function that judges. It raises an exception if this machine lacks something."""
+    columns: fields of prompt rows that it reads; a row with none of them gets no reward.
+    prepare: function of (seconds per completion, hidden folders) that returns the verifying function. It
+        raises an exception if the verifier cannot work on this machine.
+    """
 
     columns: tuple[str, ...]
     prepare: Callable[[float, Sequence[str]], Verify]
 
 
 def exact_match(completion: str, columns: Columns) -> float:
-    """Returns 1 if the completion's answer is the row's `answer` as text, ignoring outer white space; else 0.
+    """Returns 1 if the completion's answer is the row's `answer` as text, else 0.
 
-    Both are normalised to Unicode NFC. Case counts."""
+    Outer white space is ignored, case is not. Both are normalised to Unicode NFC.
+    """
     return float(_text(answer(completion)) == _text(answer(_expected(columns))))
 
 
 def arithmetic(completion: str, columns: Columns) -> float:
-    """Returns 1 if the completion's answer equals the row's `answer` as rational number, else 0.
+    """Returns 1 if the completion's answer equals the row's `answer` as a rational number, else 0.
 
-    Raises ValueError if the row's answer is not a number."""
+    Raises ValueError if the row's answer is not a number.
+    """
     expected = _number(_expected(columns))
     if expected is None:
-        raise ValueError(f"the row's answer {_expected(columns)[:40]!r} is not a number")
+        raise ValueError(f"the prompt row's field answer is {_expected(columns)[:40]!r}, which is not a number")
     return float(_number(completion) == expected)
 
 
 def expression(completion: str, columns: Columns) -> float:
-    """Returns 1 if the completion's answer equals the row's `answer` as formula, else 0.
+    """Returns 1 if the completion's answer equals the row's `answer` as a formula, else 0.
 
-    If one of them is not a formula, they are compared as texts without white space."""
+    If one of them is not a formula, they are compared as texts without white space.
+    """
     actual, expected = answer(completion), answer(_expected(columns))
     try:
         is_equal = equal(parse(actual), parse(expected))
@@ -64,8 +70,9 @@ def expression(completion: str, columns: Columns) -> float:
 def json_value(completion: str, columns: Columns) -> float:
     """Returns 1 if the completion's JSON equals the row's `answer` and is valid by its `schema`, else 0.
 
-    A row may have only one of the two fields, as a JSON value or as text. Of the completion the last fenced
-    JSON block counts, else the full text."""
+    A row may have only one of these two fields, as a JSON value or as text. The completion's JSON is the last
+    fenced JSON block in it, or its full text if there is none.
+    """
     try:
         value = _parsed_json(fenced_block(completion, ("json",)))
     except (ValueError, RecursionError):
@@ -88,11 +95,11 @@ def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
         tests = columns["tests"]
         tests = "\n".join(tests) if isinstance(tests, list) else tests
         if not isinstance(tests, str):
-            raise ValueError("the row's tests must be a text or a list of texts")
+            raise ValueError("the prompt row's field tests must be a text or a list of texts")
         try:
             compile(tests, "tests", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # whatever answers do
-            raise ValueError(f"the row's tests are not valid Python: {problem}") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # all that compile raises
+            raise ValueError(f"the prompt row's field tests is not valid Python: {problem}") from None
         program = fenced_block(completion, ("python", "py", "python3"))
         return float(run_program(program, tests, timeout_s, hidden))
 
@@ -100,9 +107,10 @@ def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}`, else of the last `<answer>...</answer>`.
+    r"""Returns the content of the last `\boxed{...}` in a text, else that of the last `<answer>...</answer>`.
 
-    Without these it returns the text after the last `####`; without any mark None."""
+    Without these it returns the text after the last `####`; None if there is no mark at all.
+    """
     if (boxed := _boxed(text)) is not None:
         return boxed.strip()
     if (tagged := _tagged(text)) is not None:
@@ -112,14 +120,18 @@ def marked_answer(text: str) -> str | None:
 
 
 def answer(text: str) -> str:
-    """Returns the marked answer, else the full text."""
+    """Returns the answer in a completion: the marked one (`marked_answer`), or the full text if none is
+    marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
 
 def fenced_block(text: str, languages: Collection[str]) -> str:
-    """Returns the content of the last block fenced by ``` whose language is in `languages` or not given, else
-    the full text."""
+    """Returns the content of the last code block fenced by ``` in one of these languages, or without a
+    language.
+
+    Returns the full text if there is no such block.
+    """
     blocks = [content for language, content in _FENCE.findall(text) if language.lower() in {"", *languages}]
     return blocks[-1] if blocks else text
 
@@ -131,7 +143,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Returns the content of the `\\boxed{...}` that opens last and is closed; None if there is none."""
+    """Returns the content of the closed `\\boxed{...}` that opens last; None if there is none."""
     last, content, opened = -1, None, []
     for brace in re.finditer(r"(\\boxed)?\{|\}", text):
         if brace.group() != "}":
@@ -147,7 +159,7 @@ def _expected(columns: Columns) -> str:
     """Returns the row's `answer` as text. Raises ValueError unless it is a text or a number."""
     value = columns["answer"]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"the row's answer must be a text or a number, not {type(value).__name__}")
+        raise ValueError(f"the prompt row's field answer must be a text or a number, not {type(value).__name__}")
     return str(value)
 
 
@@ -156,9 +168,10 @@ def _text(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """Converts the marked answer, or the full text without one, to a number.
+    """Converts the marked answer in a text, or the full text, to a number.
 
-    If it is not a number as a whole, the last number in it counts; None if it has none."""
+    If it is not a number as a whole, its last number is taken; None if it has none.
+    """
     text = answer(text)
     last = [match.group() for match in _NUMBER.finditer(text[-10_000:])][-1:]
     for part in (text, *last):
@@ -173,7 +186,7 @@ def _number(text: str) -> Fraction | None:
 
 def _parsed_json(text: str) -> Any:
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not valid JSON")
+        raise ValueError(f"the JSON contains {constant}, which is not valid JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -184,7 +197,7 @@ def _given_json(value: Any, column: str) -> Any:
     try:
         return _parsed_json(value)
     except (ValueError, RecursionError):
-        raise ValueError(f"the row's {column} is a text, but not valid JSON") from None
+        raise ValueError(f"the prompt row's field {column} is a text, but not valid JSON") from None
 
 
 def _same_json(value: Any, expected: Any) -> bool:

@@ -1,14 +1,15 @@
-"""The worker process: loads reward functions and calls them, told to by lines of JSON. Each line has an "id",
-which its answers repeat: functions share this process, and may write to the connection too.
+"""The worker process: loads reward functions and calls them, as messages from the rank demand.
 
-{"timeout_s": 10}                                        first
-{"load": {"file", "name"}, "key"}                        is answered by {"problem": null or why}; a judge
-                                                         of pairs is {"judge", "name"}, a verifier of ours
-                                                         {"verifier", "hidden"}, with folders
+Messages are lines of JSON. Each has an "id", which its answers repeat, so that text that functions write to
+the connection is not taken for an answer. The messages, and the answers to them:
+{"timeout_s": 10}                                        sent first; no answer
+{"load": {"file", "name"}, "key"}                        {"problem": null, or why it cannot be used}.
+                                                         A pairwise judge is {"judge", "name"}, a built-in
+                                                         verifier {"verifier", "hidden": folders}
 {"completions": [[prompt, completion, ids, columns,
-                  messages]]}                            what calls are about from then on; is answered by {}
-{"call": key, "rows": [0, 1], "together": true}          is answered by {"judged": [[reward, problem]]} or by
-                                                         {"raised": why}; not together: by one for each row
+                  messages]]}                            {}; later calls are about these completions
+{"call": key, "rows": [0, 1], "together": true}          {"judged": [[reward, problem]]}, or {"raised":
+                                                         reason}; with "together" false, one per row
 """
 
 import json
@@ -23,13 +24,14 @@ from typing import Any
 from megatron.methods.reinforcement.rewards.calls import Function, load_file, load_judge, load_verifier, reason
 from megatron.process.keeper import keep_this_process
 
-# What a scheduler sends to all processes of a job so that it saves and ends: the rank's matter, with which
-# this process ends. Processes that functions start take them as ever.
+# Signals by which a scheduler asks all processes of a job to save and end. The rank handles them, and this
+# process ends with the rank. Processes that functions start handle them as usual.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
-    """Answers messages in order, in the process's main thread, because users' code may expect that."""
+    """Answers messages in order, in the process's main thread, because users' code may expect to run
+    there."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -39,7 +41,7 @@ class Worker:
         self._id = ""
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Handles a message and sends the answer."""
+        """Handles one message and sends the answer to it."""
         self._id = message["id"]
         if "timeout_s" in message:
             self._timeout_s = message["timeout_s"]
@@ -78,7 +80,8 @@ class Worker:
 def _read(connection: socket.socket, messages: "queue.Queue[dict[str, Any]]") -> None:
     """Puts messages from the connection into the queue.
 
-    Ends this process when the rank ends or closes the connection; its keeper then ends its children."""
+    Ends this process when the rank ends or closes the connection; its keeper then ends its children.
+    """
     received = []
     while part := connection.recv(1 << 20):
         received.append(part)
@@ -91,10 +94,12 @@ def _read(connection: socket.socket, messages: "queue.Queue[dict[str, Any]]") ->
 
 
 def take_connection() -> socket.socket:
-    """Forks a child that goes on, while this process stays as its keeper. Returns the connection on stdin.
+    """Forks: the child returns from this call, this process stays behind as its keeper. Returns the
+    connection on stdin.
 
-    In the child stdin is empty then, and signals of schedulers are ignored. Processes that users' code starts
-    inherit neither the connection nor the ignored signals."""
+    In the child stdin is then empty, and signals of schedulers are ignored. Processes that users' code starts
+    inherit neither the connection nor the ignored signals.
+    """
     keep_this_process(lambda: os.close(0))
     connection = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
