@@ -56,7 +56,7 @@ EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
 
 
 class ExpertRows(NamedTuple):
-    """Where a matrix of one expert is stored: in `rows` of number `expert` in the stacked tensor `stored`."""
+    """The place of an expert's matrix: the rows `rows` of number `expert` in the stacked tensor `stored`."""
 
     stored: str
     expert: int

@@ -42,7 +42,7 @@ ROWS = (
 
 
 def replaced_rows(*replacements: TensorMapping) -> tuple[TensorMapping, ...]:
-    """Returns LLaMA's tensor mappings `ROWS` with `replacements`, each in place of the same parameter's row."""
+    """Returns LLaMA's tensor mappings `ROWS`; `replacements` replace the rows of the same parameters."""
     return tuple({row.neox_name: row for row in (*ROWS, *replacements)}.values())
 
 

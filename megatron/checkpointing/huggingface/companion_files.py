@@ -305,7 +305,7 @@ def add_tokenizer(folder: Path, tokenizer: str) -> None:
         files = _from_transformers(tokenizer)
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
     if not files:
-        raise CheckpointError(f"{tokenizer}: no tokenizer found (tokenizer.json, tokenizer.model)")
+        raise CheckpointError(f"{tokenizer}: holds no tokenizer (no tokenizer.json or tokenizer.model)")
     check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
     write_companion_files(files, folder)
 

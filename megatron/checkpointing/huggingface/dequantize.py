@@ -144,8 +144,8 @@ class Fp8:
             is_single = self.block is None and math.prod(scales.shape) in (1, math.prod(grid))
             if scales.shape != grid and not is_single:
                 raise CheckpointError(
-                    f"{self.folder_name}: {name + _SCALE}: has shape {scales.shape}, but weight_block_size in config.json "
-                    f"implies {grid}"
+                    f"{self.folder_name}: {name + _SCALE}: has shape {scales.shape}, but weight_block_size "
+                    f"in config.json implies {grid}"
                 )
             weights[name] = Packed(name, name + _SCALE, tensor.shape)
         return weights

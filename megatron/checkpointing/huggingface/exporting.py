@@ -103,7 +103,8 @@ class _Export:
         return {} if self.carried is None else dict(self.carried.shapes)
 
     def name(self, name: str) -> str:
-        """Returns a language model's tensor name as the folder stores it; a multimodal folder adds a prefix."""
+        """Returns a language model's tensor name as the folder stores it: in a multimodal folder with a
+        prefix."""
         return stored_name(name, self.carried.shapes) if self.carried is not None and self.is_part else name
 
     def with_carried(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -116,8 +117,7 @@ class _Export:
 class ExportOptions(TypedDict, total=False):
     """Options of `export_hf` about the files that it writes.
 
-    family: a `model_type`; None: the imported model's (multimodal if it was), else the first that can express
-        the model.
+    family: a `model_type`; None: the imported model's (multimodal if it was), else the first that fits.
     dtype: of the written weights; None: the checkpoint's.
     tokenizer: false leaves the tokenizer's files out.
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
@@ -214,8 +214,8 @@ def _prepare(
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
         raise CheckpointError(
-            f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding only {args.padded_vocab_size} rows; "
-            "set vocab_file to the tokenizer that the model was trained with"
+            f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding has only "
+            f"{args.padded_vocab_size} rows; set vocab_file to the tokenizer that the model was trained with"
         )
     vocab = max(vocab, extras.tokens or 0)
     unchanged = unchanged_family(args, extras.config)

@@ -103,7 +103,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor is stored. begin, end: byte offsets in a safetensors file; 0 in other files.
+    """The place of a tensor in a file. begin, end: byte offsets in a safetensors file; 0 in other files.
 
     dtype: None for a dtype that is not supported.
     """

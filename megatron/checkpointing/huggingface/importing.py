@@ -215,7 +215,7 @@ def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict
 
 
 def _check_target(final: Path) -> None:
-    """Raise CheckpointError if the import would replace a run's checkpoint; it may replace an earlier import."""
+    """Raise CheckpointError if the import would replace a run's checkpoint; it may replace an import."""
     if final.exists():
         manifest = read_manifest(final)
         if manifest is None or manifest.data or manifest.optimizer:
@@ -262,11 +262,10 @@ def load_hf_weights(
 
 
 def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> LoadLayers:
-    """Returns a function that loads shards from one HuggingFace folder, with the other arguments of
-    `load_hf_weights`.
+    """Returns a function that loads shards from one HuggingFace folder, as `load_hf_weights` does.
 
-    Its first call checks that `args` fit the folder's model. new_head: leave out the folder's output layer.
-    """
+    It takes layers, tensor_rank and tensor_size. Its first call checks that `args` fit the folder's model.
+    new_head: leave out the folder's output layer."""
     opened = cache(partial(_open_as, path, args, new_head))
 
     def load(*, layers: Iterable[int], tensor_rank: int, tensor_size: int) -> dict[int, dict[str, Tensor]]:
@@ -324,8 +323,8 @@ def _check_same_model(hf_args: NeoXArgs, run_args: NeoXArgs, source: str, new_he
             for key in wrong
         ]
         raise CheckpointError(
-            f"{source}: the run's configuration does not fit this model (tools/ckpts/convert_hf_to_neox.py writes one that "
-            "does):\n  " + "\n  ".join(differences)
+            f"{source}: the run's configuration does not fit this model "
+            "(tools/ckpts/convert_hf_to_neox.py writes one that does):\n  " + "\n  ".join(differences)
         )
 
 

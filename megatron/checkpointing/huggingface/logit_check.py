@@ -49,7 +49,9 @@ class LogitComparison:
 
     @classmethod
     def from_logits(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
-        """Compares our logits of `tokens` with another program's, `reference_logits`. facts: further fields."""
+        """Compares our logits of `tokens` with another program's, `reference_logits`.
+
+        facts: further fields of the result."""
         difference = (logits - reference_logits).abs().max().item()
         return cls(difference, reference_logits.abs().max().item(), tokens.shape[1], **facts)
 
@@ -121,7 +123,7 @@ def compare_logits(
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:
-    """Returns the configuration of the same model for one process: fp32, on the CPU, without expert capacity."""
+    """Returns the same model's configuration for one process in fp32 on a CPU, without expert capacity."""
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
         compile=False, attention_backend="math", checkpoint_activations=False, expert_parallel_size=1,

@@ -90,7 +90,10 @@ def _wrong_in(mixer: Any) -> Iterator[tuple[str, bool]]:
         yield "biases of x_proj (mamba_use_bias_in_linears)", mixer.bias
         yield "norms of B, C and time steps (mamba_bcdt_norm_epsilon)", mixer.norm_eps is not None
     if isinstance(mixer, Mamba2Spec):
-        inner = f"{mixer.heads} heads of {mixer.head_dim}: their product must be a multiple of hidden_size {mixer.hidden} (mamba_num_heads)"
+        inner = (
+            f"{mixer.heads} heads of {mixer.head_dim} channels, together no multiple of hidden_size {mixer.hidden} "
+            "(mamba_num_heads)"
+        )
         yield inner, mixer.inner % mixer.hidden != 0
 
 

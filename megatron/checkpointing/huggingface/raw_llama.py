@@ -153,8 +153,8 @@ class RawLlama(HFFolder):
             right = expected.get(name.split(".")[-2], (dim,))
             if shape != right:
                 raise CheckpointError(
-                    f"{self.raw}: {self._table[name].meta} has shape {shape} over {len(self._parts)} files, but {PARAMS} "
-                    f"implies {right}; is a consolidated.NN.pth missing?"
+                    f"{self.raw}: {self._table[name].meta} has shape {shape} over {len(self._parts)} files, but "
+                    f"{PARAMS} implies {right}; is a consolidated.NN.pth missing?"
                 )
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ _READ_BY_PARENT = ("conv1d", "dt_proj")
 _MAX_NAMED = 4
 
 Stored = Mapping[str, list[list[str]]]
-"""{tensor name in memory: its names in files, in one list, or in a list for each expert if it stacks experts}."""
+"""{tensor name in memory: [its names in files]}; for stacked experts one inner list for each expert."""
 
 
 def transformers_logits(folder: HFFolder, tokens: Tensor) -> tuple[Tensor, str | None]:
@@ -203,7 +203,8 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread -= {family.head} if gives_score(folder.config) else set()
     if unread:
         raise CheckpointError(
-            f"{folder.origin}: holds tensors that transformers' model does not use: {shortened(sorted(unread), _MAX_NAMED)}"
+            f"{folder.origin}: holds tensors that transformers' model does not use: "
+            f"{shortened(sorted(unread), _MAX_NAMED)}"
         )
 
 
