@@ -188,7 +188,9 @@ def to_file_names(
 
 def _check_names(mlp: str, args: NeoXArgs) -> None:
     if mlp == "llama" and not args.is_gated:
-        raise CheckpointError(f"the naming llama needs a gated MLP, but activation is {args.activation}; choose neox")
+        raise CheckpointError(
+            f"the naming llama needs a gated MLP, but activation is {args.activation}; choose naming neox"
+        )
     if (
         WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1
     ):  # the row order is recognised by names of a dense MLP

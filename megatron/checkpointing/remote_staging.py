@@ -90,7 +90,7 @@ def _locked(folder: Path) -> Iterator[Path]:
         opened = open_lock_file(file)
     except OSError as problem:
         raise CheckpointError(
-            f"{folder}: cannot be written ({problem.strerror}); set remote_staging to a folder that can"
+            f"{folder}: cannot be written ({problem.strerror}); set remote_staging to another folder"
         ) from problem
     with opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

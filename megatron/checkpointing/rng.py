@@ -45,7 +45,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> No
     missing = [key for key in KEYS[:4] if key not in state]
     if missing:
         raise CheckpointError(
-            f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true to go on without"
+            f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true to go on without them"
         )
     try:
         version, internal, gauss = state["random_rng_state"]
@@ -56,5 +56,5 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> No
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
         raise CheckpointError(
-            f"{file}: its random states cannot be used ({e}); set no_load_rng: true to go on without"
+            f"{file}: its random states cannot be used ({e}); set no_load_rng: true to go on without them"
         ) from e

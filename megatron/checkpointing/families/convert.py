@@ -323,7 +323,10 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
     if args.pos_emb not in ("rotary", "learned", "none"):
         position_kinds = "families have only rotary, learned or none"
         closest.insert(0, f"pos_emb: {args.pos_emb}: {position_kinds}")
-    raise CheckpointError("no HuggingFace family can express this model:\n  " + "\n  ".join(closest))
+    raise CheckpointError(
+        "this model cannot be converted to a HuggingFace family; differences from the nearest:\n  "
+        + "\n  ".join(closest)
+    )
 
 
 def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -> list[str]:

@@ -159,7 +159,7 @@ def _expert_keys(config: Config) -> dict[str, Any]:
 def _config(args: NeoXArgs) -> dict[str, Any]:
     unsupported = sorted(set(args.attention_config) - _KINDS.keys())
     if unsupported:
-        raise CheckpointError(f"attention_config: this family has no blocks of kind {', '.join(unsupported)}")
+        raise CheckpointError(f"attention_config: the family nemotron_h has no blocks of kind {', '.join(unsupported)}")
     limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
     config = {
         **size_config(args),

@@ -295,7 +295,7 @@ def read_layers(
             )
     if problems:
         raise CheckpointError(
-            f"{source.path}: weights do not fit the model's configuration:\n  " + "\n  ".join(_grouped(problems))
+            f"{source.path}: the weights do not fit the configuration:\n  " + "\n  ".join(_grouped(problems))
         )
 
 
