@@ -306,7 +306,7 @@ def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
                   for layer, specs in adapter_params(args).items()}  # fmt: skip
         source = AdapterSource(tmp_path, args, lambda layer, values=values: values.get(layer, {}))
         if model == "neox":
-            fails("q_proj: gpt_neox .*query_key_value", export_peft, source, tmp_path / "no")
+            fails("q_proj: .* gpt_neox.*query_key_value", export_peft, source, tmp_path / "no")
             continue
         export_peft(source, tmp_path / "out", base=str(tmp_path / model))
         unmerged = unmerged_logits(base, source, TOKENS)

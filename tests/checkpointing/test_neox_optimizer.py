@@ -81,7 +81,7 @@ def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> No
         for spec in specs:
             torch.testing.assert_close(zero.read(layer, spec, 0, 1), baseline.read(layer, spec, 0, 1), rtol=0, atol=0)
     (path / zero_file(1, 0, False)).unlink()
-    fails("incomplete, .*mp_rank_00", NeoXOptimizer, path, args)
+    fails("incomplete: .*mp_rank_00", NeoXOptimizer, path, args)
 
 
 # The modules of a block of GPT-NeoX, of Transformer-Engine and of the fork's OLMo, in the order in which they

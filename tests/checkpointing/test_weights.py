@@ -163,7 +163,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"hidden_size": 64}, ["hidden_size: 32", "word_embeddings.weight", ", 32) in the file", ", 64) in the model"]),
+    ({"hidden_size": 64}, ["hidden_size: 32", "word_embeddings.weight", ", 32) in the file", ", 64)"]),
     ({"padded_vocab_size": 512}, ["set padded_vocab_size: 384", "final_linear.weight"]),
     ({"intermediate_size": 96}, ["mlp.linear1.weight", "intermediate_size"]),
     ({"num_kv_heads": 2}, ["attention.query_key_value.weight", "num_kv_heads"]),

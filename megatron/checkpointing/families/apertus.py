@@ -33,7 +33,7 @@ def _keys(config: Config) -> dict[str, Any]:
     if act != "xielu":
         raise CheckpointError(f"config.json: hidden_act: {act} is not supported, only xielu")
     if get(config, "post_norm", False) or not get(config, "qk_norm", True):
-        raise CheckpointError("config.json: Apertus is supported only with post_norm: false and qk_norm: true")
+        raise CheckpointError("config.json: post_norm: true or qk_norm: false is not supported for Apertus")
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config["rope_parameters"] = _LLAMA3  # transformers has this default too, and then ignores rope_theta
     return {

@@ -240,7 +240,7 @@ def describe_differences(run: dict[str, Any], converted: dict[str, Any]) -> list
     if "norm" in differing:
         differing = [name for name in differing if name not in _NORM_KEYS]
     return [
-        f"{_described(name)}: {_short(run.get(name))} in this model, {_short(converted.get(name))} when converted"
+        f"{_described(name)}: {_short(converted.get(name))} after conversion, {_short(run.get(name))} in this model"
         for name in differing
     ]
 

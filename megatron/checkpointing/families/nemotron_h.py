@@ -84,7 +84,7 @@ def _blocks(config: Config) -> list[str]:
     kinds = {name: kind for kind, names in _KINDS.items() for name in names}
     unknown = sorted(set(letters) - kinds.keys())
     if unknown:
-        raise CheckpointError(f"config.json: {field}: blocks of kind {', '.join(unknown)} are not supported")
+        raise CheckpointError(f"config.json: {field}: {', '.join(unknown)} is not a supported kind of block")
     return [kinds[name] for name in letters]
 
 
@@ -159,7 +159,9 @@ def _expert_keys(config: Config) -> dict[str, Any]:
 def _config(args: NeoXArgs) -> dict[str, Any]:
     unsupported = sorted(set(args.attention_config) - _KINDS.keys())
     if unsupported:
-        raise CheckpointError(f"attention_config: the family nemotron_h has no blocks of kind {', '.join(unsupported)}")
+        raise CheckpointError(
+            f"the family nemotron_h has no blocks of kind {', '.join(unsupported)} (attention_config)"
+        )
     limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
     config = {
         **size_config(args),

@@ -240,7 +240,7 @@ class HFFolder:
                 weight_map = read_json(self.path / index).get("weight_map") or {}
                 if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
                     raise CheckpointError(
-                        f"{self.path / index}: weight_map must be an object {{tensor name: file name}}"
+                        f"{self.path / index}: weight_map: must be an object {{tensor name: file name}}"
                     )
                 names = sorted(set(weight_map.values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
