@@ -369,7 +369,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x80\x04" + content)
     refuses("model.safetensors: .*not a safetensors file")
     (folder / "model.safetensors").unlink()
-    refuses("no model.safetensors, pytorch_model.bin")
+    refuses("neither model.safetensors nor pytorch_model.bin")
 
     class Harm:
         def __reduce__(self) -> Any:

@@ -416,5 +416,5 @@ def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     name: of the tensor, for the error."""
     cast = tensor.to(dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not cast.isfinite().all() and tensor.isfinite().all():
-        raise CheckpointError(f"{name}: its value {tensor.abs().max():.3g} is too large for fp16; choose bf16 or fp32")
+        raise CheckpointError(f"{name}: fp16 cannot hold its value {tensor.abs().max():.3g}; choose bf16 or fp32")
     return cast
