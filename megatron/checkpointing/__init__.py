@@ -1,11 +1,11 @@
-"""Checkpoints on disk, in GPT-NeoX's layout.
+"""Reads, writes, checks and converts checkpoints on disk, in GPT-NeoX's file layout.
 
 `layout.py` names the files of a checkpoint directory, `manifest.py` describes their content, `opening.py`
 checks them before they are read, `publish.py` makes a complete checkpoint visible. `weights.py` reads and
-writes weights at any tensor-parallel size, `parameter_names.py` converts names of other programs,
-`resharding.py` converts a checkpoint to other parallel sizes. `families/` holds HuggingFace's model families
-(one file each), `huggingface/` imports and exports their folders. This package does not use DeepSpeed, and
-talks to other ranks only to share the check of files: the engine calls these functions and waits for them.
+writes weights at any tensor-parallel size, `parameter_names.py` converts parameter names of other programs,
+`resharding.py` converts a checkpoint to other parallel sizes. `families/` describes HuggingFace's model
+families (one file each), `huggingface/` imports and exports HuggingFace folders. This package does not use
+DeepSpeed. Its ranks communicate only to divide the checking of files among themselves.
 """
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key

@@ -25,13 +25,13 @@ def average(
     *,
     progress: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
 ) -> Path:
-    """Write the mean weights of checkpoints `sources` to `<save>/global_stepN`; returns this directory.
+    """Write the mean weights of the checkpoints `sources` as `<save>/global_stepN`, and return this
+    directory.
 
     Sums are in fp32. The result has the dtype, layout, counters, tokenizer and step N of the last source, and
     no optimizer state. It appears, and `latest` names it, only when it is complete.
-    progress: wraps the layers, for a progress bar.
-    Raises CheckpointError for sources that are damaged or of different models.
-    """
+    progress: wraps the iteration over layers, for a progress bar.
+    Raises CheckpointError if sources are damaged or of different models."""
     paths, save = [Path(source) for source in sources], Path(save)
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
         raise CheckpointError("averaging needs at least two different checkpoints; remove duplicates or add another")
@@ -57,7 +57,7 @@ def average(
             del mean
         for _, file in sorted(layout.model_files(last).items()):
             rank_state = {**opened[-1].tensors(file.name), "module": None, "optimizer": None}
-            rank_state.pop(layout.LOGITS, None)  # of one checkpoint, not of the mean
+            rank_state.pop(layout.LOGITS, None)  # recorded for one source's weights, so wrong for the mean
             records.append(save_tensors(rank_state, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +75,17 @@ def average(
 
 def _manifest(checkpoint: OpenCheckpoint) -> Manifest:
     if checkpoint.manifest is None:
-        raise CheckpointError(f"{checkpoint.path}: has no manifest.json; rewrite it with tools/ckpts/reshard.py first")
+        raise CheckpointError(
+            f"{checkpoint.path}: has no manifest.json; rewrite this checkpoint with tools/ckpts/reshard.py first"
+        )
     return checkpoint.manifest
 
 
 def _mean(checkpoints: Sequence[OpenCheckpoint], args: ModelArgs, layer: int) -> dict[str, Tensor]:
-    """The mean of one layer's full tensors by our names, in the last source's dtype. layer: NeoX index."""
+    """Returns the mean over checkpoints of one layer's full tensors, by our names, in the last checkpoint's
+    dtype.
+
+    layer: NeoX index."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for source in checkpoints:

@@ -1,4 +1,4 @@
-"""Describes a configuration that changed since a checkpoint: the key, its file and line, and both values."""
+"""Describes configuration keys that changed since a checkpoint: key, file and line, and both values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ _LONGEST = 80  # characters of a value
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A configuration key that changed. current: its value now; previous: in a checkpoint or earlier run."""
+    """A configuration key whose value differs from that of a checkpoint or an earlier run.
+
+    current: the value in this run. previous: the value in the checkpoint or earlier run.
+    """
 
     key: str
     current: Any
@@ -20,7 +23,7 @@ class ConfigChange:
 
 
 def describe_changes(changes: Sequence[ConfigChange], args: ModelArgs, source: str) -> str:
-    """Returns the changes as text: `seq_length: 2048 (a.yml:3), but SOURCE had 1024; pack_impl: ...`.
+    """Returns changed keys as text: `seq_length: 2048 (a.yml:3), but SOURCE had 1024; pack_impl: ...`.
 
     args: the current configuration. source: the name of the checkpoint."""
     return "; ".join(
@@ -35,9 +38,8 @@ def responsible_key(keys: Sequence[str], args: ModelArgs, saved_config: Mapping[
 
     keys: the keys that the value is derived from.
     saved_config: the keys that the user had set when the checkpoint was saved.
-    Returns the first key whose value changed since; if there is none, the first that the user set, else the
-    last.
-    """
+    Returns the first of `keys` whose value changed since then. If none changed, returns the first that the
+    user set, else the last."""
     if saved_config:
         for key in keys:
             if _value_at(saved_config, key) != _value_at(args.user_values, key):

@@ -1,4 +1,4 @@
-"""The exceptions that reading and writing checkpoints raises."""
+"""Exceptions that are raised when a checkpoint is read or written."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megatron.neox_arguments.errors import UserError
 
 
 def shortened(entries: Sequence[str], max_entries: int, separator: str = ", ") -> str:
-    """Joins `entries` for an error: `max_entries` of them, and how many more there are."""
+    """Joins `entries` for an error message: at most `max_entries`, then " and N more" for the rest."""
     remainder = f" and {len(entries) - max_entries} more" if len(entries) > max_entries else ""
     return separator.join(entries[:max_entries]) + remainder
 

@@ -26,15 +26,15 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         files, which a run of any layout can load.
     tokenizer: fingerprint of the run's tokenizer, for the manifest; None: unknown.
 
-    Weights are drawn by the CPU's generator, so they are the same on every machine, and the same with which a
-    run on CPUs starts, in any layout. One layer is in memory at a time. Existing files with the same
-    weights are left unchanged. Raises CheckpointError.
-    """
+    Weights are drawn by the CPU's generator, so they are the same on every machine. A run on CPUs starts with
+    the same weights, in any layout. One layer is in memory at a time. Existing files with the same weights
+    are left unchanged. Raises CheckpointError."""
     if args.save is None:
-        raise args.error("save", "is not set; set it to the folder where --init-only shall write the weights")
+        raise args.error("save", "is not set; set it to the folder that --init-only should write to")
     if args.lora is not None:
         raise args.error(
-            "lora", "--init-only writes no adapters; leave lora out, the run that trains the adapters initialises them"
+            "lora",
+            "--init-only writes no adapters; leave lora out, because the run that trains adapters initialises them",
         )
     save, specs, model = Path(args.save), layer_params(args), model_keys(args)
     methods = [args.init_method, args.output_layer_init_method, args.init_method_std]
@@ -44,7 +44,9 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         expected = (made_from, json.loads(json.dumps(model)), args.tp)
         if (existing.run_id, existing.model, existing.layout.tensor) == expected:
             return final
-        raise CheckpointError(f"{save}: already holds other weights or a run; set save to another folder")
+        raise CheckpointError(
+            f"{save}: already holds other weights or checkpoints of a run; set save to another folder"
+        )
     size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), torch.float32)
     with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []
@@ -58,12 +60,12 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
 
 
 def _existing_manifest(final: Path, save: Path) -> Manifest | None:
-    """Returns the manifest of checkpoint `final`, of iteration 0; None if `save` holds no checkpoint.
+    """Returns the manifest of the checkpoint `final` of iteration 0; None if `save` holds no checkpoint.
 
     Raises CheckpointError if `save` holds checkpoints of a run."""
     if not layout.list_checkpoints(save):
         return None
     manifest = read_manifest(final) if final.is_dir() else None
     if manifest is None or layout.read_latest(save) != layout.step_tag(0):
-        raise CheckpointError(f"{save}: already holds a run; set save to another folder")
+        raise CheckpointError(f"{save}: already holds checkpoints of a run; set save to another folder")
     return manifest

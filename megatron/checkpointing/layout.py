@@ -27,64 +27,63 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
 def step_tag(iteration: int) -> str:
-    """The name of the checkpoint directory of an iteration: `global_step100`."""
+    """Returns the name of the checkpoint directory of an iteration: `global_step100`."""
     return f"global_step{iteration}"
 
 
 def is_tag(name: str) -> bool:
-    """Whether a directory of this name is a checkpoint: `global_step100`, or `100` as of some converters."""
+    """Whether a directory of this name is a checkpoint: `global_step100`, or `100` of some converters."""
     return re.fullmatch(r"(global_step)?\d+", name) is not None
 
 
 def backup_tag(tag: str) -> str:
-    """The name to which a checkpoint's directory is renamed while a new one of the same step replaces it."""
+    """Returns the name that a checkpoint's directory gets while a new one of the same step replaces it."""
     return f".old_{tag}"
 
 
 def layer_file(layer: int, tensor_rank: int) -> str:
-    """The name of the file with one tensor rank's weights of a layer. layer: its NeoX index."""
+    """Returns the name of the file with one tensor rank's weights of a layer. layer: its NeoX index."""
     return f"layer_{layer:02d}-model_{tensor_rank:02d}-model_states.pt"
 
 
 def optimizer_file(layer: int, tensor_rank: int) -> str:
-    """The name of the file with one tensor rank's optimizer state of a layer, readable by any layout.
+    """Returns the name of the file with one tensor rank's optimizer state of a layer.
 
-    GPT-NeoX's optimizer state is in `zero_file`s, which only the layout that wrote them can read.
-    """
+    Any layout can read these files. GPT-NeoX's optimizer state is in `zero_file`s, which only the layout that
+    wrote them can read."""
     return f"optim_layer_{layer:02d}-model_{tensor_rank:02d}.pt"
 
 
 def model_file(model_rank: int) -> str:
-    """The name of the file with a model-parallel rank's counters, schedule and random states.
+    """Returns the name of the file with a model-parallel rank's counters, schedule and random states.
 
     In runs without a pipeline this file also holds the weights. model_rank: pipe rank * tensor size + tensor
-    rank.
-    """
+    rank."""
     return f"mp_rank_{model_rank:02d}_model_states.pt"
 
 
 def zero_file(data_rank: int, model_rank: int, bf16: bool) -> str:
-    """The name of DeepSpeed's file with the ZeRO optimizer state of one data- and model-parallel rank."""
+    """Returns the name of DeepSpeed's file with one data- and model-parallel rank's ZeRO optimizer state."""
     prefix = "bf16_" if bf16 else ""
     return f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
 
 
 def layer_files(path: str | Path) -> dict[tuple[int, int], Path]:
-    """All layer files (weights) in a checkpoint directory, by (NeoX layer index, tensor rank)."""
+    """Returns all layer files (weights) in a checkpoint directory, by (NeoX layer index, tensor rank)."""
     matches = ((_LAYER.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 
 def optimizer_files(path: str | Path) -> dict[tuple[int, int], Path]:
-    """All files of optimizer state in a checkpoint directory, by (NeoX layer index, tensor rank).
+    """Returns all files of optimizer state in a checkpoint directory, by (NeoX layer index, tensor rank).
 
-    Returns {} for a checkpoint that GPT-NeoX wrote, whose files have other names."""
+    Returns {} for a checkpoint that GPT-NeoX wrote, because its files have other names."""
     matches = ((_OPTIMIZER.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 
 def model_files(path: str | Path) -> dict[int, Path]:
-    """All mp_rank files of a checkpoint directory, by model-parallel rank."""
+    """Returns all mp_rank files of a checkpoint directory, by model-parallel rank."""
     matches = ((_MODEL.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {int(m[1]): p for m, p in matches if m}
 
@@ -95,7 +94,7 @@ def is_optimizer_file(name: str) -> bool:
 
 
 def list_checkpoints(save: str | Path) -> list[Path]:
-    """The directories of complete checkpoints in folder `save`, by step; [] if the folder does not exist."""
+    """Returns the directories of complete checkpoints in `save`, by step; [] if there is no `save`."""
     save = Path(save)
     if not save.is_dir():
         return []
@@ -104,7 +103,9 @@ def list_checkpoints(save: str | Path) -> list[Path]:
 
 
 def step_of(path: str | Path) -> int:
-    """The step of a checkpoint directory, from its name."""
+    """Returns the step of a checkpoint directory, from its name.
+
+    Raises CheckpointError if the name is not like global_step100."""
     match = re.fullmatch(r"(?:\.old_)?(?:global_step)?(\d+)", Path(path).name)
     if match is None:
         raise CheckpointError(f"{path}: not a checkpoint directory; its name should be like {step_tag(100)}")
@@ -112,15 +113,16 @@ def step_of(path: str | Path) -> int:
 
 
 def read_latest(save: str | Path) -> str | None:
-    """The checkpoint name in the file `latest`, such as global_step100; None when there is no such file.
+    """Returns the checkpoint name in the file `latest`, such as global_step100; None if there is no such
+    file.
 
-    Raises CheckpointError if the file holds no name of a checkpoint."""
+    Raises CheckpointError if the file does not hold the name of a checkpoint."""
     file = Path(save) / LATEST
     if not file.is_file():
         return None
     tag = file.read_text(encoding="utf-8", errors="replace").strip()
     if not tag or "/" in tag or tag in (".", ".."):
-        raise CheckpointError(f"{file}: holds {tag!r}, not the name of a checkpoint; set `iteration`")
+        raise CheckpointError(f"{file}: holds {tag!r}, not the name of a checkpoint; set `iteration` to choose one")
     return tag
 
 
@@ -131,7 +133,7 @@ def _directory(save: Path, tag: str) -> Path | None:
     tags = [tag, step_tag(int(tag))] if tag.isdigit() else [tag]
     if match := _TAG.fullmatch(tag):
         tags.append(match[1])
-    # A crash between the two renames of `publish` leaves only the complete backup of this step.
+    # After a crash between the two renames of `publish`, only the (complete) backup of this step exists.
     candidates = [*tags, *(backup_tag(t) for t in tags)]
     return next((save / t for t in candidates if (save / t).is_dir()), None)
 
@@ -139,8 +141,7 @@ def _directory(save: Path, tag: str) -> Path | None:
 def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     """Returns the directory of the checkpoint of `iteration` in `save`; None: the one that `latest` names.
 
-    Raises CheckpointError that lists the existing checkpoints.
-    """
+    Raises CheckpointError that lists the existing checkpoints."""
     save = Path(save)
     if not save.is_dir():
         raise CheckpointError(f"{save}: no such directory; set `load` to a folder that holds checkpoints")
@@ -154,7 +155,9 @@ def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     tag = read_latest(save)
     if tag is None:
         if layer_files(save) or model_files(save):
-            raise CheckpointError(f"{save}: is a checkpoint; set `load` to the folder around it, and `iteration`")
+            raise CheckpointError(
+                f"{save}: is itself a checkpoint; set `load` to its parent folder, and `iteration` to its step"
+            )
         raise CheckpointError(
             f"{save}: no file `latest`; {holdings}; set `iteration`" if steps else f"{save}: {holdings}"
         )

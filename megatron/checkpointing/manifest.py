@@ -1,6 +1,6 @@
-"""manifest.json describes a checkpoint, and has the size and SHA-256 of each of its files.
+"""Reads and writes manifest.json, which describes a checkpoint and has the size and SHA-256 of each file.
 
-Checkpoints of GPT-NeoX have none; they are read without these checks.
+Checkpoints of GPT-NeoX have no manifest; they are read without these checks.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import adapter_keys
 
-FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
+FORMAT_VERSION = 2  # version 1 has no checksum of the manifest itself
 MANIFEST = "manifest.json"
-# Models that differ in one of these compute different outputs from the same weights, or have other shapes.
+# If two models differ in one of these keys, their outputs for equal weights or their shapes differ.
 _MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn_size", "padded_vocab_size", "norm",
     "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
@@ -34,7 +34,7 @@ _MODEL_KEYS = (
     "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale", "attention_sinks",
     "moe_num_experts",
 )  # fmt: skip
-# Likewise, of models with experts.
+# More such keys, for models with experts.
 _EXPERT_KEYS = (
     "moe_expert_interval", "moe_layer_freq", "expert_ffn_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_top_k", "router_scores",
@@ -42,7 +42,7 @@ _EXPERT_KEYS = (
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_bias", "moe_expert_bias",
     "moe_expert_tensor_parallel",
 )  # fmt: skip
-# Likewise, of models of other blocks than attention and MLP together.
+# More such keys, for models with other blocks than attention plus MLP.
 _BLOCK_KEYS = (
     "attention_config", "mamba_state_dim", "mamba_expand", "mamba_conv_kernel", "mamba_num_heads", "mamba_head_dim",
     "mamba_num_groups", "mamba_bcdt_norm_epsilon", "mamba_time_step_limit",
@@ -66,7 +66,8 @@ class ParallelLayout:
     """The parallel layout of the run that wrote a checkpoint.
 
     pipe, data, tensor: numbers of pipeline, data-parallel and tensor-parallel ranks. precision: "fp32",
-    "bf16" or "fp16"."""
+        "bf16" or "fp16".
+    """
 
     pipe: int
     data: int
@@ -77,7 +78,7 @@ class ParallelLayout:
 
     @classmethod
     def from_args(cls, args: ModelArgs, precision: str) -> Self:
-        """Returns the layout of the files of a model with the parallel sizes of `args`."""
+        """Returns a layout with the pipeline and tensor sizes of `args`, without data parallelism."""
         return cls(args.pp, 1, args.tp, 0, precision, args.pp * args.tp)
 
 
@@ -86,7 +87,7 @@ class Manifest:
     """The content of `manifest.json`.
 
     layout: parallel layout of the run that wrote the checkpoint.
-    model: keys that decide shapes and logits, with values (`model_keys`).
+    model: configuration keys that decide shapes and logits, with values (`model_keys`).
     tokenizer: fingerprint of the tokenizer. data: a fingerprint of each data set.
     versions: of libraries, by name. created: time as ISO 8601.
     config: the configuration keys that the user set, with values.
@@ -94,7 +95,7 @@ class Manifest:
     optimizer: whether the optimizer's state was saved.
     validation_loss: at this iteration; None if it was not computed.
     engine: `native` or `deepspeed`.
-    base: path and digest of the base weights, if the checkpoint holds adapters only; else None.
+    base: path and digest of the base weights, if the checkpoint holds only adapters; else None.
     """
 
     run_id: str
@@ -116,7 +117,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The text of manifest.json, with a checksum of its content."""
+        """Returns the text of manifest.json, with a checksum of its content."""
         raw = asdict(self)
         raw["files"] = {
             name: {"size": r.size, "sha256": r.sha256, **({"tensors": dict(r.tensors)} if r.tensors else {})}
@@ -129,14 +130,13 @@ class Manifest:
     def from_json(cls, text: str, file_name: str = MANIFEST) -> Self:
         """Parses the text of a manifest.json. file_name: for errors.
 
-        Raises DamagedError for a damaged text, CheckpointError for a format newer than this program.
-        """
+        Raises DamagedError for a damaged text, CheckpointError for a format newer than this program."""
         try:
             raw = json.loads(text)
             version = raw["format_version"]
             if not isinstance(version, int) or version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{file_name}: format_version {version} is newer than this program reads "
+                    f"{file_name}: format_version {version} is newer than this program can read "
                     f"({FORMAT_VERSION}); update the program"
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
@@ -148,7 +148,9 @@ class Manifest:
             }
             return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise DamagedError(f"{file_name}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
+            raise DamagedError(
+                f"{file_name}: damaged: cannot be parsed ({type(e).__name__}: {e}); load another `iteration`"
+            ) from e
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
@@ -164,9 +166,10 @@ def untrained_manifest(
     records: Iterable[FileRecord],
     **further_fields: Any,
 ) -> Manifest:
-    """Returns the manifest of a checkpoint that a program made, by default without state, data and samples.
+    """Returns the manifest of a checkpoint that no training run saved, such as an import or initial weights.
 
-    records: of its files. further_fields: in place of iteration 0, seed 0, no tokenizer and so on."""
+    records: of its files. further_fields: fields of `Manifest` that differ from the usual: iteration 0, no
+        samples, seed 0, no tokenizer, no data, no optimizer state."""
     start_fields: dict[str, Any] = {
         "iteration": 0,
         "consumed_samples": 0,
@@ -183,7 +186,7 @@ def untrained_manifest(
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
-    """The manifest of a checkpoint directory; None for a checkpoint of GPT-NeoX."""
+    """Returns the manifest of a checkpoint directory; None if it has none, as checkpoints of GPT-NeoX."""
     file = Path(path) / MANIFEST
     if not file.is_file():
         return None
@@ -191,7 +194,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
 
 
 def file_sizes(path: Path, names: Iterable[str]) -> dict[str, int]:
-    """The size in bytes of each of the files `names` that exists in the folder `path`."""
+    """Returns the size in bytes of each of the files `names` that exists in the folder `path`."""
     return {name: (path / name).stat().st_size for name in names if (path / name).is_file()}
 
 
@@ -209,20 +212,22 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 
 
 def model_keys(args: ModelArgs) -> dict[str, Any]:
-    """Returns configuration keys, with values, that decide the shapes of weights or the logits."""
+    """Returns the configuration keys that decide the shapes of weights or the logits, with their values."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
     if _EXPERT_SHARDING in values and args.tp == 1:
-        values[_EXPERT_SHARDING] = None  # it only matters for files of several tensor ranks
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
+        values[_EXPERT_SHARDING] = None  # with one tensor rank it makes no difference
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
+    }  # as JSON stores tuples
 
 
 def saved_model(path: str | Path) -> Mapping[str, Any]:
-    """Returns the model's keys, with values, that a checkpoint stores.
+    """Returns the model's configuration keys, with values, that a checkpoint stores.
 
-    Our checkpoints store all of `model_keys`; GPT-NeoX's store a few, or none."""
+    This program's checkpoints store all of `model_keys`; GPT-NeoX's store a few, or none."""
     manifest = read_manifest(path)
     if manifest is not None:
         return manifest.model
@@ -233,7 +238,9 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
 
 
 def config_key(name: str, args: ModelArgs) -> str:
-    """Returns the configuration key from which entry `name` of `model_keys` is derived, for errors."""
+    """Returns the configuration key that decides entry `name` of `model_keys`, for errors.
+
+    Example: "num_kv_heads" for "kv_heads"."""
     return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
@@ -241,8 +248,7 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
     """Raise CheckpointError with the differing keys if checkpoint `source` does not fit the model of `args`.
 
     saved: keys of the checkpoint's model (`saved_model`); keys that it lacks are not compared. new_head:
-    ignore the output layer of `source`.
-    """
+        ignore the output layer of `source`."""
     now = model_keys(args)
     if _EXPERT_SHARDING in now:
         now[_EXPERT_SHARDING] = args.moe_expert_tensor_parallel
@@ -263,7 +269,7 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
         now = {**now, "lora": None}
     elif saved.get("lora") is not None and args.lora is None:
         raise CheckpointError(
-            f"{source}: holds adapters; set lora as in the run that saved them, or merge them into the "
+            f"{source}: holds LoRA adapters; set lora as in the run that saved them, or merge them into the "
             "weights: tools/ckpts/adapter.py merge"
         )
     wrong = [

@@ -1,12 +1,13 @@
-"""Reads Adam's state from a checkpoint of GPT-NeoX by parameter, as `OptimizerFiles` does, for any layout.
+"""Reads Adam's state by parameter from a checkpoint of GPT-NeoX, for any layout, as `OptimizerFiles` does.
 
-GPT-NeoX saves it for one layout, by rank and without names. The mp_rank file has tensors in the order of the
-optimizer's groups (weights that decay, then norms and biases). Under ZeRO 1 and 2 and in bf16 each group is
-one flat vector, sharded over data ranks. The sizes of the groups show which layers a pipeline stage had.
+GPT-NeoX saves this state for one layout, by rank and without parameter names. The mp_rank file has tensors in
+the order of the optimizer's groups (weights that decay, then norms and biases). Under ZeRO 1 and 2 and in
+bf16 each group is one flat vector, sharded over data ranks. The sizes of the groups show which layers a
+pipeline stage had.
 
-A group has parameters in the order in which modules register them, which is that of our weight map.
+In a group, parameters are in the order in which modules register them, which is that of our weight map.
 Transformer-Engine's `LayerNormMLP` registers its norm, fc1 and fc2 in our order. GPT-NeoX recognises norms by
-the class of a module and biases by the name `bias`, so all parameters of that MLP decay.
+the class of a module, and biases by the name `bias`, so all parameters of `LayerNormMLP` decay.
 """
 
 import math
@@ -38,7 +39,8 @@ _ZERO = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 class _Groups(Protocol):
     """The optimizer's parameter groups of one model-parallel rank.
 
-    sizes: size of each group, in parameters or elements (the unit of `size`). step: number of updates done.
+    sizes: size of each group, in parameters or in elements (the unit of `size`). step: number of updates
+        done.
     """
 
     sizes: list[int]
@@ -52,7 +54,8 @@ class NeoXOptimizer:
     """The optimizer state in a checkpoint of GPT-NeoX, by parameter and for any tensor-parallel size.
 
     It has the methods of `OptimizerFiles`. Tensors stay in their files until they are used. Raises
-    CheckpointError unless the state is Adam's, without ZeRO 3, and of the model of `args`."""
+    CheckpointError unless the state is that of Adam, without ZeRO 3, and of the model of `args`.
+    """
 
     def __init__(self, path: str | Path, args: NeoXArgs) -> None:
         self.path, self.args = Path(path), args
@@ -62,7 +65,8 @@ class NeoXOptimizer:
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
             raise CheckpointError(
-                f"{self.path}: {len(self._ranks)} mp_rank files, no multiple of {self.tensor_size} tensor ranks; {_FIX}"
+                f"{self.path}: its {len(self._ranks)} mp_rank files are no multiple of {self.tensor_size} tensor "
+                f"ranks; {_FIX}"
             )
         expected = {spec.name for layer in range(2, args.num_layers + 2) for spec in self._specs[layer]}
         self._file_names = {neox_name_of(name, expected): name for name in self._facts.blocks}
@@ -73,20 +77,19 @@ class NeoXOptimizer:
         unknown = "blocks that share a table (pos_emb: rpe)" if shared_params(self.args) else None
         unknown = self._facts.names if self._facts.names == WEIGHT_NAMINGS["llama"] else unknown
         if unknown is not None:
-            raise CheckpointError(f"{self.path}: cannot read optimizer state of {unknown} (unknown order); {_FIX}")
+            raise CheckpointError(f"{self.path}: cannot read optimizer state of {unknown}: unknown order; {_FIX}")
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
         """Returns (pipeline stage, group, offset in the group) of every parameter, by (layer, name).
 
-        Layers are assigned to stages in order; a stage is full when its groups have their saved size.
-        """
+        Layers are assigned to stages in order. A stage is full when its groups have their saved size."""
         places: dict[tuple[int, str], tuple[int, int, int]] = {}
         layers = sorted(layer for layer, specs in self._specs.items() if specs)
         stages = len(self._ranks) // self.tensor_size
         for stage in range(stages):
             groups = self._ranks[stage * self.tensor_size]
             filled = [0] * len(groups.sizes)
-            # A tied head's copy of the embedding comes first.
+            # The last stage's copy of the embedding, for a tied head, comes first.
             has_tied_copy = stage == stages - 1 > 0 and not self.args.no_weight_tying
             if has_tied_copy:
                 self._fill_layer(0, groups, filled)
@@ -114,7 +117,7 @@ class NeoXOptimizer:
         return places
 
     def _registered(self, layer: int) -> list[ParamSpec]:
-        """Returns a layer's parameters in the order in which GPT-NeoX registers them, unused norms too."""
+        """Returns a layer's parameters, with unused norms, in the order in which GPT-NeoX registers them."""
         specs = list(self._specs[layer])
         for unused in reversed(unused_params(self.args, layer)):
             index = 0 if unused.name.startswith("input_") else [spec.name[:4] for spec in specs].index("mlp.")
@@ -122,7 +125,7 @@ class NeoXOptimizer:
         return specs
 
     def _mismatch_error(self) -> CheckpointError:
-        return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
+        return CheckpointError(f"{self.path}: its optimizer state does not fit the parameters of this model; {_FIX}")
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
         """Returns (layer, name) of each parameter of `layers` that has optimizer state in the checkpoint."""
@@ -151,11 +154,11 @@ class NeoXOptimizer:
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
-            # The name in the file shows the order of rows.
+            # The name in the file determines the order of its rows.
             name = self._file_names.get(spec.name, spec.name) if attention is not None else spec.name
             pieces = [to_our_names(layer, {name: part[key]}, {spec.name}, self.args, file_name, rows) for part in parts]
             values = [piece[spec.name] for piece in pieces]
-            if spec.sum_over_tensor and key == MASTER:  # each rank has a summand; gradients are equal
+            if spec.sum_over_tensor and key == MASTER:  # each rank stores a summand of the weight, but equal moments
                 state[key] = torch.stack(values).sum(0)
             else:
                 state[key] = resharded(values, spec, tensor_rank, tensor_size)
@@ -174,7 +177,7 @@ def _groups_of(path: Path) -> list[_Groups]:
     for rank in sorted(models):
         ranks = zero.get(rank, {})
         if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):
-            raise CheckpointError(f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}")
+            raise CheckpointError(f"{path}: incomplete: missing optim_states files of mp_rank_{rank:02d}; {_FIX}")
     return [_FlatZeroState([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
 
 
@@ -188,18 +191,21 @@ def _steps(states: Iterable[Mapping[str, Any]]) -> float:
 def _moments(state: Mapping[str, Any], file_name: str) -> dict[str, Tensor]:
     missing = [key for key in _MOMENTS if not isinstance(state.get(key), Tensor)]
     if missing:
-        raise CheckpointError(f"{file_name}: has no {missing[0]}, so it is not the state of Adam; {_FIX}")
+        raise CheckpointError(f"{file_name}: has no {missing[0]}, so it is not Adam's state; {_FIX}")
     return {key: state[key] for key in _MOMENTS}
 
 
 class _PlainState:
     """Optimizer state without ZeRO: a state for each parameter, numbered through all groups.
 
-    The size of a group is its number of parameters."""
+    The size of a group is its number of parameters.
+    """
 
     def __init__(self, saved: Any, file_name: str) -> None:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-            raise CheckpointError(f"{file_name}: no optimizer state of torch.optim (plain torch form); {_FIX}")
+            raise CheckpointError(
+                f"{file_name}: holds no optimizer state as torch.optim saves it (state, param_groups); {_FIX}"
+            )
         self.file_name, self._state = file_name, saved["state"]
         self.sizes = [len(group["params"]) for group in saved["param_groups"]]
         self.step = _steps([*self._state.values(), *saved["param_groups"]])
@@ -212,13 +218,13 @@ class _PlainState:
             return {}
         number = sum(self.sizes[:group]) + start
         if number not in self._state:
-            raise CheckpointError(f"{self.file_name}: the optimizer has no state for parameter {number}; {_FIX}")
+            raise CheckpointError(f"{self.file_name}: the optimizer has no state for parameter number {number}; {_FIX}")
         moments = _moments(self._state[number], f"{self.file_name}: optimizer state {number}")
         for key, value in moments.items():
             if tuple(value.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"{self.file_name}: optimizer state {number}: {key} has shape {tuple(value.shape)}, the model "
-                    f"needs {tuple(shape)}; {_FIX}"
+                    f"{self.file_name}: optimizer state {number}: {key} has shape {tuple(value.shape)}, but the "
+                    f"model needs {tuple(shape)}; {_FIX}"
                 )
         return moments
 
@@ -226,7 +232,8 @@ class _PlainState:
 class _FlatZeroState:
     """Optimizer state of ZeRO 1 and 2, and of bf16: a flat vector per group, sharded over data ranks.
 
-    The last shard has padding at its end. The size of a group is its number of elements without padding."""
+    The last shard has padding at its end. The size of a group is its number of elements without padding.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
         contents = [load_tensors(file) for file in files]
@@ -235,18 +242,20 @@ class _FlatZeroState:
         masters = [entry.get("single_partition_of_fp32_groups") for entry in saved]
         paddings = [entry.get("group_paddings") for entry in saved]
         if None in masters or None in paddings or any(entry.get("zero_stage", 1) == 3 for entry in saved):
-            raise CheckpointError(f"{file_name}: its optimizer state is not that of ZeRO 1 or 2; {_FIX}")
+            raise CheckpointError(f"{file_name}: its optimizer state is not of ZeRO 1 or 2; {_FIX}")
         config = contents[0].get("ds_config") or {}
         if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
-            raise CheckpointError(f"{file_name}: cannot be read, because round_robin_gradients was set; {_FIX}")
+            raise CheckpointError(
+                f"{file_name}: optimizer state saved with round_robin_gradients cannot be read; {_FIX}"
+            )
         base = [entry.get("base_optimizer_state") for entry in saved]
-        lean = isinstance(base[0], Sequence)  # elastic_checkpoint: without padding
+        lean = isinstance(base[0], Sequence)  # saved with elastic_checkpoint, without padding
         states = [entry if lean else [entry["state"][i] for i in sorted(entry["state"])] for entry in base]
         groups = [] if lean else [group for entry in base for group in entry["param_groups"]]
         step_counts = [{"step": entry.get("base_optimizer_state_step")} for entry in saved]
         self.step = _steps([*groups, *step_counts, *(state for entry in states for state in entry)])
         self.scaler = saved[0].get("loss_scaler")
-        self._vectors: list[dict[str, list[Tensor]]] = []  # of each group, by key: the data ranks' parts
+        self._vectors: list[dict[str, list[Tensor]]] = []  # for each group: the data ranks' parts by key
         self.sizes = []
         for group in range(len(masters[0])):
             parts = {MASTER: [entry[group] for entry in masters]}

@@ -1,9 +1,9 @@
-"""Checkpoints in an object store (s3://, gs://, ...), through fsspec. No other file accesses a store.
+"""Reads and writes checkpoints in an object store (s3://, gs://, ...) through fsspec.
 
-A store has no rename. A checkpoint is complete if its folder exists and the mark `.unfinished_<its name>`
-next to it does not. The mark is written before the first file is sent, and removed after the last one, the
-manifest. Then `latest` is written. A checkpoint is also marked before it is deleted. Marked folders are
-ignored, and the next save removes them.
+No other file accesses a store. A store has no rename. A checkpoint is complete if its folder exists and the
+mark `.unfinished_<its name>` next to it does not. The mark is written before the first file is sent, and
+removed after the last one, the manifest. Then `latest` is written. A checkpoint is also marked before it is
+deleted. Marked folders are ignored, and the next save removes them.
 
 fsspec finds credentials in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) and its usual files.
 """
@@ -32,7 +32,7 @@ HF_CONFIG = "config.json"
 _PROBE = ".write_test"
 _AT_ONCE = 8  # transfers of small files; fsspec itself sends the parts of a large file in parallel
 _PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-# Errors that a retry does not change: of this machine's disk, or of the request.
+# Errors that a retry cannot help: this machine's disk or the request is at fault.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTDIR}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoAuthHandlerFound"}
 
@@ -40,9 +40,8 @@ _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotF
 class ObjectStore:
     """One folder in an object store (S3 and the like).
 
-    url: its address. patience: for how many seconds a failed call is repeated.
-
-    Every method raises CheckpointError that names the address.
+    url: the folder's address. patience: for how many seconds a failed call is repeated. Every method raises
+        CheckpointError that names the address.
     """
 
     def __init__(self, url: str, patience: float = 0.0) -> None:
@@ -57,7 +56,7 @@ class ObjectStore:
         except ImportError as problem:
             package = "'neox[remote]'" if scheme in ("s3", "s3a") else "the package that fsspec names"
             raise CheckpointError(f"{url}: {problem}; pip install {package}") from problem
-        except Exception as problem:  # each protocol has its own
+        except Exception as problem:  # each protocol has its own errors
             raise CheckpointError(f"{url}: {_words(problem)}") from problem
 
     def _call(self, name: str, work: Callable[[], T], missing: Callable[[], T] | None = None) -> T:
@@ -74,9 +73,11 @@ class ObjectStore:
                 raise CheckpointError(
                     f"{address}: no permission ({_words(problem)}); check the credentials in the environment"
                 ) from problem
-            except Exception as problem:  # of the store's library, or of its network library
+            except Exception as problem:  # errors of the store's library, or of its network library
                 if type(problem).__name__ in _NO_CREDENTIALS:
-                    raise CheckpointError(f"{address}: {_words(problem)}; set them in the environment") from problem
+                    raise CheckpointError(
+                        f"{address}: {_words(problem)}; set credentials in the environment"
+                    ) from problem
                 local = getattr(problem, "errno", None) in _FINAL or isinstance(problem, ValueError | TypeError)
                 if local or time.monotonic() - start_time + pause > self.patience:
                     raise CheckpointError(f"{address}: {_words(problem)}") from problem
@@ -101,14 +102,14 @@ class ObjectStore:
         return {name.rpartition("/")[2] for name in paths if name != self._root.rstrip("/")}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The size in bytes of every file under `folder`, by path inside it."""
+        """Returns the size in bytes of every file under `folder`, by path inside it."""
         root = self._path_of(folder).rstrip("/") + "/"
         entries = self._call(folder, lambda: self._fs.find(root, detail=True), dict)
         files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
         return {name.removeprefix(root): int(entry["size"]) for name, entry in files.items()}
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is no such file."""
+        """Returns the content of a small file; None if there is no such file."""
         return self._call(name, lambda: self._fs.cat_file(self._path_of(name)), lambda: None)
 
     def write(self, name: str, data: bytes) -> None:
@@ -157,8 +158,7 @@ class ObjectStore:
         """Mark `folder` as unfinished before its files are sent, and delete an earlier folder of this name.
 
         If `latest` names the earlier folder, `latest` is first set to another checkpoint. sole_writer: nobody
-        else writes to this store, so leftovers of interrupted saves are deleted too.
-        """
+        else writes to this store, so leftovers of interrupted saves are deleted too."""
         existing = self.top()
         for name in sorted(name.removeprefix(_MARK) for name in existing if name.startswith(_MARK)):
             if sole_writer or name == folder:
@@ -187,7 +187,7 @@ class ObjectStore:
     def send(self, local: Path, folder: str, names: Iterable[str], last: Collection[str] = ()) -> None:
         """Upload files of a local folder to `folder` of the store.
 
-        names: the files. last: names of files to upload after all others."""
+        names: paths of the files inside the local folder. last: those to upload after all others."""
         names = list(names)
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             early_names = [name for name in names if name not in last]
@@ -200,8 +200,8 @@ class ObjectStore:
 def mirror_manifests(store: ObjectStore, folder: Path) -> None:
     """Copy `latest` and the manifest of each complete checkpoint from the store to the local `folder`.
 
-    Local checkpoints that the store lacks are deleted. Files fetched before stay unless the checkpoint's
-    manifest has changed. A HuggingFace model is fetched in full.
+    Local checkpoints that the store lacks are deleted. Files that were fetched earlier stay, unless the
+    checkpoint's manifest has changed. If the store holds a HuggingFace model instead, it is fetched in full.
     """
     names = store.finished_names()
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def mirror_manifests(store: ObjectStore, folder: Path) -> None:
         if data is None or not file.is_file() or file.read_bytes() != data:
             shutil.rmtree(path, ignore_errors=True)
         path.mkdir(exist_ok=True)
-        if data is None:  # GPT-NeoX's; its first file describes the model
+        if data is None:  # a checkpoint of GPT-NeoX; its first mp_rank file describes the model
             if model_file(0) in store.sizes(tag):
                 store.download(f"{tag}/{model_file(0)}", path / model_file(0))
             return
@@ -228,7 +228,7 @@ def mirror_manifests(store: ObjectStore, folder: Path) -> None:
         if EPHEMERAL in manifest.files:
             (path / EPHEMERAL).touch()
         created = datetime.fromisoformat(manifest.created).timestamp()
-        os.utime(path, (created, created))  # retention goes by the age of a checkpoint
+        os.utime(path, (created, created))  # because retention goes by the age of a checkpoint
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(mirror, tags))
@@ -246,10 +246,9 @@ def fetch_checkpoint(
 ) -> None:
     """Download the files of checkpoint `tag` that `path` lacks, and check them against its manifest, if any.
 
-    tag: name in the store; "" for the store's folder itself. is_selected: takes a file name; tells whether
-    to download the file. Raises DamagedError that names every file that differs from the manifest, and
-    CheckpointError without free space.
-    """
+    tag: name in the store; "" for the store's folder itself. is_selected: takes a file name; tells whether to
+        download the file. Raises DamagedError that names every file that differs from the manifest, and
+        CheckpointError if the disk has too little free space."""
     address = f"{store.url}/{tag}".rstrip("/")
     if tag and tag not in store.finished_names():
         raise CheckpointError(f"{address}: does not exist, or its upload was not finished; load another `iteration`")
@@ -267,8 +266,8 @@ def fetch_checkpoint(
     missing_bytes, free = sum(remote_sizes[name] for name in missing), shutil.disk_usage(path).free
     if free < missing_bytes:
         raise CheckpointError(
-            f"{path}: {address} takes {readable_size(missing_bytes)}, only {readable_size(free)} are free; make room, "
-            "or name another folder (remote_staging; TMPDIR for tools)"
+            f"{path}: {address} takes {readable_size(missing_bytes)}, but only {readable_size(free)} are free; make "
+            "room, or name another folder (remote_staging; TMPDIR for tools)"
         )
 
     def bring(name: str) -> str | None:
@@ -289,7 +288,7 @@ def fetch_checkpoint(
 
 
 def keep_manifest_only(path: Path) -> None:
-    """Delete a fetched checkpoint's files, except manifest.json and the mark of an ephemeral checkpoint."""
+    """Delete a downloaded checkpoint's files except manifest.json and the mark of an ephemeral checkpoint."""
     manifest = read_manifest(path)
     for file in sorted(path.rglob("*"), reverse=True) if manifest is not None else ():
         if file.is_dir():

@@ -1,7 +1,7 @@
 """Opens checkpoints for reading: each file is checked against the manifest before it is first read.
 
-All code that reads weights, state or other files of a checkpoint uses an `OpenCheckpoint`; `open_checkpoint`
-is for code that reads all of it. tests/checkpointing/test_readers.py lists all readers.
+All code that reads weights, state or other files of a checkpoint uses an `OpenCheckpoint`. `open_checkpoint`
+is for code that reads the whole checkpoint. tests/checkpointing/test_readers.py lists all readers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class OpenCheckpoint:
         self.path = Path(path)
         self.manifest: Manifest | None = read_manifest(self.path)
         self._verified = verified
-        self._problems: dict[str, Future[str | None]] = {}  # of the files that were, or are being, checked
+        self._problems: dict[str, Future[str | None]] = {}  # by name of each file that was, or is being, checked
 
     def file(self, name: str) -> Path:
         """Checks file `name`; returns its path. Raises CheckpointError if it differs from the manifest."""
@@ -46,16 +46,17 @@ class OpenCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names of all files except optimizer state; [] without a manifest."""
+        """The names of all files except optimizer state; [] if there is no manifest."""
         return [] if self.manifest is None else [n for n in sorted(self.manifest.files) if not is_optimizer_file(n)]
 
     def verify(self, names: Iterable[str] | None = None, groups: ParallelGroups | None = None) -> None:
         """Compare files with the manifest, unless that was done before.
 
-        names: the files; None: all except optimizer state. groups: all ranks call this method together, and
-        each checks a part of the files; None: this process checks all. Raises DamagedError that names every
-        damaged file, CheckpointError for a file that the manifest does not list.
-        """
+        names: the files; None: all except optimizer state.
+        groups: all ranks call this method together, and each checks a part of the files; None: this process
+            checks all.
+        Raises DamagedError that names every damaged file, CheckpointError for a file that the manifest does
+        not list."""
         if self.manifest is None:
             return
         requested = sorted(set(self.names if names is None else names))
@@ -101,7 +102,7 @@ class OpenCheckpoint:
     def _problem(self, record: FileRecord) -> str | None:
         """Returns how a file differs from its record in the manifest; None if it does not.
 
-        Of tensors, dtypes and shapes are compared; the checksum covers their values."""
+        The checksum is compared, then dtypes and shapes of tensors."""
         if sha256(self.path / record.name) != record.sha256:
             return f"{record.name} (checksum)"
         described = describe_tensors(load_tensors(self.path / record.name)) if record.tensors else {}
@@ -109,15 +110,14 @@ class OpenCheckpoint:
         wrong = [name for name in names if described.get(name) != record.tensors.get(name)]
         if not wrong:
             return None
-        is_now, recorded = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
-        return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {recorded})"
+        is_now, recorded = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "no such tensor")
+        return f"{record.name} ({wrong[0]} is {is_now}, but the manifest lists {recorded})"
 
 
 def open_checkpoint(path: str | Path) -> OpenCheckpoint:
     """Opens a checkpoint and checks all files except optimizer state, which is checked when it is read.
 
-    Raises DamagedError that names every damaged file.
-    """
+    Raises DamagedError that names every damaged file."""
     checkpoint = OpenCheckpoint(path)
     checkpoint.verify()
     return checkpoint
@@ -126,7 +126,8 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
 def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
     """Compare files of checkpoint `path` with its manifest; returns the manifest, None if there is none.
 
-    names: None: all files, also optimizer state. Raises CheckpointError that names every damaged file."""
+    names: the files; None: all files, including optimizer state. Raises CheckpointError that names every
+        damaged file."""
     checkpoint = OpenCheckpoint(path)
     if checkpoint.manifest is not None:
         checkpoint.verify(checkpoint.manifest.files if names is None else names)

@@ -1,7 +1,7 @@
-"""Optimizer state by parameter, in files that any parallel layout can read.
+"""Reads optimizer state by parameter, from files that any parallel layout can read.
 
-`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of layer LL and tensor rank TT. Keys are
-`exp_avg` and the like, in the shape of that rank's shard of the parameter, `step`, and `master`, the fp32
+`optim_layer_LL-model_TT.pt` holds {our parameter name: {key: tensor}} of layer LL and tensor rank TT. Keys
+are `exp_avg` and the like, in the shape of that rank's shard of the parameter, `step`, and `master`, the fp32
 value of a 16-bit weight. The files do not depend on pipeline stages, data-parallel ranks or ZeRO.
 """
 
@@ -25,7 +25,7 @@ class OptimizerFiles:
     """The optimizer state of a checkpoint, by parameter. `bool(...)` is false if there is none.
 
     checkpoint: an opened checkpoint, or its directory. Files are checked against the manifest before they are
-    read. Tensors stay in their files until they are used; the files of one layer are open at a time.
+        read. Tensors stay in their files until they are used; only one layer's files are open at a time.
     """
 
     def __init__(self, checkpoint: str | Path | OpenCheckpoint) -> None:
@@ -53,8 +53,7 @@ class OptimizerFiles:
         """Returns a parameter's state by key (`exp_avg`), sharded for `tensor_rank` of `tensor_size` ranks.
 
         layer: its NeoX index. Returns {} if no update was done yet. Raises CheckpointError if the file lacks
-        the parameter, or has it in another shape.
-        """
+            the parameter, or has it in another shape."""
         # The state of a table that all blocks share is in the first block's file.
         parts = self._layer(2 if spec.shared else layer)
         source = f"{self.path}, optimizer state of layer {layer}: {spec.name}"
@@ -69,14 +68,17 @@ class OptimizerFiles:
             for piece in pieces:
                 if tuple(piece.shape) != want:
                     raise CheckpointError(
-                        f"{source}.{key}: shape {tuple(piece.shape)} in the file, {want} in the model; {_FIX}"
+                        f"{source}.{key}: has shape {tuple(piece.shape)} in the file, but the model "
+                        f"needs {want}; {_FIX}"
                     )
             state[key] = resharded(pieces, spec, tensor_rank, tensor_size)
         return state
 
 
 def resharded(pieces: Sequence[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
-    """Returns the shard of `tensor_rank` of `tensor_size` ranks. pieces: of all ranks that wrote them."""
+    """Returns the shard of `tensor_rank` of `tensor_size` ranks.
+
+    pieces: the shards of all ranks that wrote the checkpoint."""
     if tensor_size == len(pieces):
         return pieces[tensor_rank]
     return shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)

@@ -1,4 +1,4 @@
-"""Converts parameter names and row orders of other programs, in one table.
+"""Converts parameter names and row orders of other programs to ours and back, with one table.
 
 Our names are GPT-NeoX's current names, plus norms of the geodesic fork's OLMo. Other namings are read, and
 written on request: NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and
@@ -19,12 +19,12 @@ from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
 _OLMO = "of the geodesic fork's OLMo"
-# our prefix -> foreign prefix; the first that matches is used
+# (our prefix, other program's prefix); the first that matches is used
 _TE_MHA: Pairs = (("attention.query_key_value.", "attention.qkv."), ("attention.dense.", "attention.proj."))
 _MLP: Mapping[str, Pairs] = {
     "neox": (),
     "te": (
-        ("post_attention_layernorm.scale", "mlp.layer_norm_weight"),  # the norm before the MLP is part of it
+        ("post_attention_layernorm.scale", "mlp.layer_norm_weight"),  # TE's MLP contains the norm before it
         ("post_attention_layernorm.", "mlp.layer_norm_"),
         ("mlp.linear1.", "mlp.fc1_"),
         ("mlp.linear2.", "mlp.fc2_"),
@@ -38,12 +38,12 @@ _NORMS = (
 _TE_NORMS: Pairs = tuple(
     pair for norm in _NORMS for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
 )
-# foreign prefix -> our prefix; the first that matches is used
+# (other program's prefix, our prefix); the first that matches is used
 _RENAMES: Pairs = (
     *((foreign, neox_name) for neox_name, foreign in (*_TE_MHA, *_MLP["te"][1:], *_MLP["legacy"], *_MLP["llama"])),
     *((f"{norm}.norm.", f"{norm}.") for norm in _NORMS),  # norms wrapped in a module
 )
-# Buffers and blobs without trained values.
+# Buffers and other state without trained values.
 _IGNORED = re.compile(
     r".*_extra_state|attention\.(masked_)?bias|attention\.rotary_emb(eddings)?\..*|(attention\.)?alibi_embed\..*"
     r"|rotary_emb\..*"
@@ -56,7 +56,7 @@ _MARKS: Pairs = (
     ("mlp.fc1_", WEIGHT_NAMINGS["te"]),
     ("mlp.dense_h_to_4h.", WEIGHT_NAMINGS["legacy"]),
     ("mlp.w1.", WEIGHT_NAMINGS["llama"]),
-    ("pre_feedforward_layernorm.", WEIGHT_NAMINGS["neox"]),  # Gemma's, which no other program has
+    ("pre_feedforward_layernorm.", WEIGHT_NAMINGS["neox"]),  # only this program has this norm (of Gemma)
     ("post_feedforward_layernorm.", _OLMO),
 )
 _OLD_ROWS = (WEIGHT_NAMINGS["legacy"], WEIGHT_NAMINGS["llama"])  # removed before #1315, in November 2024
@@ -65,7 +65,7 @@ _OLD_ROWS = (WEIGHT_NAMINGS["legacy"], WEIGHT_NAMINGS["llama"])  # removed befor
 def naming_of(names: Collection[str]) -> str:
     """Returns words for the naming that a block's tensors have, such as a value of `WEIGHT_NAMINGS`.
 
-    names: of the tensors in the file."""
+    names: of the block's tensors in the file."""
     namings = (naming for mark, naming in _MARKS if any(name.startswith(mark) for name in names))
     return next(namings, WEIGHT_NAMINGS["neox"])
 
@@ -73,8 +73,7 @@ def naming_of(names: Collection[str]) -> str:
 def has_old_rows(names: Collection[str], attention: AttentionSpec | None, rows: str | None) -> bool:
     """Whether a block's query_key_value has the row order of grouped attention before GPT-NeoX's #1315.
 
-    names: of the block's tensors in the file. rows: the value of `compat_gqa_rows`; None: `names` decide.
-    """
+    names: of the block's tensors in the file. rows: the value of `compat_gqa_rows`; None: `names` decide."""
     if attention is None or attention.kv_heads == attention.heads:
         return False
     if any(name.startswith("attention.qkv.") for name in names):
@@ -85,12 +84,12 @@ def has_old_rows(names: Collection[str], attention: AttentionSpec | None, rows: 
 def neox_name_of(name: str, expected: Collection[str]) -> str | None:
     """Converts a tensor's name in a file to our name; returns None for a tensor to ignore.
 
-    Names that are ours already, and unknown names, are returned unchanged. expected: our names of the layer.
+    Names that are already ours, and unknown names, are returned unchanged. expected: our names of the layer.
     """
     if _IGNORED.fullmatch(name):
         return None
     name = _renamed(name, _RENAMES)
-    scale = name.removesuffix(".weight") + ".scale"  # wrapped and TE RMSNorms call NeoX's scale weight
+    scale = name.removesuffix(".weight") + ".scale"  # wrapped and TE's RMSNorms call NeoX's `scale` `weight`
     return scale if name not in expected and scale in expected else name
 
 
@@ -111,10 +110,10 @@ def to_our_names(
 ) -> dict[str, Tensor]:
     """Converts one tensor rank's tensors of a layer, as in the file, to our names and row order.
 
-    layer: its NeoX index. expected: our names of the layer. source: the file, for errors. rows: the value of
-    `compat_gqa_rows`; None: the names decide. Raises CheckpointError if two tensors have the same meaning, or
-    if a norm that gpt_j_tied leaves out has trained values.
-    """
+    layer: its NeoX index. expected: our names of the layer. source: the file, for errors.
+    rows: the value of `compat_gqa_rows`; None: the names decide.
+    Raises CheckpointError if two tensors convert to one name, or if gpt_j_tied leaves out a norm that has
+    trained values."""
     tensors, attention = dict(tensors), attention_of(args, layer)
     old = has_old_rows(tensors, attention, rows)
     out: dict[str, Tensor] = {}
@@ -134,7 +133,9 @@ def to_our_names(
                 )
             continue
         if neox_name in out:
-            raise CheckpointError(f"{source}: {name} and another tensor are both {neox_name}; remove one of them")
+            raise CheckpointError(
+                f"{source}: {name} and another tensor both convert to {neox_name}; remove one of them"
+            )
         if name.startswith("attention.qkv.") and attention is not None:
             tensor = _split_groups(tensor, attention)
         elif name.startswith("mlp.fc1_"):
@@ -152,8 +153,7 @@ def to_file_names(
 
     Norms that GPT-NeoX has but does not use, and buffers, are added. layer: its NeoX index. naming: a key of
     `WEIGHT_NAMINGS`; None: the naming that GPT-NeoX uses for this configuration. Raises CheckpointError if
-    the naming has no names for this model.
-    """
+    the naming has no names for this model."""
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
     _check_names(mlp, args)
@@ -188,21 +188,26 @@ def to_file_names(
 
 def _check_names(mlp: str, args: ModelArgs) -> None:
     if mlp == "llama" and not args.is_gated:
-        raise CheckpointError(f"names w1, w2, w3 need a gated MLP, but activation is {args.activation}; choose neox")
-    if WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1:  # the names of an MLP show the order of rows
-        raise CheckpointError(f"blocks with experts have no names in the {mlp} naming; choose neox or te")
+        raise CheckpointError(
+            f"the naming llama needs a gated MLP, but activation is {args.activation}; choose naming neox"
+        )
+    if (
+        WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1
+    ):  # the row order is recognised by names of a dense MLP
+        raise CheckpointError(f"the naming {mlp} has no names for blocks with experts; choose neox or te")
     if mlp == "te" and has_one_norm(args):
-        raise CheckpointError("naming te needs a norm before the MLP, which gpt_j_tied: true leaves out; choose neox")
+        raise CheckpointError("the naming te needs a norm before the MLP, but gpt_j_tied: true has none; choose neox")
 
 
-# Transformer-Engine's MultiheadAttention views its rows as `[kv_heads, queries of one + 2, head_dim]`
-# (qkv_weight_interleaved, its default): the queries of a key-value head, its key, its value. Our rows are all
-# queries, all keys, all values of a rank. With one query per key-value head both are NeoX's [q|k|v] per head.
+# Transformer-Engine's MultiheadAttention has rows `[kv_heads, queries per kv head + 2, head_dim]`
+# (qkv_weight_interleaved, the default): for each key-value head its queries, its key, its value. Our rows are
+# all queries of a rank, then all keys, then all values. With one query per key-value head, both orders are
+# NeoX's [q|k|v] per head.
 
 
 def _split_groups(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     queries = attention.heads // attention.kv_heads
-    # Rows of another model stay: the error about their shape comes later.
+    # Rows that do not fit stay as they are; the caller reports their shape later.
     if queries == 1 or len(qkv) % ((queries + 2) * attention.head_dim):
         return qkv
     groups = qkv.unflatten(0, (-1, queries + 2, attention.head_dim))
@@ -216,15 +221,15 @@ def _join_groups(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     kv = len(qkv) // (queries + 2)
     if kv % attention.head_dim:
         raise CheckpointError(
-            "the naming te needs whole key-value heads in each tensor rank, but ranks share the "
-            f"{attention.kv_heads}; choose the naming neox, or fewer tensor ranks"
+            "the naming te needs whole key-value heads in each tensor rank, but several ranks share one of the "
+            f"{attention.kv_heads} heads; choose the naming neox, or fewer tensor ranks"
         )
     parts, width = qkv.split([queries * kv, kv, kv]), attention.head_dim
     return torch.cat([part.unflatten(0, (kv // width, -1, width)) for part in parts], 1).flatten(0, 2)
 
 
-# Before #1315 GPT-NeoX's gqa_project viewed its rows as `[heads, head_dim + 2 * slice]`: a query, then equal
-# slices of all keys and of all values. The slices of all heads together are the keys, `[kv_heads, head_dim]`.
+# Before #1315 GPT-NeoX's gqa_project had rows `[heads, head_dim + 2 * slice]`: for each head its query, an
+# equal slice of all keys and one of all values. The key slices together are the keys `[kv_heads, head_dim]`.
 # Its convert_raw_llama_weights_to_neox.py writes w1, w2, w3 and rows of this order.
 
 
@@ -239,7 +244,7 @@ def _slice(attention: AttentionSpec) -> int:
 
 def _split_slices(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     width, slices = attention.head_dim, _slice(attention)
-    if len(qkv) % (width + 2 * slices):  # of another model: the error about its shape comes later
+    if len(qkv) % (width + 2 * slices):  # does not fit: the caller reports its shape later
         return qkv
     heads = qkv.unflatten(0, (-1, width + 2 * slices))
     return torch.cat([part.flatten(0, 1) for part in heads.split([width, slices, slices], 1)])
@@ -258,6 +263,5 @@ def _halves_swapped(linear1: Tensor, args: ModelArgs) -> Tensor:
     """Swaps rows of a gated linear1 between NeoX's order [up; gate] and Transformer-Engine's [gate; up].
 
     Transformer-Engine applies the activation to the first half of fc1's output, and multiplies by the second
-    half.
-    """
+    half."""
     return torch.cat(linear1.chunk(2)[::-1]) if args.is_gated else linear1

@@ -1,7 +1,7 @@
 """Publishes complete checkpoints: written under a temporary name, synced, renamed; `latest` is set last.
 
 Rank 0 calls `begin_checkpoint` and, when all ranks have written, `publish`. A crash at any point leaves the
-earlier checkpoints and `latest` as they were; names of unfinished folders begin with a dot, and the next
+earlier checkpoints and `latest` as they were. Names of unfinished folders begin with a dot, and the next
 `begin_checkpoint` removes them.
 """
 
@@ -23,11 +23,11 @@ from megatron.process import say
 
 
 def begin_checkpoint(save: str | Path, iteration: int) -> Path:
-    """Create and return an empty temporary directory in `save`; removes leftovers of interrupted saves."""
+    """Creates and returns an empty temporary folder in `save`; removes leftovers of interrupted saves."""
     save = Path(save)
     save.mkdir(parents=True, exist_ok=True)
     for leftover in save.glob(".tmp_*"):
-        with suppress(OSError):  # a leftover is harmless, unless it has the name created below
+        with suppress(OSError):  # a leftover is harmless; if it has the name created below, mkdir fails
             _delete(leftover)
     for backup in save.glob(backup_tag("*")):
         _restore_backup(backup)
@@ -43,9 +43,8 @@ def new_checkpoint(
     """Yields a temporary folder to fill with a checkpoint; call `publish` within the context.
 
     size: bytes to be written. check_free: called with (folder, size); raises CheckpointError if there is no
-    space. At the end an unpublished temporary folder is removed, and so are folders created here (`save`)
-    if they are empty. Raises CheckpointError if the folder cannot be written.
-    """
+        space. At the end, a temporary folder that was not published is removed. Folders created here (`save`,
+        its parents) are removed if they are empty. Raises CheckpointError if the folder cannot be written."""
     created = [folder for folder in (save, *save.parents) if not folder.exists()]
     temporary = None
     try:
@@ -81,7 +80,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a folder with its content, or a link without its target."""
+    """Delete a file, a folder with its content, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -95,7 +94,7 @@ def _write_configs(temporary: Path, configs: Mapping[str, str], files: dict[str,
     (temporary / "configs").mkdir(exist_ok=True)
     for path, text in configs.items():
         name, file = f"configs/{PurePath(path).name}", PurePath(path)
-        for number in range(2, len(configs) + 1):  # files of one name from two folders are both kept
+        for number in range(2, len(configs) + 1):  # files with equal names from two folders are both kept
             if name in files:
                 name = f"configs/{file.stem}_{number}{file.suffix}"
         files[name] = write_bytes(text.encode(), temporary / name, name)
@@ -120,8 +119,7 @@ def publish(
     keep: which older checkpoints to keep; others are deleted.
     store: the object store that the ranks sent their files to; `save` then only holds its manifests.
     say: called with a line of text for each older checkpoint that could not be deleted.
-    Returns the checkpoint's directory. Raises CheckpointError if a recorded file is missing or incomplete.
-    """
+    Returns the checkpoint's directory. Raises CheckpointError if a recorded file is missing or incomplete."""
     save, temporary = Path(save), Path(temporary)
     files = dict(manifest.files)
     _write_configs(temporary, configs, files)
@@ -149,12 +147,12 @@ def publish(
         _forget(backup, None, say)
     try:
         old = checkpoints_to_delete(save, final, keep)
-    except (OSError, CheckpointError) as problem:  # it reads the manifests of older ones
+    except (OSError, CheckpointError) as problem:  # a manifest of an older checkpoint may be unreadable
         say(f"{problem}; no older checkpoint was deleted")
         return final
     for earlier in old:
         if earlier.is_symlink():
-            say(f"{earlier}: is a link and stays: keep_last_n_checkpoints deletes only what is in {save} itself")
+            say(f"{earlier}: is a link and stays: keep_last_n_checkpoints deletes only what {save} itself holds")
         else:
             _forget(earlier, store, say)
     return final

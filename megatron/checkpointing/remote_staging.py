@@ -1,4 +1,4 @@
-"""Mirrors remote folders in local ones (`remote_staging`).
+"""Mirrors remote folders in local folders (`remote_staging`).
 
 A run's remote `save` and `load` have local folders, which are filled before ranks are connected. Every rank
 calls `mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work and
@@ -27,7 +27,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_e
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:
-    """Maps the address of `save` and `load`, if remote, to the local folder that stands for it."""
+    """Returns {address: local folder that mirrors it} for `save` and `load`, if they are remote."""
     places = ((args.save, args.save_dir), (args.load, args.load_dir))
     return {url: Path(folder) for url, folder in places if url and folder and is_remote(url)}
 
@@ -40,15 +40,13 @@ def object_store_of(args: NeoXArgs) -> ObjectStore | None:
 def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
     """Copy names and manifests of the checkpoints in remote `save` and `load` to their local folders.
 
-    writes: the run will save checkpoints, so check now that it can write to `save`.
-
-    Raises CheckpointError.
+    writes: the run will save checkpoints, so check now that it can write to `save`. Raises CheckpointError.
     """
     start_time = time.time()
     for url, folder in remote_folders(args).items():
         with _locked(folder) as stamp:
             if stamp.stat().st_size and stamp.stat().st_mtime >= start_time:
-                continue  # another rank did it meanwhile
+                continue  # another rank has just done this
             store = ObjectStore(url, args.remote_patience)
             if writes and url == args.save:
                 store.check_writable()
@@ -59,8 +57,7 @@ def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
 def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
     """Download all files of a remote checkpoint to the local directory `path`, which holds its manifest.
 
-    Nothing is done for a local checkpoint. Raises CheckpointError, DamagedError.
-    """
+    Does nothing for a local checkpoint. Raises CheckpointError, DamagedError."""
     for url, folder in remote_folders(args).items():
         if path.parent == folder:
             with _locked(folder):
@@ -73,8 +70,7 @@ def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
 def with_local_model(args: NeoXArgs) -> NeoXArgs:
     """Downloads the model that a remote `load` (else `save`) names, for a command that only reads it.
 
-    Returns `args` with local folders as `load` and `save`. Raises CheckpointError.
-    """
+    Returns `args` with local folders as `load` and `save`. Raises CheckpointError."""
     folders = remote_folders(args)
     if not folders:
         return args
@@ -93,7 +89,9 @@ def _locked(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         opened = open_lock_file(file)
     except OSError as problem:
-        raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); set remote_staging") from problem
+        raise CheckpointError(
+            f"{folder}: cannot be written ({problem.strerror}); set remote_staging to another folder"
+        ) from problem
     with opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield file
@@ -110,9 +108,9 @@ def remote_checkpoints(url: str) -> list[str]:
 def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
     """Yields a local folder with the content of `place`: `place` itself if it is local, else a download.
 
-    From a remote folder of checkpoints, only the checkpoint of `iteration` (None: the one that `latest`
-    names) is complete; of the others only manifests are downloaded. Raises CheckpointError.
-    """
+    If `place` is a remote folder of checkpoints, only one checkpoint is downloaded in full: that of
+    `iteration` (None: the one that `latest` names). For the others only manifests are downloaded. Raises
+    CheckpointError."""
     if not is_remote(str(place)):
         yield Path(place)
         return
@@ -136,8 +134,7 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
     """Yields a local folder to write to: `place` itself if local, else a folder that is uploaded at the end.
 
     Checkpoints that exist at a remote `place` appear in the folder as empty folders. After an exception
-    nothing is uploaded. Raises CheckpointError.
-    """
+    nothing is uploaded. Raises CheckpointError."""
     if not is_remote(str(place)):
         yield Path(place)
         return
@@ -154,7 +151,7 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
         new_entries = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
         if not any(is_tag(entry.name) for entry in new_entries):
             if remote_names or parent.endswith(":/"):
-                raise CheckpointError(f"{place}: already exists; remove it, or give another folder")
+                raise CheckpointError(f"{place}: already exists; remove it, or choose another folder")
             ObjectStore(parent).send_folder(folder, name)
             return
         for entry in sorted(new_entries, key=lambda entry: entry.name == LATEST):

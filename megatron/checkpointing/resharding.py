@@ -1,6 +1,7 @@
 """Reshards a checkpoint on disk for other tensor- and pipeline-parallel sizes, with its optimizer state.
 
-One layer is in memory at a time. Data-parallel size and ZeRO stage change only what the manifest records.
+One layer is in memory at a time. Files do not depend on data-parallel size and ZeRO stage; only the manifest
+records them.
 """
 
 import json
@@ -49,12 +50,11 @@ def reshard(
     optimizer: false leaves the optimizer's state out.
     sequential: write GPT-NeoX's files for runs without a pipeline, with weights in mp_rank files.
     naming: names of the weights in the files, a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`.
-    progress: wraps the layers, for a progress bar.
+    progress: wraps the iteration over layers, for a progress bar.
 
-    One layer is in memory at a time. The result appears when it is complete; you can repeat an interrupted
-    call. Raises CheckpointError if the source is damaged, if its optimizer state cannot be resharded, or if
-    the tensor-parallel size does not divide the model.
-    """
+    One layer is in memory at a time. The result appears only when it is complete. After an interruption,
+    repeat the call. Raises CheckpointError if the source is damaged, if its optimizer state cannot be
+    resharded, or if the tensor-parallel size does not divide the model."""
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
     final = save / layout.step_tag(layout.step_of(source))
@@ -101,17 +101,17 @@ def reshard(
 
 
 def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, required: bool) -> OptimizerFiles | NeoXOptimizer:
-    """Returns a reader of a checkpoint's optimizer state, ours or (if required) GPT-NeoX's.
+    """Returns a reader of a checkpoint's optimizer state: of this program or, if required, of GPT-NeoX.
 
-    Raises CheckpointError if the state is required, but can be read only by the layout that wrote it."""
+    Raises CheckpointError if the state is required, but only the layout that wrote it can read it."""
     source, manifest = checkpoint.path, checkpoint.manifest
     if manifest is None and required:
         return NeoXOptimizer(source, args)
     state = OptimizerFiles(checkpoint)
     if required and not state and manifest is not None and manifest.optimizer:
         raise CheckpointError(
-            f"{source}: only the layout that wrote its optimizer state can read it; resume in that layout and save "
-            "again, or leave the state out (--no-optimizer)"
+            f"{source}: only the layout that wrote its optimizer state can read this state; resume in that layout and "
+            "save again, or leave the state out (--no-optimizer)"
         )
     return state
 
@@ -119,9 +119,8 @@ def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, required: bool)
 def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     """Makes a manifest for a checkpoint of GPT-NeoX, which has none.
 
-    optimizer: the result keeps optimizer state, so a run can resume from it; false: a run starts from it at
-    iteration 0.
-    """
+    optimizer: true: the result keeps optimizer state, so a run can resume from it; false: a run starts from
+        it at iteration 0."""
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
     config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
@@ -136,7 +135,8 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
 def only_dtype(source: str | Path, dtypes: Collection[torch.dtype | None], hint: str = "") -> torch.dtype:
     """Returns the only element of `dtypes`, the dtypes of the weights of `source`.
 
-    hint: end of the error. Raises CheckpointError for several dtypes, or others than fp32, bf16 and fp16."""
+    hint: end of the error. Raises CheckpointError for several dtypes, or one other than fp32, bf16 and fp16.
+    """
     if len(dtypes) != 1 or not set(dtypes) <= PRECISIONS.keys():
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(f"{source}: its weights have several or unknown dtypes ({names}){hint}")
@@ -150,7 +150,8 @@ def _samples(source: Path, args: NeoXArgs) -> int:
 
 
 def _file_names(args: ModelArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
-    """Returns a layer's tensor names in files of `naming`. Raises CheckpointError if it lacks such names.
+    """Returns a layer's tensor names in files of `naming`. Raises CheckpointError if `naming` has no names
+    for them.
 
     naming: a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`."""
     return to_file_names(layer, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}, args, naming)
@@ -197,8 +198,8 @@ def _model_states(
 ) -> list[dict[str, Any]]:
     """Returns the content of the mp_rank files of a resharded checkpoint, one per rank, without weights.
 
-    Every rank gets counters, schedule and random states of the first rank. Saved logits of the last pipeline
-    stage are sharded over the new tensor ranks. extra: further entries for every rank."""
+    Every rank gets counters, schedule and random states of the source's first rank. Saved logits of the last
+    pipeline stage are sharded over the new tensor ranks. extra: further entries for every rank."""
     states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
     base_state: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **extra}
     if isinstance(base_state.get("args"), dict):
@@ -229,16 +230,18 @@ def bare_state(args: ModelArgs, iteration: int) -> dict[str, Any]:
 
 
 def write_bare_files(path: Path, args: ModelArgs, iteration: int, sequential: bool = False) -> list[FileRecord]:
-    """Write the mp_rank file of every rank of `args`, with `bare_state`; returns their records.
+    """Write the mp_rank file of every rank of `args`, without schedule and random states; return their
+    records.
 
-    sequential: as of `write_model_files`."""
+    sequential: move the weights from the layer files in `path` into the mp_rank files."""
     return write_model_files(path, [bare_state(args, iteration)] * (args.pp * args.tp), sequential)
 
 
 def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:
-    """Write the mp_rank file of each rank; returns their records. states: content of each file.
+    """Write the mp_rank file of each rank; returns their records.
 
-    sequential: move the weights from the layer files in `path` into the mp_rank files."""
+    states: content of each file. sequential: move the weights from the layer files in `path` into the mp_rank
+        files."""
     records = []
     for rank, state in enumerate(states):
         module = gather_layers(path, rank) if sequential else None

@@ -1,4 +1,4 @@
-"""Chooses the older checkpoints to delete after a new one has been published."""
+"""Chooses the older checkpoints to delete after a new checkpoint has been published."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from megatron.checkpointing.layout import list_checkpoints, step_of
 from megatron.checkpointing.manifest import read_manifest
 
-EPHEMERAL = "ephemeral"  # an empty file in a checkpoint that is deleted after the next save
+EPHEMERAL = "ephemeral"  # an empty file; marks a checkpoint that is deleted after the next save
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules that say which checkpoints stay when a new one has been saved.
+    """Rules that decide which checkpoints stay when a new one has been saved.
 
     last: number of newest checkpoints to keep; None or 0: all.
     interval: also keep checkpoints whose iteration is a multiple of this number.
@@ -26,7 +26,7 @@ class Retention:
 def checkpoints_to_delete(save: Path, newest: Path, keep: Retention) -> list[Path]:
     """Returns the checkpoints in `save` to delete after `newest` was saved; never `newest` itself.
 
-    Checkpoints marked as ephemeral are always among them."""
+    Checkpoints marked as ephemeral are always deleted."""
     # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
     older = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)
     ephemeral = [path for path in older if (path / EPHEMERAL).exists()]

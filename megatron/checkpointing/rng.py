@@ -1,4 +1,4 @@
-"""States of the random generators, under GPT-NeoX's keys and in types that load without running code."""
+"""Saves and restores states of random generators, under GPT-NeoX's keys, in types that load without code."""
 
 import random
 from collections.abc import Mapping
@@ -16,8 +16,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """Seed all random generators with `seed`, the same on every rank, as GPT-NeoX does.
 
     Training itself does not draw from them, but a program's callbacks may. With the same seed they draw the
-    same numbers in every run, and checkpoints, which hold the generators' states, have the same content.
-    """
+    same numbers in every run. Checkpoints hold the generators' states, so these are the same too."""
     seed %= 1 << 32  # numpy's limit
     random.seed(seed)
     np.random.seed(seed)
@@ -34,18 +33,20 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state(),
-        "rng_tracker_states": {},  # dropout here follows from seeds in the batch, not from tracked generators
+        "rng_tracker_states": {},  # our dropout uses seeds in the batch instead of tracked generators
     }
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> None:
     """Set all random generators to the states that `rng_state` returned.
 
-    file: the file that holds them, for errors. Raises CheckpointError if a state is missing or unusable.
-    """
+    file: the file that holds the states, for errors. Raises CheckpointError if a state is missing or
+        unusable."""
     missing = [key for key in KEYS[:4] if key not in state]
     if missing:
-        raise CheckpointError(f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true")
+        raise CheckpointError(
+            f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true to go on without them"
+        )
     try:
         version, internal, gauss = state["random_rng_state"]
         random.setstate((version, tuple(internal), gauss))
@@ -54,4 +55,6 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> No
         if device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise CheckpointError(f"{file}: its random states cannot be used here ({e}); set no_load_rng: true") from e
+        raise CheckpointError(
+            f"{file}: its random states cannot be used ({e}); set no_load_rng: true to go on without them"
+        ) from e

@@ -1,4 +1,4 @@
-"""Reads the configuration of a checkpoint on disk: the saved one, or that of files from the user."""
+"""Reads the configuration of a checkpoint on disk, from the checkpoint or from files that the user names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,16 +26,15 @@ def load_checkpoint_args(
 ) -> tuple[NeoXArgs, CheckpointDescription]:
     """Returns (configuration of checkpoint `source`, description of its files).
 
-    config_files: NeoX configurations to read instead of the saved one. `padded_vocab_size`, and how
-    intermediate_size is meant if `compat_ffn_width` is not set, come from the shapes of the weights. Raises
-    CheckpointError without a configuration, ConfigError for an invalid one.
-    """
+    config_files: NeoX configurations to read instead of the saved one. `padded_vocab_size` comes from the
+        checkpoint. If `compat_ffn_width` is not set, the weights' shapes decide how intermediate_size is
+        meant. Raises CheckpointError without a configuration, ConfigError for an invalid one."""
     path = Path(source)
     manifest = read_manifest(path)
     if manifest is not None and manifest.base is not None:
         raise CheckpointError(
-            f"{path}: holds adapters alone, over the weights of {manifest.base['path']}; merge them into these "
-            "first, or export them to peft's format (tools/ckpts/adapter.py merge, export)"
+            f"{path}: holds adapters alone, without the base weights ({manifest.base['path']}); merge both first, or "
+            "export the adapters to peft's format (tools/ckpts/adapter.py merge, export)"
         )
     facts = describe_checkpoint(path)
     overrides = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
@@ -44,7 +43,9 @@ def load_checkpoint_args(
         return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not files:
-        raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
+        raise CheckpointError(
+            f"{path}: stores no configuration of its model; pass the configuration files with --config_file"
+        )
     try:
         args = load(files, overrides)
         if args.compat_ffn_width is not None or as_tuple(args.ffn_size)[0] == facts.ffn_size:

@@ -22,7 +22,7 @@ from megatron.checkpointing.layout import is_optimizer_file
 from megatron.data.files import sync
 from megatron.neox_arguments.errors import lfs_pointer_error
 
-_WORTH_A_THREAD = 1 << 18  # bytes: hashing them takes longer than passing them to a thread
+_WORTH_A_THREAD = 1 << 18  # bytes from which hashing takes longer than passing data to a thread
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class FileRecord:
 class BackgroundCalls:
     """A context that calls functions in a thread, in order and one at a time.
 
-    Call the object with a function. The call waits for the function before, starts this one and returns.
-    Leaving the context waits for the last function. Waiting raises the exception that a function raised.
+    Call the object with a function. The call waits until the previous function has ended, starts this one and
+    returns. Leaving the context waits for the last function. Each wait raises the exception of the function
+    it waited for.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,8 @@ class BackgroundSync:
 class _HashingWriter:
     """A file object for `torch.save` that computes size and SHA-256 of the bytes written to it.
 
-    Large pieces are hashed in `thread` while they are written."""
+    Large pieces are hashed in `thread` while they are written.
+    """
 
     def __init__(self, file: IO[bytes], thread: Executor) -> None:
         self.file, self.thread, self.sha256, self.size = file, thread, hashlib.sha256(), 0
@@ -119,7 +121,7 @@ def _write(
             writer = _HashingWriter(file, thread)
             fill(writer)
         to_disk(path)
-    except (OSError, RuntimeError) as e:  # a full disk reaches us as RuntimeError through torch's zip writer
+    except (OSError, RuntimeError) as e:  # torch's zip writer raises RuntimeError if the disk is full
         raise CheckpointError(f"{path}: cannot be written: {e}") from e
     return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
 
@@ -128,8 +130,7 @@ def save_tensors(state: Any, path: str | Path, to_disk: Callable[[Path], None] =
     """Write `state` to `path` by `torch.save`, synced to disk; returns the file's record for the manifest.
 
     to_disk: called with `path` to sync the file, now or later (`BackgroundSync`). Raises CheckpointError if
-    the file cannot be written.
-    """
+        the file cannot be written."""
     record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), None, to_disk)
     return replace(record, tensors=describe_tensors(state))
 
@@ -189,30 +190,33 @@ def readable_size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def need_free(folder: Path, size: int, label: str = "takes about") -> None:
+def need_free(folder: Path, size: int, label: str = "the checkpoint takes about") -> None:
     """Raise CheckpointError if the disk of `folder` has less than `size` bytes free.
 
     label: the words before the size in the error."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise CheckpointError(f"{folder}: {label} {readable_size(size)}, {readable_size(free)} are free; make room")
+        raise CheckpointError(
+            f"{folder}: {label} {readable_size(size)}, but only {readable_size(free)} are free on the disk; make room"
+        )
 
 
 def open_lock_file(path: Path) -> IO[str]:
     """Opens a file for locks between processes; it is created if missing, and its content stays.
 
-    Raises CheckpointError if it is a symbolic link, whose target may be another file.
-    """
+    Raises CheckpointError if the path is a symbolic link, because its target may be another file."""
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
     except OSError as problem:
         if problem.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: is a link, but must be a file of this run; remove it") from problem
+            raise CheckpointError(
+                f"{path}: is a symbolic link, but this run needs a regular file there; remove the link"
+            ) from problem
         raise
 
 
-# DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that
-# hands the state on to DeepSpeed passes the real classes as `extra_safe` instead.
+# The next classes stand in for DeepSpeed's classes in NeoX's files, to read them without DeepSpeed. An engine
+# that passes the state on to DeepSpeed gives the real classes as `extra_safe` instead.
 @dataclass
 class FragmentAddress:
     """Stands in for DeepSpeed's fragment_address: a slice (start, numel) of a flat ZeRO partition."""
@@ -255,9 +259,8 @@ def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
 def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
     """Returns the content of a file of `torch.save`, on the CPU; tensors are memory-mapped if possible.
 
-    extra_safe: classes, or (class, "full.name") pairs, that the file may create besides tensors and the like.
-    Raises CheckpointError if the file is missing, damaged or no tensor file, or needs other classes.
-    """
+    extra_safe: further classes, or (class, "full.name") pairs, that the file may create. Raises
+        CheckpointError if the file is missing, damaged or no tensor file, or needs other classes."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, load another `iteration`")
@@ -282,12 +285,11 @@ def check_finite(name: str, state: Any) -> None:
     """Raise NonFiniteStateError if `state`, the content of file `name`, holds NaN or Inf.
 
     Only files of weights and of optimizer state are checked. The check reads each tensor once, without a
-    copy, several times faster than a checksum.
-    """
+    copy, several times faster than a checksum."""
     if not (name.startswith("layer_") or is_optimizer_file(name)):
         return
     for path, tensor in named_tensors(state):
-        # NaN anywhere makes minimum and maximum NaN.
+        # If any element is NaN, minimum and maximum are NaN.
         if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
             raise NonFiniteStateError(f"{name} ({path} is not finite: NaN or Inf)")
 
@@ -295,8 +297,7 @@ def check_finite(name: str, state: Any) -> None:
 def verify_finite(path: Path, names: Iterable[str], optimizer: bool) -> None:
     """Raise NonFiniteStateError if weights in files `names` of checkpoint `path` hold NaN or Inf.
 
-    optimizer: also check its optimizer state.
-    """
+    optimizer: also check the checkpoint's optimizer state."""
     for name in names:
         if name.startswith("layer_") or (optimizer and name.startswith("optim_")):
             try:

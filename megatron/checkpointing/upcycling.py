@@ -1,6 +1,7 @@
-"""Converts a dense checkpoint to one with experts, each a copy of the dense feed-forward layer.
+"""Converts a dense checkpoint to one with experts: each expert is a copy of the dense feed-forward layer.
 
-This is sparse upcycling (arXiv 2212.05055). One layer is in memory at a time."""
+This is sparse upcycling (arXiv 2212.05055). One layer is in memory at a time.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,13 @@ from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.reading.files import parse_overrides, read_files
 
 EXPERTS_FILE = "experts.yml"
-"""The file in `configs/` of the result with the keys added to those of the dense model."""
+"""The file in `configs/` of the new checkpoint that holds the keys added to the dense model's keys."""
 
 
 def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) -> dict[str, tuple[Any, str]]:
     """Reads keys of experts from YAML files and `KEY=VALUE` settings; returns {key: (value, origin)}.
 
-    An origin is a file and line, or `--set`. Raises ConfigError, also for keys that are not of experts."""
+    An origin is a file and line, or `--set`. Raises ConfigError, also if a key is not about experts."""
     config = read_files(files)
     for path, value, origin in parse_overrides(settings, "--set"):
         config.assign(path, value, origin)
@@ -48,10 +49,12 @@ def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) 
     problems.lines += config.problems
     for key in config.values:
         if key not in keys_of(MoEKeys):
-            problems.add(key, "is not a key of experts; leave it out: the model keeps its keys, the run sets others")
+            problems.add(
+                key, "is not a key of experts; leave it out: the dense model keeps its keys, and a run sets all others"
+            )
     problems.raise_if_any()
     if config.values.get("moe_num_experts") in (None, 1):
-        problems.add("moe_num_experts", "is 1; set the number of experts, such as moe_num_experts: 8")
+        problems.add("moe_num_experts", "is unset or 1; set the number of experts, such as moe_num_experts: 8")
     problems.raise_if_any()
     return {key: (value, problems.origin(key) or "") for key, value in config.values.items()}
 
@@ -62,15 +65,14 @@ def upcycled_args(
     """Returns the configuration `dense` with experts added.
 
     keys: from `read_expert_keys`. tensor: the tensor-parallel size. seed: for the routers' initial values;
-    None: that of `dense`. Raises ConfigError if the result is invalid, or if the new model's first loss would
-    differ from the dense model's.
-    """
+        None: that of `dense`. Raises ConfigError if the result is invalid, or if the new model's first loss
+        would differ from the dense model's."""
     if dense.moe_num_experts > 1:
         raise dense.error("moe_num_experts", "the model has experts already, but upcycling needs a dense model")
     if dense.lora is not None:
         raise dense.error("lora", "the checkpoint has LoRA adapters; merge them first (tools/ckpts/adapter.py merge)")
     if set(dense.attention_config) - set(FULL_BLOCKS):
-        text = "upcycling needs blocks global or flash (attention and a feed-forward), and this model has others"
+        text = "upcycling needs blocks global or flash (attention and a feed-forward), but this model has others"
         raise dense.error("attention_config", text)
     state = json.loads(dense.to_json())
     added = {**keys, "model_parallel_size": (tensor, "--tp"), "pipe_parallel_size": (1, "program")}
@@ -87,13 +89,16 @@ def upcycled_args(
 def _check_first_loss(args: ModelArgs, problems: ErrorCollector) -> None:
     """Add a line to `problems` for each setting with which the output would differ from the dense model's.
 
-    Equal experts give the same output if a token's scores add up to 1 and no token is dropped."""
+    Equal experts give the dense output if a token's scores add up to 1 and no token is dropped."""
     experts = args.moe_num_experts
     if args.moe_top_k == 1:
-        text = "with 1 the output is scaled by a score below 1, or (score divided by itself) the router cannot learn"
+        text = (
+            "with 1, either the output is scaled by a score below 1, or normalised scores are always 1 and the "
+            "router cannot learn"
+        )
         problems.add("moe_top_k", f"{text}; set 2 or more")
     elif not args.norm_topk_prob and (args.router_scores != "softmax" or args.moe_top_k < experts):
-        text = "scores of a token's experts would not add up to 1, so the output would differ from the dense model's"
+        text = "a token's expert scores would not add up to 1, so the output would differ from the dense model's"
         problems.add("norm_topk_prob", f"{text}; set norm_topk_prob: true")
     if args.moe_router_topk_scaling_factor != 1.0:
         text = f"{args.moe_router_topk_scaling_factor} would scale the dense model's output; leave it out"
@@ -101,7 +106,9 @@ def _check_first_loss(args: ModelArgs, problems: ErrorCollector) -> None:
     sizes = as_tuple(args.ffn_size)
     widths = {sizes[block % len(sizes)] for block in range(args.num_layers) if args.has_experts(block)}
     if len(widths) > 1:
-        text = f"the chosen blocks have several MLP widths ({', '.join(map(str, sorted(widths)))}), experts only one"
+        text = (
+            f"the chosen blocks have MLPs of several widths ({', '.join(map(str, sorted(widths)))}), experts have one"
+        )
         problems.add("moe_layer_freq", f"{text}; choose blocks of one width")
     elif widths != {args.expert_ffn_size}:
         (width,) = widths
@@ -114,8 +121,8 @@ def _check_first_loss(args: ModelArgs, problems: ErrorCollector) -> None:
         text = "experts would read a projection of a token's hidden state, the dense MLP reads all of it; leave it out"
         problems.add("moe_latent_size", text)
     factor = args.moe_expert_capacity_factor
-    if factor is not None and factor < experts / args.moe_top_k:  # below it an expert may have no room for all tokens
-        text = f"experts could be full and drop tokens; leave it out, or set {experts / args.moe_top_k:g}"
+    if factor is not None and factor < experts / args.moe_top_k:  # with less an expert may have no room for all tokens
+        text = f"experts could be full and drop tokens; leave the key out, or set {experts / args.moe_top_k:g}"
         problems.add("moe_expert_capacity_factor", f"{text} or more for the first steps")
     if args.use_bias_in_mlp and not args.moe_expert_bias:
         problems.add("moe_expert_bias", "the dense feed-forward has biases; set moe_expert_bias: true")
@@ -126,16 +133,16 @@ def upcycle(
 ) -> Path:
     """Writes a dense checkpoint as one with experts to `<save>/global_step0`; returns this folder.
 
-    source: the dense checkpoint. dense: its configuration. args: that of the result, from `upcycled_args`.
+    source: the dense checkpoint. dense: its configuration. args: the configuration of the result, from
+        `upcycled_args`.
 
     Each expert is an exact copy of the dense feed-forward. Routers have the initial values of `args.seed`;
-    biases that the source lacks are 0. Other weights, tokenizer and configurations are copied, optimizer
+    biases that the source lacks are 0. Other weights, tokenizer and configurations are copied; optimizer
     state is not. `latest` is set to the result, which a run of any layout loads with `finetune: true`. One
-    layer is in memory at a time. The result appears when it is complete. Raises CheckpointError.
-    """
+    layer is in memory at a time. The result appears only when it is complete. Raises CheckpointError."""
     source, save = Path(source), Path(save)
     if layout.list_checkpoints(save):
-        raise CheckpointError(f"{save}: holds checkpoints already; give another folder")
+        raise CheckpointError(f"{save}: holds checkpoints already; choose another folder")
     opened, dtype = open_checkpoint(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
@@ -162,7 +169,8 @@ def upcycle(
 def _with_experts(
     dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: NeoXArgs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Returns a layer's full tensors by name: dense ones, copies for experts, initial values for new ones.
+    """Returns the new layer's full tensors by name: dense tensors, copies for experts, initial values for new
+    ones.
 
     dense: the dense layer's tensors. layer: its NeoX index. specs: parameters of the new layer."""
     available = {**dense, **_copies(dense, args)} if any(spec.experts for spec in specs) else dict(dense)

@@ -1,7 +1,8 @@
 """Finds, reads and describes the files of weights in a checkpoint directory of any program.
 
 Layouts: one file for each layer and tensor rank (pipe >= 1); one mp_rank file for each tensor rank with keys
-`sequential.N.name` (pipe 0); the fork converters' `{"module": {"module": {"N.name": ...}}}`.
+    `sequential.N.name` (pipe 0); `{"module": {"module": {"N.name": ...}}}`, which the fork's converters
+    write.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ class WeightFiles:
     source: the checkpoint. tensor_size: number of tensor ranks that wrote it.
     layers: NeoX indices of its layers.
     files: by (layer, tensor rank); by tensor rank if mp_rank files hold all layers.
-    mp_rank_tensors: tensors of the mp_rank files read so far, by rank, layer and name; None with layer files.
+    mp_rank_tensors: tensors of the mp_rank files read so far, by rank, layer and name; None if there are
+        layer files.
     """
 
     source: OpenCheckpoint
@@ -65,9 +67,8 @@ def _is_entry(name: Any, value: Any) -> bool:
 def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     """Returns the tensors of an mp_rank file, by NeoX layer index and name.
 
-    state: the file's content, a dict with keys `sequential.N.name` or `N.name`, in any number of nested
-    "module" dicts. Raises CheckpointError for other content.
-    """
+    state: the file's content, a dict with keys `sequential.N.name` or `N.name`, inside any number of nested
+        "module" dicts. Raises CheckpointError for other content."""
     while isinstance(state, dict) and "module" in state:
         state = state["module"]
     if not isinstance(state, dict) or not state:
@@ -79,7 +80,7 @@ def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     for key, value in state.items():
         number, _, name = key.removeprefix("sequential.").partition(".")
         if not number.isdigit() or not name or not _is_entry(key, value):
-            raise CheckpointError(f"{file}: {key}: not a weight with a NeoX name (sequential.N.name or N.name)")
+            raise CheckpointError(f"{file}: {key}: is not a weight with a NeoX name (sequential.N.name or N.name)")
         layers.setdefault(int(number), {})[name] = value
     return layers
 
@@ -91,21 +92,21 @@ def open_weight_files(checkpoint: str | Path | OpenCheckpoint) -> WeightFiles:
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else OpenCheckpoint(checkpoint)
     path = source.path
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; give the folder of a checkpoint")
+        raise CheckpointError(f"{path}: no such folder; pass the folder of a checkpoint")
     files: Mapping[Any, Path] = layout.layer_files(path)
     if files:
         layers, ranks = {layer for layer, _ in files}, {rank for _, rank in files}
         size = max(ranks) + 1
         missing = [layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files]
         if missing:
-            raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
+            raise CheckpointError(f"{path}: incomplete: missing {', '.join(missing)}; load another `iteration`")
         return WeightFiles(source, size, frozenset(layers), files)
     files = layout.model_files(path)
     if not files:
         raise CheckpointError(f"{path}: has neither layer files nor mp_rank files, so it is not a NeoX checkpoint")
     missing = [layout.model_file(r) for r in range(max(files) + 1) if r not in files]
     if missing:
-        raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
+        raise CheckpointError(f"{path}: incomplete: missing {', '.join(missing)}; load another `iteration`")
     rank_tensors = _split_module(source.tensors(files[0].name), files[0])
     return WeightFiles(source, len(files), frozenset(rank_tensors), files, {0: rank_tensors})
 

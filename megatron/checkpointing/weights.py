@@ -1,6 +1,6 @@
-"""Reads weights of a layer at any tensor-parallel size, and writes the file of a layer.
+"""Reads weights of a layer at any tensor-parallel size, and writes the files of a layer.
 
-The weight map (`megatron.model.weight_map`) knows how a parameter is sharded over tensor ranks.
+The weight map (`megatron.model.weight_map`) says how each parameter is sharded over tensor ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +22,11 @@ from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import ModelArgs
 
 SCORE_HEAD = "rm_linear.weight"
-_NO_SCORE = ": it is a language model; to train a reward model from it, set train_impl: rm and finetune: true"
-_ONLY_SCORES = ": it is a reward model, which gives scores, not text; load a language model"
-_MAX_NAMED = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
+_NO_SCORE = (
+    ": the checkpoint is a language model; to train a reward model from it, set train_impl: rm and finetune: true"
+)
+_ONLY_SCORES = ": the checkpoint is a reward model, which gives scores, not text; load a language model"
+_MAX_NAMED = 6  # shape mismatches to list; a wrong hidden_size would otherwise list every tensor
 
 
 def has_score_head(path: str | Path, args: ModelArgs) -> bool:
@@ -47,16 +49,15 @@ def load_weights(
     """Loads `layers`, sharded for tensor rank `tensor_rank` of `tensor_size`, to the CPU.
 
     Returns {NeoX layer index: {our name: tensor}}, in the dtypes of the files; {} for a layer without
-    parameters. Files are checked against the manifest before they are read. A row-parallel bias, of which
-    each rank's file holds a summand, is returned summed.
+    parameters. Files are checked against the manifest before they are read. Each rank's file holds a summand
+    of a row-parallel bias; the sum is returned.
 
     checkpoint: an opened checkpoint (if several calls read it), or its directory.
     args: the model's configuration. layers: NeoX indices.
     new_head: leave out the output layer of the files, because the model has its own.
     params: the parameters in the files, if the files lack some of the model's; None: all of the model's.
     copy: false returns memory-mapped tensors and views where possible.
-    Raises CheckpointError that lists every missing or extra tensor and wrong shapes.
-    """
+    Raises CheckpointError that lists missing and extra tensors and wrong shapes."""
     source = open_weight_files(checkpoint)
     path = source.path
     expected = layer_params(args) if params is None else params
@@ -89,7 +90,7 @@ def load_weights(
         ]
     problems += mismatches[:_MAX_NAMED]
     if len(mismatches) > _MAX_NAMED:
-        problems.append(f"and {len(mismatches) - _MAX_NAMED} more tensors of another shape")
+        problems.append(f"and {len(mismatches) - _MAX_NAMED} more tensors of wrong shape")
     _refuse(path, problems)
     return loaded
 
@@ -111,16 +112,21 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
     if missing == [args.num_layers + 4] and not extra:
         if args.score_head:
             return [f"no layer {missing[0]} (rm_linear){_NO_SCORE}"]
-        return [f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"]
+        return [
+            f"no layer {missing[0]} (final_linear): the checkpoint's head is tied to its embedding; set "
+            "no_weight_tying: false"
+        ]
     if extra == [args.num_layers + 4] and not missing:
         if SCORE_HEAD in source.tensors(extra[0], 0):
             return [f"layer {extra[0]} (rm_linear) is extra{_ONLY_SCORES}"]
-        return [f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"]
+        return [
+            f"layer {extra[0]} (final_linear) is extra: the checkpoint's head is not tied; set no_weight_tying: true"
+        ]
     lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
     lines += [f"extra layer {n}" for n in extra]
     blocks = last - (4 if args.no_weight_tying else 3)
     if source.layers >= {0, *range(2, blocks + 2)} and blocks != args.num_layers:
-        lines.append(f"the checkpoint seems to have num_layers: {blocks}, the model has {args.num_layers}")
+        lines.append(f"the checkpoint seems to have num_layers: {blocks}, but the model has {args.num_layers}")
     return lines
 
 
@@ -142,13 +148,13 @@ def _load_layer(
         file = source.file(layer, rank)
         rows = rows_key(source.path, args)
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
-        # A bias that the checkpoint's run lacked starts at 0.
+        # Expert biases that the checkpoint's run lacked start at 0.
         state |= {spec.name: torch.zeros(spec.shape) for spec in specs if not spec.trained and spec.name not in state}
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
                 if any(name.endswith("expert_bias") for name in wrong):
-                    fix = "; set moe_router_bias_update_rate: 0, which keeps it"
+                    fix = "; set moe_router_bias_update_rate: 0 to keep it unchanged"
                 if SCORE_HEAD in wrong:
                     fix = _NO_SCORE if kind == "missing" else _ONLY_SCORES
                 problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")
@@ -188,12 +194,14 @@ def _local_part(
 def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: ModelArgs) -> str:
     """Returns an error line with the shapes in file and model, and the key that is likely wrong."""
     file_shape, model_shape = tuple(tensor.shape), spec.local_shape(tensor_size)
-    rank_text = f" (tensor rank of {tensor_size})" if tensor_size > 1 else ""
-    text = f"{spec.name}: shape {file_shape} in the file, {model_shape} in the model{rank_text}"
+    rank_text = f" (each of {tensor_size} tensor ranks)" if tensor_size > 1 else ""
+    text = f"{spec.name}: has shape {file_shape} in the file, but the model needs {model_shape}{rank_text}"
     if len(file_shape) != len(model_shape):
         return text
     if file_shape == spec.shape:
-        return f"{text}; each tensor rank's file holds the full tensor: convert it again for one rank"
+        return (
+            f"{text}; each tensor rank's file holds the full tensor; convert the checkpoint again for one tensor rank"
+        )
     full_shape = [n * tensor_size if i == spec.axis else n for i, n in enumerate(file_shape)]
     differs = [i for i, (a, b) in enumerate(zip(full_shape, spec.shape, strict=True)) if a != b]
     hidden = [full_shape[i] for i in differs if spec.shape[i] == args.hidden_size]
@@ -221,21 +229,21 @@ def local_layer_state(
     copy: bool = True,
     params: Mapping[int, Sequence[ParamSpec]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns what tensor rank `tensor_rank` writes to its file of one layer, by the names in files.
+    """Returns the tensors that tensor rank `tensor_rank` writes to its file of one layer, by the names in
+    files.
 
     layer: its NeoX index. tensors: this rank's parameters, by our names.
     naming: a key of WEIGHT_NAMINGS; None: GPT-NeoX's for `args`.
     copy: copy each tensor to the CPU; false: they are already there, contiguous and with their own storage.
     params: the parameters to write, if not all of the model's; None: all.
 
-    Each rank writes a summand of a row-parallel bias: the bias / tensor_size; the last rank the remainder, so
-    the sum is exact. Raises CheckpointError if `tensors` are not exactly the layer's parameters.
-    """
+    Each rank writes a summand of a row-parallel bias: bias / tensor_size; the last rank writes the remainder,
+    so the sum is exact. Raises CheckpointError if `tensors` are not exactly the layer's parameters."""
     specs = {spec.name: spec for spec in (layer_params(args) if params is None else params).get(layer, ())}
     if specs.keys() != tensors.keys():
         raise CheckpointError(
-            f"layer {layer}: holds {', '.join(sorted(tensors)) or 'nothing'}; "
-            f"by the weight map it needs {', '.join(sorted(specs)) or 'nothing'}"
+            f"layer {layer}: has tensors {', '.join(sorted(tensors)) or 'nothing'}; "
+            f"the model needs {', '.join(sorted(specs)) or 'nothing'}"
         )
     state: dict[str, Tensor] = {}
     for name, spec in specs.items():
@@ -259,8 +267,7 @@ def save_layer(
     """Shards a layer over the tensor ranks of `args`, writes each rank's file, and returns their records.
 
     layer: its NeoX index. tensors: its full tensors, by our names. naming: a key of WEIGHT_NAMINGS; None:
-    GPT-NeoX's for `args`. to_disk: called with the path of each file, to sync it now or later.
-    """
+        GPT-NeoX's for `args`. to_disk: called with the path of each file, to sync it now or later."""
     records, specs = [], layer_params(args)[layer]
     params = {layer: specs}
     for rank in range(args.tp):
@@ -273,7 +280,7 @@ def save_layer(
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy if it is a view: torch.save would write the storage behind the view."""
+    """Returns `tensor`, or a copy if it is a view: torch.save would write the full storage of a view."""
     owns_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
 

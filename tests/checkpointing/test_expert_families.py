@@ -88,7 +88,10 @@ def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
         ({"swiglu_limit": 8.0}, "swiglu_limit: 8.0"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha: 1.0"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),
-        ({"initial_context_length": 8192}, "initial_context_length: 8192 is not rope_scaling.original_max_position"),
+        (
+            {"initial_context_length": 8192},
+            "initial_context_length: 8192 must equal rope_scaling.original_max_position",
+        ),
         ({"layer_types": ["chunked_attention"] * 24}, "layer_types: chunked_attention"),
         ({"num_local_experts": 1}, "num_experts: 1"),
     ):

@@ -333,8 +333,8 @@ def test_what_no_family_computes_is_refused() -> None:
     _, summary, *nearest = fails(".", hf_config, small(pos_emb="alibi")).splitlines()
     assert "alibi" in summary and "pos_emb" in summary
     assert re.search("gpt_neox: .*rotary .*alibi", nearest[0]) and re.search("gpt2: .*learned .*alibi", nearest[1])
-    fails(r"heads of keys \(num_kv_heads\): 4 there, 2 here", hf_config, small(num_kv_heads=2), family="gpt_neox")
-    fails("no family gpt3; one of gpt_neox, gpt2, llama", hf_config, small(), family="gpt3")
+    fails(r"\(num_kv_heads\): 4 .* 2 ", hf_config, small(num_kv_heads=2), family="gpt_neox")
+    fails("gpt3: .* gpt_neox, gpt2, llama", hf_config, small(), family="gpt3")
     with pytest.raises(CheckpointError, match="llama: .*layer_types"):
         hf_config(args_of(config_of("mistral").to_dict()), family="llama")
     fails("vocab_size 65: .* 64 ", hf_config, small(), vocab_size=65)
@@ -342,7 +342,7 @@ def test_what_no_family_computes_is_refused() -> None:
     weights = random_weights(args)
     del weights[2]["mlp.linear1.bias"]
     weights[2]["mlp.linear2.bias"] = torch.zeros(31)
-    with pytest.raises(CheckpointError, match=r"layer 2: mlp.linear1.bias .*\(128,\), .* \(31,\)"):
+    with pytest.raises(CheckpointError, match=r"layer 2: .*mlp.linear1.bias .*\(128,\), .* \(31,\)"):
         list(to_hf(args, weights.items()))
 
 
@@ -353,7 +353,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
         return message.partition("nearest to ")[2]
 
     assert re.match("config.json is gpt_neox .*one norm for attention", nearest_family("GPTJConfig"))
-    assert re.match("config.json is mixtral .*one expert a token", nearest_family("Llama4TextConfig"))
+    assert re.match("config.json is mixtral .*one expert per token", nearest_family("Llama4TextConfig"))
     for name, nearest in (("DeepseekV2Config", "qwen2_moe"), ("DeepseekV3Config", "qwen2_moe"),
                           ("Glm4MoeConfig", "qwen3_moe"), ("Ernie4_5_MoeConfig", "qwen2_moe"),
                           ("Qwen3NextConfig", "qwen3_moe"), ("PhimoeConfig", "mixtral"),

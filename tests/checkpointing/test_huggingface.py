@@ -339,7 +339,7 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     assert manifest is not None and manifest.layout.tensor == 2
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="global_step0.* already.*no import"):
+    with pytest.raises(CheckpointError, match="global_step0.* already exists.*--iteration"):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox")
 
 
@@ -369,7 +369,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x80\x04" + content)
     refuses("model.safetensors: .*not a safetensors file")
     (folder / "model.safetensors").unlink()
-    refuses("no model.safetensors, pytorch_model.bin")
+    refuses("neither model.safetensors nor pytorch_model.bin")
 
     class Harm:
         def __reduce__(self) -> Any:
@@ -385,11 +385,11 @@ def test_damaged_folders(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
     refuses("is quantised")
     (folder / "config.json").write_text("{")
-    refuses("config.json: not JSON")
+    refuses("config.json: .*JSON")
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refuses("incomplete, .*model-00001-of-00002.safetensors")
+    refuses("incomplete: .*model-00001-of-00002.safetensors")
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

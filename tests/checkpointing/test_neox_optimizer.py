@@ -81,7 +81,7 @@ def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> No
         for spec in specs:
             torch.testing.assert_close(zero.read(layer, spec, 0, 1), baseline.read(layer, spec, 0, 1), rtol=0, atol=0)
     (path / zero_file(1, 0, False)).unlink()
-    fails("incomplete, .*mp_rank_00", NeoXOptimizer, path, args)
+    fails("incomplete: .*mp_rank_00", NeoXOptimizer, path, args)
 
 
 # The modules of a block of GPT-NeoX, of Transformer-Engine and of the fork's OLMo, in the order in which they
@@ -214,10 +214,10 @@ def without_moment(rank: int, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "keys", "facts"), [
-    (lambda rank, state: state.update(optimizer=None), {}, "plain torch form"),
-    (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "plain torch form"),
+    (lambda rank, state: state.update(optimizer=None), {}, "as torch.optim saves"),
+    (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "as torch.optim saves"),
     (without_moment, {}, "exp_avg_sq"),
-    (lambda rank, state: None, {"norm": "rmsnorm"}, "other parameters"),
+    (lambda rank, state: None, {"norm": "rmsnorm"}, "does not fit the parameters"),
 ], ids=["none", "fp16 without ZeRO", "no Adam", "another model"])  # fmt: skip
 def test_what_is_no_state_of_this_model_is_refused_with_the_way_out(
     change: Callable[[int, dict[str, Any]], None], keys: dict[str, Any], facts: str, tmp_path: Path

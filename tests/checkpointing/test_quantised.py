@@ -95,7 +95,7 @@ def test_fp8_with_one_scale_leaves_those_of_activations_out(scale: Tensor, tmp_p
     assert torch.equal(folder.get("experts.up"), experts.half() * expert_scales[:, None, None].half())
     large = {"q.weight": values, "q.weight_scale_inv": torch.tensor(1e6)}
     folder = HFFolder(folder_of(tmp_path, large, FP8_PER_TENSOR), dtype=torch.float16)
-    fails("q.weight: holds numbers that fp16 cannot", folder.get, "q.weight")
+    fails("q.weight: .* fp16", folder.get, "q.weight")
 
 
 def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
@@ -217,11 +217,11 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
 def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None:
     values, blocks = numbers(160, 160).to(torch.float8_e4m3fn), torch.zeros(8, 2, 16, dtype=torch.uint8)
     cases: list[tuple[dict[str, Tensor], Any, str]] = [
-        ({"a": values}, FP8, "a is in FP8, without a_scale_inv"),
-        ({"a": values, "a_scale_inv": numbers(2, 1)}, FP8, r"a_scale_inv: shape \(2, 1\), \(2, 2\) by weight_block"),
-        ({"a": values, "a_scale_inv": numbers(1)}, FP8, r"a_scale_inv: shape \(1,\), \(2, 2\)"),
-        ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size \[128\] is not a pair"),
-        ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, without a_scales"),
+        ({"a": values}, FP8, "a is in FP8, .*a_scale_inv .*missing"),
+        ({"a": values, "a_scale_inv": numbers(2, 1)}, FP8, r"a_scale_inv: .*\(2, 1\), .*weight_block_size.* \(2, 2\)"),
+        ({"a": values, "a_scale_inv": numbers(1)}, FP8, r"a_scale_inv: .*\(1,\), .* \(2, 2\)"),
+        ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size: \[128\] is not a pair"),
+        ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, .*a_scales .*missing"),
         ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks .*shape"),
         ({"a": values}, {"quant_method": None, "bits": 4}, "quantised by an unnamed method "),
     ]

@@ -149,7 +149,7 @@ def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str
     changed = replace(manifest, files={**manifest.files, name: wrong})
     (path / "manifest.json").write_text(changed.to_json())
     assert verify_ends(copied) == 1
-    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in capsys.readouterr().err
+    assert "norm.weight is float32 [32], but the manifest lists bfloat16 [32]" in capsys.readouterr().err
 
 
 def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,13 +117,13 @@ def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     ({"mamba_bcdt_norm_epsilon": 1e-6}, "norms of B, C and time steps (mamba_bcdt_norm_epsilon)"),
     ({"norm": "scalenorm", "scalenorm_epsilon": 1e-5}, "norm scalenorm"),
     ({"norm": "non_parametric_layernorm"}, "norm non_parametric_layernorm"),
-    ({"rms_norm_epsilon": 1e-6}, "epsilon 1e-06 of norms, which is 1e-05 there"),
-    ({"zero_centered_gamma": True}, "norms around zero (zero_centered_gamma)"),
+    ({"rms_norm_epsilon": 1e-6}, "epsilon 1e-06 of norms, which must be 1e-05"),
+    ({"zero_centered_gamma": True}, "zero-centered norm weights (zero_centered_gamma)"),
     ({"pos_emb": "sinusoidal"}, "positions sinusoidal (pos_emb)"),
     ({"embedding_multiplier": 2.0}, "embedding_multiplier 2.0"),
     ({"logit_scale": 0.5}, "logit_scale 0.5"),
     ({"attention_config": ["mamba2"] * 2, **HEADS, "mamba_num_heads": 6},
-     "6 heads of 8, no multiple of hidden_size 32 (mamba_num_heads)"),
+     "6 heads of 8 channels, together no multiple of hidden_size 32 (mamba_num_heads)"),
 ])  # fmt: skip
 def test_what_the_package_cannot_say_is_refused(changes: dict[str, Any], reasons: str) -> None:
     args = small(**{**BASE_KEYS, "attention_config": ["mamba", "mamba"], **changes})

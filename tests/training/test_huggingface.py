@@ -183,7 +183,7 @@ def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_hf_weights(model, args, layers=[0], tensor_rank=0, tensor_size=1)
     lines = {line.strip() for line in str(caught.value).splitlines()}
-    assert {"num_layers: 4 there, 3 here", "rotary_pct: 2 there, 4 here"} <= lines
+    assert {"num_layers: 4 in the model, 3 in this run", "rotary_pct: 2 in the model, 4 in this run"} <= lines
     small = NeoXArgs.from_dict(run_values(tmp_path, model, padded_vocab_size=256))
     with pytest.raises(CheckpointError, match="384.*padded_vocab_size.*256"):
         load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
@@ -263,7 +263,7 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
         assert all(resharded.read(2)[name].equal(value) for name, value in source.read(2).items())
 
     adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
-    assert "logit difference of merged to unmerged" in capsys.readouterr().out
+    assert "difference between merged and unmerged logits" in capsys.readouterr().out
     merged_path = str(find_checkpoint(tmp_path / "merged"))
     convert_neox_to_hf.main(["--input_dir", merged_path, "--output_dir", str(tmp_path / "hf")])
     merged_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")

@@ -1,7 +1,9 @@
-"""Low-rank adapters on disk (LoRA): peft's format both ways, checkpoints of adapters alone, and merging them.
+"""Reads, writes and merges LoRA adapters on disk: folders in peft's format, and checkpoints that hold
+adapters.
 
-`peft_names.py` has peft's names from the tables of the families, `peft_folder.py` its files, `base.py` the
-weights below adapters, `sources.py` adapters of either kind, `merging.py` and `exporting.py` what is written.
+`peft_names.py` maps adapter parameters to tensor names in peft's files, `peft_folder.py` reads and writes
+these files. `base.py` reads the base weights, `sources.py` opens adapters of either format, `merging.py`
+writes merged weights and adapter checkpoints, `exporting.py` writes peft's format.
 """
 
 from megatron.checkpointing.adapters.base import (

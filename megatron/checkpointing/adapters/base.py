@@ -1,4 +1,4 @@
-"""The base weights of adapters: read one layer at a time, and identified by a digest."""
+"""Reads the base weights of LoRA adapters one layer at a time, and identifies them by a digest."""
 
 import hashlib
 import json
@@ -32,13 +32,17 @@ from megatron.tokenizer import padded_vocab_size
 
 ReadLayer = Callable[[int], dict[str, Tensor]]
 _HF_WEIGHTS = (("*.safetensors", "*.bin"),)
-_NEOX_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # the second without a pipeline
+_NEOX_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # a checkpoint without pipeline may have only mp_rank_*
 _ROWS = "padded_vocab_size"
-_ROWS_MULTIPLE = 128  # as imports pad the vocabulary
+_ROWS_MULTIPLE = 128  # imports pad the vocabulary to a multiple of this
 
 
 def known_digests(path: Path, is_hf_folder: bool) -> tuple[dict[str, str], list[Path]]:
-    """Returns (SHA-256 of each weight file by name, from the manifest; weight files without a manifest)."""
+    """Returns the SHA-256 of each weight file by file name, as far as the manifest records them.
+
+    Returns (digests, []) if the manifest lists the weight files, else ({}, paths of the weight files to
+    hash). A HuggingFace folder (`is_hf_folder`) has no manifest. Raises CheckpointError if there are no
+    weight files."""
     manifest = None if is_hf_folder else read_manifest(path)
     for kinds in _HF_WEIGHTS if is_hf_folder else _NEOX_WEIGHTS:
         if manifest is not None:
@@ -50,13 +54,14 @@ def known_digests(path: Path, is_hf_folder: bool) -> tuple[dict[str, str], list[
         files = sorted(file for kind in kinds for file in path.glob(kind))
         if files and manifest is None:
             return {}, files
-    raise CheckpointError(f"{path}: no weight files found; is it the folder of a model or checkpoint?")
+    raise CheckpointError(f"{path}: no weight files found; pass a checkpoint (global_stepN) or a HuggingFace folder")
 
 
 def base_record(path: Path | None, digests: Mapping[str, str]) -> dict[str, Any]:
     """Returns {"path", "digest"} of the base weights, which the manifest of an adapter checkpoint stores.
 
-    digests: SHA-256 of each weight file by name; `digest` is their hash."""
+    path: of the base weights; None: they are initial values, not read from a file.
+    digests: SHA-256 of each weight file by name. "digest" is one SHA-256 computed over all of them."""
     text = json.dumps(dict(sorted(digests.items())), sort_keys=True)
     return {
         "path": None if path is None else str(path.resolve()), "digest": hashlib.sha256(text.encode()).hexdigest()
@@ -64,21 +69,20 @@ def base_record(path: Path | None, digests: Mapping[str, str]) -> dict[str, Any]
 
 
 def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
-    """Returns the folder of one checkpoint. Raises CheckpointError.
+    """Returns the folder of one checkpoint. Raises CheckpointError if there is none.
 
-    path: the checkpoint (global_stepN) itself, or a folder of checkpoints. From the latter it takes the
-    checkpoint of `iteration`; None: the one that the file `latest` names."""
+    path: the checkpoint itself (a folder named global_stepN), or a folder that holds checkpoints. In the
+        second case `iteration` selects the checkpoint; None: the one that the file `latest` names."""
     folder = Path(path)
     names_checkpoint = iteration is None and is_tag(folder.name) and not (folder / LATEST).exists()
     return folder if names_checkpoint and folder.is_dir() else find_checkpoint(folder, iteration)
 
 
 def family_below(path: str | Path | None) -> str | None:
-    """Returns the family of the base weights of adapters, from the config.json stored with them.
+    """Returns the HuggingFace model type of the base weights of adapters, from their config.json.
 
-    Returns None if there is no config.json, or if it cannot be fetched or read. path: of the base weights: a
-    checkpoint, or a HuggingFace folder or name on the Hub.
-    """
+    Returns None if the model type is not supported, or config.json is absent or cannot be fetched or read.
+    path: of the base weights: a checkpoint, or a HuggingFace folder or name on the Hub."""
     try:
         model_type = text_config(config_below(path)).get("model_type")
     except CheckpointError:
@@ -87,10 +91,9 @@ def family_below(path: str | Path | None) -> str | None:
 
 
 def config_below(path: str | Path | None) -> Config:
-    """Returns the config.json stored with the base weights of adapters; {} without one.
+    """Returns the config.json stored with the base weights of adapters; {} if it is absent or cannot be read.
 
-    path: of the base weights: a checkpoint, or a HuggingFace folder or name on the Hub.
-    """
+    path: of the base weights: a checkpoint, or a HuggingFace folder or name on the Hub."""
     try:
         if path is None:
             return {}
@@ -100,10 +103,11 @@ def config_below(path: str | Path | None) -> Config:
 
 
 def adapter_model(manifest: Manifest) -> Mapping[str, Any]:
-    """Returns the configuration keys, with values, in which a run must agree with an adapter checkpoint.
+    """Returns the model settings that a run must share with an adapter checkpoint, by configuration key.
 
-    These are `manifest.model`. If the base is a HuggingFace model, `padded_vocab_size` is left out, because
-    each run may pad the vocabulary differently; it stays if the embedding or head was trained."""
+    The settings are `manifest.model`. If the base is a HuggingFace model, `padded_vocab_size` is left out,
+    because each run may pad the vocabulary differently. It stays if the embedding or head was trained
+    (`modules_to_save`)."""
     copies = (manifest.model.get("lora") or {}).get("modules_to_save")
     base_path = None if manifest.base is None or copies else manifest.base["path"]
     if base_path is None or not is_hf(base_path):
@@ -112,10 +116,11 @@ def adapter_model(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def saved_rows(path: Path, args: ModelArgs, tokens: int) -> int | None:
-    """Returns `padded_vocab_size` for a run that starts from a checkpoint. Raises CheckpointError.
+    """Returns the `padded_vocab_size` of the checkpoint at `path`, for a run that starts from this
+    checkpoint.
 
-    The value comes from the checkpoint, or from the HuggingFace base model of its adapters; None if neither
-    has it.
+    If the checkpoint holds adapters of a HuggingFace model, the value is computed from that model. Returns
+    None if it is not recorded. Raises CheckpointError.
     tokens: number of tokens of the run's tokenizer."""
     manifest = read_manifest(path)
     saved = saved_model(path) if manifest is None else adapter_model(manifest)
@@ -127,7 +132,7 @@ def saved_rows(path: Path, args: ModelArgs, tokens: int) -> int | None:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The base model of adapters.
+    """The base model of LoRA adapters, and a function that reads its weights.
 
     path: a checkpoint, or a HuggingFace folder (`is_hf`).
     args: the base model's configuration, for one process and without adapters.
@@ -142,14 +147,14 @@ class BaseWeights:
     checkpoint: OpenCheckpoint | None = None
 
     def verify(self, groups: ParallelGroups | None = None) -> None:
-        """Compare all files of a checkpoint with its manifest now; nothing for a HuggingFace folder.
+        """Compare all files of the base checkpoint with its manifest; do nothing for a HuggingFace folder.
 
-        groups: ranks that share the work. Raises DamagedError."""
+        groups: ranks among which the files are divided. Raises DamagedError."""
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
 
     def record(self) -> dict[str, Any]:
-        """Returns the path and digest of these weights, as a manifest stores them."""
+        """Returns {"path", "digest"} of these weights, for the manifest of an adapter checkpoint."""
         recorded, files = known_digests(self.path, self.is_hf)
         return base_record(self.path, {**recorded, **{file.name: sha256(file) for file in files}})
 
@@ -157,14 +162,13 @@ class BaseWeights:
 def open_base(
     path: str | Path, args: NeoXArgs | None = None, tokens: int = 0, origin: str | Path | None = None
 ) -> BaseWeights:
-    """Opens the weights of a checkpoint (this program's or GPT-NeoX's), or of a HuggingFace model.
+    """Opens the base weights at `path`: a checkpoint of this program or GPT-NeoX, or a HuggingFace model.
 
     args: the model's configuration; None: read from `path`.
     tokens: a HuggingFace model's vocabulary is padded to at least this many rows.
-    origin: the file that named `path`, for error messages.
-    Raises CheckpointError.
-    """
-    hint = "" if origin is None else f" ({origin} names this path; give another with --base)"
+    origin: the adapter that records `path` as its base, for error messages.
+    Raises CheckpointError."""
+    hint = "" if origin is None else f" ({origin} records this path; give another with --base)"
     if is_hf(path):
         try:
             folder = find_hf(path)
@@ -177,11 +181,13 @@ def open_base(
         load = hf_loader(folder, args, new_head=new_head)
         return BaseWeights(folder, True, args, partial(_read, load, args, new_head))
     if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder of base weights for the adapters{hint}")
+        raise CheckpointError(f"{path}: the folder of the adapters' base weights does not exist{hint}")
     source = checkpoint_folder(path)
     opened = OpenCheckpoint(source)
     if opened.manifest is not None and opened.manifest.model.get("lora") is not None:
-        raise CheckpointError(f"{source}: has its own adapters; merge them first (tools/ckpts/adapter.py merge)")
+        raise CheckpointError(
+            f"{source}: these base weights have adapters of their own; merge them first (tools/ckpts/adapter.py merge)"
+        )
     args = plain_args((args or checkpoint_args(source)).replace(lora=None))
     new_head = bool(args.score_head) and not has_score_head(source, args)
     load = partial(load_weights, opened, args, new_head=new_head)

@@ -1,4 +1,4 @@
-"""Exports adapters of a checkpoint to a folder in peft's format, and compares their logits with peft's."""
+"""Exports LoRA adapters to a folder in peft's format, and compares their logits with peft's."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,13 +26,14 @@ from megatron.checkpointing.huggingface.transformers_model import auto_class
 from megatron.checkpointing.manifest import read_manifest
 from megatron.model.weight_map import adapter_params
 
-_HF_RUN = "huggingface "  # how run ids of imports begin
+_HF_RUN = "huggingface "  # run ids of imports from HuggingFace begin so
 
 
 def base_name(path: Path | str | None) -> str | None:
-    """Returns the value of peft's field `base_model_name_or_path` for the base weights at `path`.
+    """Returns the base model's name for peft's field `base_model_name_or_path`; None if `path` is None.
 
-    The value is the HuggingFace folder or name if `path` is one, or was imported from one; else `path`."""
+    path: of the base weights. The name is the HuggingFace folder or name if `path` is one, or was imported
+        from one. Otherwise it is the path of the checkpoint."""
     if path is None or is_hf(path) or not Path(path).is_dir():
         return None if path is None else str(path).removeprefix("hf://")
     path = checkpoint_folder(path)
@@ -54,17 +55,19 @@ def export_peft(
     notes: Mapping[str, bytes] | None = None,
     progress: LayerProgress = no_progress,
 ) -> Path:
-    """Write adapters as the folder `output` in peft's format, with the tokenizer of the run.
+    """Write adapters to the folder `output` in peft's format, with the tokenizer of the run that trained
+    them.
 
-    base: the name of the base model, which peft loads; None: the one in the checkpoint. family: the
-    `model_type` to write for; None: the base model's, with the full model's names if it is multimodal. dtype:
-    of the written tensors; None: as stored. notes: content of further files by name. An earlier `output` is
-    replaced; it is never left half written. Raises CheckpointError."""
+    base: the name of the base model, which peft loads; None: the base that the checkpoint records.
+    family: the HuggingFace `model_type` whose module names are written; None: that of the base model. If the
+        base is multimodal, module names include its wrapper.
+    dtype: of the written tensors; None: as stored. notes: content of further files by name.
+    An existing `output` is replaced as a whole, and never left half written. Raises CheckpointError."""
     source.verify()
     output = Path(output).resolve()
     layers = sorted(adapter_params(source.args))
     recorded = None if source.manifest is None else source.manifest.base
-    # A checkpoint that holds base weights too started from the weights that `load` names.
+    # If the checkpoint also holds the base weights, the run read them from its key `load`.
     base_path = source.args.load if recorded is None else recorded["path"]
     base_model = base or base_name(base_path)
     in_wrapper = (
@@ -103,18 +106,18 @@ def _companions(source: AdapterSource) -> tuple[dict[str, bytes], int | None]:
 
 @torch.no_grad()
 def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparison:
-    """Compares our logits with adapters against the logits of transformers with peft, on random tokens.
+    """Compares our logits of a model with adapters against those of transformers with peft, on random tokens.
 
     Both full models are in memory, in fp32. A NeoX checkpoint (base or adapters) is first exported to a
-    temporary HuggingFace or peft folder. Raises CheckpointError if logits differ by more than the bound, or
-    peft is missing.
-    """
+    temporary folder in HuggingFace's or peft's format. Raises CheckpointError if the logits differ by more
+    than `LogitComparison.bound`, or if peft or transformers is not installed."""
     try:
         import peft
         import transformers
     except ModuleNotFoundError as problem:
         raise CheckpointError(
-            f"the comparison with peft needs {problem.name} (pip install {problem.name}); --against merged does not"
+            f"the comparison with peft needs the package {problem.name}: pip install {problem.name}, or compare "
+            "with merged weights instead (--against merged)"
         ) from None
     with tempfile.TemporaryDirectory() as spare:
         model_folder = base.path if base.is_hf else Path(spare) / "model"
@@ -139,5 +142,5 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparis
     logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
     comparison = LogitComparison.from_logits(logits, peft_logits, tokens, reference="peft")
     if not comparison.is_close:
-        raise CheckpointError(f"{source.path}: logits with these adapters differ from peft's: {comparison}")
+        raise CheckpointError(f"{source.path}: our logits with these adapters differ from peft's: {comparison}")
     return comparison

@@ -1,4 +1,4 @@
-"""Writes checkpoints from adapters: weights with adapters merged into them, and peft's adapters alone."""
+"""Writes checkpoints from LoRA adapters: base weights with adapters merged in, or adapters alone."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from megatron.model.weight_map import adapter_params, layer_params
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.frozen import thaw
 
-# The largest difference of fp32 logits, in proportion to the largest logit: rounding in another order.
+# Allowed difference of fp32 logits relative to the largest logit; sums are rounded in another order.
 BOUND = 1e-5
 
 
@@ -40,9 +40,9 @@ class MergeComparison:
     """How far the logits of merged weights are from those of base weights plus adapters.
 
     name: path of the adapters.
-    difference: the largest absolute difference of fp32 logits.
+    difference: the largest absolute difference of a logit, with merged weights in fp32.
     largest: the largest absolute logit.
-    stored: the difference with merged weights rounded to the dtype they are stored in; None if that is fp32.
+    stored: the largest difference with merged weights rounded to their stored dtype; None if that is fp32.
     """
 
     name: str
@@ -55,24 +55,25 @@ class MergeComparison:
         return BOUND * max(1.0, self.largest)
 
     def __str__(self) -> str:
-        rounded = f"; {self.stored:.2e} as stored" if self.stored is not None else ""
+        rounded = f"; {self.stored:.2e} with weights rounded to their stored dtype" if self.stored is not None else ""
         return (
-            f"{self.name}: largest logit difference of merged to unmerged {self.difference:.2e} (bound "
-            f"{self.bound:.1e}, largest logit {self.largest:.2f}, {ROWS} x {LENGTH} tokens at most, fp32){rounded}"
+            f"{self.name}: largest difference between merged and unmerged logits {self.difference:.2e} (bound "
+            f"{self.bound:.1e}, largest logit {self.largest:.2f}, at most {ROWS} x {LENGTH} tokens, fp32){rounded}"
         )
 
 
 @torch.no_grad()
 def unmerged_logits(base: BaseWeights, source: AdapterSource, tokens: Tensor) -> Tensor:
-    """Returns the logits of base weights plus (unmerged) adapters, `[batch, seq, padded vocabulary]` fp32."""
+    """Returns fp32 logits `[batch, seq, padded vocabulary]` of base weights plus adapters that are not
+    merged."""
     return neox_logits(source.args, lambda layer: {**base.read(layer), **source.read(layer)}, tokens)
 
 
 @torch.no_grad()
 def compare_merged(base: BaseWeights, source: AdapterSource) -> MergeComparison:
-    """Compare logits of base weights plus adapters with logits after merging, on random tokens.
+    """Compare the logits of base weights plus adapters with those after merging, on random tokens.
 
-    Raises CheckpointError when they differ by more than the bound."""
+    Raises CheckpointError if they differ by more than `MergeComparison.bound`."""
     args, tokens = source.args.replace(lora=None), some_tokens(source.args)
     unmerged = unmerged_logits(base, source, tokens)
     merged = neox_logits(args, merged_reader(base.read, [(source, 1.0)], torch.float32), tokens)
@@ -83,7 +84,7 @@ def compare_merged(base: BaseWeights, source: AdapterSource) -> MergeComparison:
         stored = (unmerged - rounded).abs().max().item()
     comparison = MergeComparison(str(source.path), difference, largest, stored)
     if not difference <= comparison.bound:  # NaN too
-        raise CheckpointError(f"logits of the merged weights differ from those of base plus adapters: {comparison}")
+        raise CheckpointError(f"merging changed the logits by more than the bound: {comparison}")
     return comparison
 
 
@@ -96,12 +97,11 @@ def write_merged(
 ) -> tuple[Path, list[MergeComparison]]:
     """Merges adapters into base weights, checks the logits, and writes `<save>/global_stepN`.
 
-    adapters: (adapters, factor) pairs; each adapter's update is multiplied by its factor.
+    adapters: (adapters, factor) pairs; the weight change of each adapter is multiplied by its factor.
     Returns the checkpoint's folder, and one comparison of logits for each pair. N is the iteration of the
-    first adapters, but a run that loads the result starts at iteration 0. Tokenizer and companion files are
-    copied. One layer is in memory at a time; the folder appears when it is complete. Raises
-    CheckpointError.
-    """
+    first adapters; a run that loads the result starts at iteration 0. Files of the tokenizer and of
+    HuggingFace's folder are copied. One layer is in memory at a time. The folder appears only when it is
+    complete. Raises CheckpointError."""
     save, first_source = Path(save), adapters[0][0]
     base.verify()
     for source, _ in adapters:
@@ -128,9 +128,9 @@ def write_merged(
 def write_adapters(
     base: BaseWeights, source: AdapterSource, save: str | Path, *, progress: LayerProgress = no_progress
 ) -> Path:
-    """Write a checkpoint `<save>/global_stepN` of adapters alone, which a run with `lora` can load.
+    """Write a checkpoint `<save>/global_stepN` that holds only adapters; a run with `lora` can load it.
 
-    N is the iteration of the adapters; 0 for a peft folder. The manifest names the base weights. Raises
+    N is the iteration of the adapters; 0 for a peft folder. The manifest records the base weights. Raises
     CheckpointError."""
     base.verify()
     args, params = source.args, adapter_params(source.args)
@@ -151,7 +151,9 @@ def write_adapters(
 
 
 def _saved_config(base: BaseWeights, source: AdapterSource) -> dict[str, Any]:
-    """Returns the configuration of the adapters' run, else of the base, for one rank, to be saved."""
+    """Returns the configuration to store in the new checkpoint, with parallel sizes of 1.
+
+    It is the configuration of the run that trained the adapters, or, for a peft folder, of the base model."""
     manifest = source.manifest or (None if base.is_hf else read_manifest(base.path))
     if manifest is not None:
         config = dict(manifest.config)
@@ -202,9 +204,9 @@ def _publish(
 
 
 def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
-    """Content of the tokenizer and companion files of the new checkpoint, by path inside it.
+    """Returns the content of tokenizer and companion files for the new checkpoint, by path inside it.
 
-    The adapters' files replace the base model's, because their tokenizer may have more tokens."""
+    The adapters' tokenizer replaces the base model's, because it may have more tokens."""
     base_files = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
     adapter_files = read_companion_files(source.path if source.manifest is None else source.path / HF_SUBFOLDER)
     if source.manifest is None:  # the README.md of a peft folder describes the adapter
@@ -222,7 +224,8 @@ def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
 def _resized(files: Mapping[str, bytes], rows: int | None) -> dict[str, bytes]:
     """Returns {"config.json": content} with `vocab_size` raised to at least `rows`.
 
-    files: the base model's companion files. Returns {} if `rows` is None or there is no config.json."""
+    files: content of the base model's files by name. Returns {} if `rows` is None or `files` has no
+        config.json."""
     if rows is None or CONFIG not in files:
         return {}
     config = with_vocab_size(json.loads(files[CONFIG]), rows)

@@ -1,4 +1,4 @@
-"""The tensors of peft's adapters by the names of HuggingFace's modules, from the tables of the families."""
+"""Maps our adapter parameters to tensor names in peft's files, by the tables of HuggingFace's families."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +19,18 @@ from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
-# The weights of a block's linear layers, and the adapter name for all rows of each.
+# Weights of a block's linear layers -> the name of an adapter that covers all rows of the weight.
 _FULL_LINEARS = {
     "attention.query_key_value.weight": "query_key_value", "attention.dense.weight": "dense",
     "mlp.linear1.weight": "gate_up_proj", "mlp.linear2.weight": "dense_4h_to_h",
     "mlp.shared_expert.linear1.weight": "gate_up_proj", "mlp.shared_expert.linear2.weight": "dense_4h_to_h",
     "mixer.in_proj.weight": "in_proj", "mixer.x_proj.weight": "x_proj",
 }  # fmt: skip
-# Parts of an adapter, and their names in peft's files.
+# Our names of an adapter's tensors -> peft's names.
 _PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "lora_magnitude_vector"}
 _COPIES = {"word_embeddings.modules_to_save": "word_embeddings", "final_linear.modules_to_save": "final_linear"}
-# GPT-NeoX's head in memory, whose name peft uses: transformers 5 calls it lm_head, earlier ones as in files.
+# peft names tensors after modules in memory. transformers 5 calls GPT-NeoX's head lm_head, earlier versions
+# embed_out, as in weight files.
 _HEADS = ("lm_head", "embed_out")
 
 
@@ -41,9 +42,9 @@ class PeftTensor:
     keys: names of the tensors in peft's file.
     split: converts our full parameter to the tensors of `keys`, in that order.
     join: converts one of these tensors back.
-    vocabulary: each row belongs to a token.
-    older: other names to accept, made of module names in HuggingFace's weight files, as models with code of
-        their own (`trust_remote_code`) have.
+    vocabulary: whether each row belongs to a token (embedding or head).
+    older: other tensor names that are accepted when reading. They contain module names as in HuggingFace's
+        weight files; models with remote code (`trust_remote_code`) have such names in memory.
     """
 
     layer: int
@@ -55,18 +56,18 @@ class PeftTensor:
     older: tuple[str, ...] = ()
 
     def within_wrapper(self) -> "PeftTensor":
-        """Returns a copy whose `keys` are the names inside a multimodal model."""
+        """Returns a copy whose `keys` are the tensor names inside a multimodal model."""
         return replace(self, keys=tuple(PREFIX + memory_name(key.removeprefix(PREFIX)) for key in self.keys))
 
 
 @dataclass(frozen=True)
 class PeftModule:
-    """A module that has an adapter.
+    """A linear layer of ours that has an adapter, with the names of its HuggingFace modules.
 
     block: number of the block, from 0.
-    target: the module's name in our key `lora.target`.
-    names: full names of the HuggingFace modules it stands for. older: other names to accept, from weight
-        files.
+    target: the layer's name in our key `lora.target`.
+    names: full names of the HuggingFace modules that make up the layer.
+    older: other names that are accepted when reading, as in HuggingFace's weight files.
     """
 
     block: int
@@ -79,7 +80,7 @@ def family_of_adapters(args: NeoXArgs, family: str | None = None) -> Family:
     """Returns the HuggingFace family whose module names a model's adapters are stored under.
 
     family: the family's model type; None: the first family that can express the model of `args`. Raises
-    CheckpointError that names the settings no family supports."""
+        CheckpointError that names the settings no family supports."""
     return FAMILIES[hf_config(args.replace(lora=None), family=family)["model_type"]]
 
 
@@ -91,12 +92,12 @@ def check_peft_names(args: NeoXArgs, family: str | None = None) -> None:
 
 
 def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
-    """Returns the first family that can express the model of `args` and has all `modules`.
+    """Returns the first HuggingFace family that can express the model of `args` and has all `modules`.
 
-    modules: module names without `PREFIX`. If no family has all of them, returns the first that can express
-    the model."""
+    modules: module names without `PREFIX`. If no family has all of them, returns the first family that can
+        express the model."""
     base_args = args.replace(lora=None)
-    # Names first: they are looked up, while what a model computes is worked out.
+    # Families with all names come first: comparing names is fast, `is_of_family` is slow.
     for family in sorted(
         FAMILIES.values(), key=lambda candidate: any(_row_of(candidate, module) is None for module in modules)
     ):
@@ -108,8 +109,8 @@ def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
 def target_of(args: ModelArgs, family: Family, module: str) -> str:
     """Returns the name in our key `lora.target` for a HuggingFace module.
 
-    If our linear layer fuses several HuggingFace modules, the result is the module's own name (`q_proj`);
-    else the name of our layer."""
+    If our linear layer fuses several HuggingFace modules, the name is the last part of `module` ("q_proj").
+    Otherwise it is the name of our layer ("dense")."""
     row = _row_of(family, module)
     if row is None or len(row.hf_names) > 1 or row.neox_name not in _FULL_LINEARS:
         return module.rpartition(".")[2]
@@ -119,7 +120,9 @@ def target_of(args: ModelArgs, family: Family, module: str) -> str:
 
 
 def vocabulary_modules() -> dict[str, str]:
-    """Maps names of embeddings and heads in all families (last part) to "embed_tokens" or "lm_head"."""
+    """Returns "embed_tokens" or "lm_head" for the module name of every family's embedding and head.
+
+    Keys are the last parts of module names, such as "wte" or "embed_out"."""
     kinds = {"word_embeddings.weight": "embed_tokens", "final_linear.weight": "lm_head"}
     rows = [row for family in FAMILIES.values() for row in family.rows if row.neox_name in kinds]
     family_modules = {_last(name): kinds[row.neox_name] for row in rows for name in row.hf_names}
@@ -137,7 +140,9 @@ def _family_targets(family: Family) -> list[str]:
 
 
 def short_name(family: Family, module: str) -> str:
-    """Returns a module's name for target_modules: its last part; the last two parts if that is ambiguous."""
+    """Returns a module's name for peft's target_modules: the last part of `module`, such as "q_proj".
+
+    If several weights of the family end with this part, returns the last two parts ("self_attn.dense")."""
     last = module.rpartition(".")[2]
     sharing = {row.neox_name for row in family.rows for name in row.hf_names if name.endswith(f".{last}{_WEIGHT}")}
     return ".".join(module.split(".")[-2:]) if len(sharing) > 1 else last
@@ -148,7 +153,10 @@ def _last(name: str) -> str:
 
 
 def _row_of(family: Family, module: str) -> TensorMapping | None:
-    """Returns the mapping of a module's weight, or None. module: its name in memory or in files."""
+    """Returns the family's mapping for the weight of a HuggingFace module; None if the family has no such
+    module.
+
+    module: its full name, in memory or in weight files."""
     general = re.sub(r"\.\d+\.", ".{}.", f"{module}{_WEIGHT}", count=1)
     return next(
         (row for row in family.rows if general in (*row.hf_names, *map(family.memory_name, row.hf_names))), None
@@ -158,8 +166,7 @@ def _row_of(family: Family, module: str) -> TensorMapping | None:
 def peft_tensors(args: ModelArgs, family: Family) -> list[PeftTensor]:
     """Returns peft's tensors for each adapter parameter of the model of `args`.
 
-    Raises CheckpointError for an adapter that the family has no module for.
-    """
+    Raises CheckpointError if the family has no module for an adapter."""
     rows, specs = {row.neox_name: row for row in (*family.rows, SCORE)}, named_params(args)
     return [
         _linear_tensor(layer, spec, specs, attention_of(args, layer), rows, family)
@@ -191,14 +198,15 @@ def _linear_tensor(
     rows: Mapping[str, TensorMapping],
     family: Family,
 ) -> PeftTensor:
-    """Returns peft's tensors for a matrix, or the magnitudes, of an adapter of a linear layer.
+    """Returns peft's tensors for one parameter (A, B or DoRA's magnitudes) of a linear layer's adapter.
 
-    specs: of all parameters, from `named_params`. attention: the layer's, if any. rows: by our names."""
+    specs: of all parameters, from `named_params`. attention: the layer's attention spec, if any. rows: the
+        family's mappings by our parameter names."""
     linear, _, adapter = spec.name.partition(".lora.")
     name, part = adapter.split(".")
     row = rows[f"{linear}{_WEIGHT}"]
     modules, older = _modules(row, layer, family)
-    # One A for all rows: each module has it, and its own rows of B.
+    # The adapter covers all rows: each HuggingFace module stores the same A, and its own rows of B.
     if specs[layer, row.neox_name].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]:
         keys = _keys(modules, _PARTS[part])
         older_keys = _keys(older, _PARTS[part])
@@ -211,9 +219,9 @@ def _linear_tensor(
     modules, older = ([module for module in names if module.endswith(f".{name}")] for names in (modules, older))
     if not modules:
         raise CheckpointError(
-            f"{name}: {family.model_type} has no such module for peft, because its rows are fused in "
-            f"{_last(row.hf_names[0])}; set lora.target to modules of [{', '.join(_family_targets(family))}], or "
-            "merge the adapter into the weights (tools/ckpts/adapter.py merge)"
+            f"lora.target: {name}: peft cannot adapt this module of {family.model_type}, because it is fused into "
+            f"{_last(row.hf_names[0])}; choose targets from [{', '.join(_family_targets(family))}], or merge the "
+            "adapter into the weights (tools/ckpts/adapter.py merge)"
         )
     return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
 
@@ -223,8 +231,7 @@ def _copy_tensor(
 ) -> PeftTensor:
     """Returns peft's tensors for a fully trained embedding or head (`modules_to_save`, or a score head).
 
-    The trained copy of a tied embedding is stored under the head's name too.
-    """
+    A tied embedding is stored under the names of both embedding and head."""
     if spec.name == SCORE.neox_name:
         return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.hf_names[0]}",), _repeated(1))
     weight = _COPIES[spec.name]
@@ -238,7 +245,9 @@ def _copy_tensor(
 
 
 def _modules(row: TensorMapping, layer: int, family: Family) -> tuple[list[str], list[str]]:
-    """Returns (names in memory, names in files) of a weight's modules; the latter [] if both are equal."""
+    """Returns (module names in memory, module names in weight files) for one of our weights.
+
+    The second list is empty if both are equal."""
     stored = [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.hf_names]
     in_memory = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.hf_names]
     return in_memory, [] if in_memory == stored else stored

@@ -1,6 +1,7 @@
-"""Converts the choice and size of adapted modules between peft's fields and the keys of `lora`.
+"""Converts between peft's fields and our keys of `lora` that tell which modules have adapters, and how large.
 
-peft's fields are target_modules, layers_to_transform, rank_pattern and alpha_pattern."""
+peft's fields are target_modules, layers_to_transform, rank_pattern and alpha_pattern.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,7 @@ def is_selected(config: Mapping[str, Any], name: str) -> bool:
     """Whether adapter_config.json gives the module `name` an adapter, by peft's rules.
 
     `target_modules` is a regular expression for the full name, or a list of name suffixes. A list applies
-    only to blocks in `layers_to_transform`.
-    """
+    only to blocks in `layers_to_transform`."""
     if _matches(config.get("exclude_modules"), name):
         return False
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
@@ -36,7 +36,7 @@ def is_selected(config: Mapping[str, Any], name: str) -> bool:
 
 
 def is_left_out(config: Mapping[str, Any], block: int) -> bool:
-    """Whether layers_to_transform excludes the block of this number."""
+    """Whether `layers_to_transform` of adapter_config.json (`config`) excludes block number `block`."""
     layers = config.get("layers_to_transform")
     if layers in (None, []) or isinstance(config.get("target_modules"), str):
         return False
@@ -63,13 +63,14 @@ def placed(
     r: int,
     alpha: float,
 ) -> dict[str, Any]:
-    """Returns our keys of `lora` for the modules with adapters (target, layers) and their r and alpha.
+    """Returns our keys of `lora` for adapted modules: target, layers_to_transform, rank_pattern,
+    alpha_pattern.
 
-    candidates: all modules of the target names, in every block.
+    Keys that keep their default are left out.
+    candidates: the target modules in every block.
     is_adapted: tells whether a candidate has an adapter.
     config: the content of adapter_config.json.
-    r, alpha: the values for modules that no pattern in `config` matches.
-    """
+    r, alpha: the values for modules that no pattern in `config` matches."""
     chosen = [module for module in candidates if is_adapted(module)]
     lora: dict[str, Any] = {}
     blocks = sorted({module.block for module in chosen})
@@ -85,9 +86,9 @@ def placed(
 
 
 def _shortest(values: Mapping[PeftModule, Any], default: Any) -> dict[str, Any]:
-    """Returns {name: value} of modules whose value is not the default.
+    """Returns {module name: value} for the modules whose value differs from `default`.
 
-    The name is the target if all blocks have the same value, else the module's full name."""
+    The name is `target` if this module has the same value in all blocks, else the module's full name."""
     target_values: dict[str, set[Any]] = {}
     for module, value in values.items():
         target_values.setdefault(module.target, set()).add(value)

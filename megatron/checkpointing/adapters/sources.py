@@ -1,4 +1,4 @@
-"""Reads adapters from a checkpoint or a folder in peft's format, and merges them into base weights."""
+"""Reads LoRA adapters from a checkpoint or a folder in peft's format, and merges them into base weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +25,22 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 
-_RANK_OF_SUMS = "adapters of reward models cannot be summed or scaled, because each has its own score head"
+_RANK_OF_SUMS = (
+    "adapters of reward models cannot be summed or scaled, because each has its own score head; merge one alone"
+)
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """The adapters of one training run.
+    """The LoRA adapters of one training run, opened for reading.
 
     path: the checkpoint, or the folder in peft's format.
     args: the configuration of the model with adapters, for one process.
     read: takes a NeoX layer index and returns the layer's full trained tensors by NeoX names: adapters, and
         copies of embedding and head.
     manifest: the checkpoint's; None for a peft folder.
-    read_base: as `read`, for base weights in the same checkpoint; None if it holds only adapters.
+    read_base: reads base weights in the same way, if the checkpoint holds them too; None if it holds only
+        adapters.
     checkpoint: the opened checkpoint, which checks files before they are read; None for a peft folder.
     """
 
@@ -49,33 +52,35 @@ class AdapterSource:
     checkpoint: OpenCheckpoint | None = None
 
     def verify(self, groups: ParallelGroups | None = None) -> None:
-        """Compare all files of a checkpoint with its manifest now; nothing for a peft folder.
+        """Compare all files of the adapter checkpoint with its manifest; do nothing for a peft folder.
 
-        groups: ranks that share the work. Raises DamagedError."""
+        groups: ranks among which the files are divided. Raises DamagedError."""
         if self.checkpoint is not None:
             self.checkpoint.verify(groups=groups)
 
     def modules(self) -> Mapping[int, nn.Module]:
-        """The modules of the model with adapters, without values (meta device), by NeoX layer index."""
+        """Returns the model's modules with adapters by NeoX layer index, without values (meta device)."""
         stage = build_stage(self.args, ParallelGroups.single(torch.device("cpu")))
         return {int(index): module for index, module in stage.layers.items()}
 
 
 def is_adapter_checkpoint(path: str | Path) -> bool:
-    """Whether a checkpoint directory holds adapters, with or without their base weights."""
+    """Whether a checkpoint directory holds LoRA adapters, with or without their base weights."""
     manifest = read_manifest(path)
     return manifest is not None and manifest.model.get("lora") is not None
 
 
 def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> AdapterSource:
-    """Opens the adapters in a checkpoint or in a folder in peft's format; files are checked when read.
+    """Opens the adapters in a checkpoint or in a folder in peft's format; files are checked when they are
+    read.
 
     base_args: the configuration of the base model; required for a peft folder, which does not store it.
-    Raises CheckpointError, also if the adapters do not fit `base_args`.
-    """
+        Raises CheckpointError, also if the adapters do not fit `base_args`."""
     if is_peft(path):
         if base_args is None:
-            raise CheckpointError(f"{path}: a folder in peft's format needs a base model; name it with --base")
+            raise CheckpointError(
+                f"{path}: a folder in peft's format does not describe its base model; name the model with --base"
+            )
         folder = PeftFolder(path)
         args = folder.args_over(plain_args(base_args.replace(lora=None)))
         return AdapterSource(Path(path), args, folder.reader(args))
@@ -102,7 +107,7 @@ def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> Adapter
 
 
 def _section(args: ModelArgs) -> dict[str, Any]:
-    """Returns the `lora` keys except those of quantization, because base weights are read unquantised."""
+    """Returns the keys of `lora` except those of quantization, because base weights are read unquantised."""
     assert args.lora is not None
     return {key: thaw(value) for key, value in args.lora.items() if key not in ("quantization", "double_quant")}
 
@@ -118,11 +123,10 @@ def _read(
 def open_with_base(
     paths: Sequence[str | Path], base: str | Path | None = None
 ) -> tuple[BaseWeights, list[AdapterSource]]:
-    """Opens the adapters at `paths`, and their base weights.
+    """Opens the adapters at `paths` and the base weights that they share.
 
     base: the base weights; None: those that the first adapters contain or name. Raises CheckpointError if an
-        adapter was trained on other weights.
-    """
+        adapter was trained on other weights."""
     peft = [PeftFolder(path) if is_peft(path) else None for path in paths]
     rows = max((folder.vocab_size or 0 for folder in peft if folder is not None), default=0)
     checkpoint_path = next((path for path, folder in zip(paths, peft, strict=True) if folder is None), None)
@@ -142,13 +146,16 @@ def open_with_base(
 
 
 def _named_base(source: AdapterSource | None, peft: PeftFolder | None, path: str | Path) -> str:
-    """Returns the base weights that adapters name: an existing or absolute path, or `hf://NAME`."""
+    """Returns the base weights that adapters name: an existing or absolute path, or `hf://NAME`.
+
+    source: the adapters, if they are a checkpoint; peft: if they are a peft folder. path: of the adapters,
+        for errors."""
     base = peft.base if source is None and peft is not None else None
     if source is not None and source.manifest is not None and source.manifest.base is not None:
         base = source.manifest.base["path"]
     if base is None:
-        reason = "they were trained over freshly initialised weights" if source is not None else "it names no base"
-        raise CheckpointError(f"{path}: {reason}; give the base weights with --base")
+        reason = "its adapters were trained on new, random weights" if source is not None else "it names no base model"
+        raise CheckpointError(f"{path}: {reason}; pass the base weights with --base")
     return base if Path(base).exists() or base.startswith("/") else f"hf://{base}"
 
 
@@ -161,8 +168,8 @@ def check_base(source: AdapterSource, base: BaseWeights) -> None:
     recorded = source.manifest.base
     if recorded is not None and recorded["digest"] != base.record()["digest"]:
         raise CheckpointError(
-            f"{source.path}: its adapters were trained on other weights than {base.path}, namely "
-            f"{recorded['path'] or 'weights initialised by that run'}; name them as the base model"
+            f"{source.path}: its adapters were trained on other weights than {base.path}; pass the right base model: "
+            f"{recorded['path'] or 'the weights that their run initialised'}"
         )
     if source.read_base is not None:
         for layer in range(base.args.num_layers + 5):
@@ -180,18 +187,20 @@ def _same_weights(source: AdapterSource, base: BaseWeights, layer: int) -> None:
     if wrong:
         raise CheckpointError(
             f"{source.path}: its adapters were trained on other weights than {base.path}: {wrong[0]} of layer {layer} "
-            "differs; name the base model that they were trained on"
+            "differs; pass the base model that these adapters were trained on"
         )
 
 
 def merged_reader(
     base: ReadLayer, adapters: Sequence[tuple[AdapterSource, float]], dtype: torch.dtype | None = None
 ) -> ReadLayer:
-    """Returns a function from a NeoX layer index to the layer's weights with all adapters merged in.
+    """Returns a function that takes a NeoX layer index and returns the layer's weights with all adapters
+    merged in.
 
-    base: reads the base weights of a layer. adapters: (adapters, factor) pairs; each update is multiplied by
-    its factor. dtype: of the result; None: that of the base weights. Raises CheckpointError for several
-    adapters of reward models."""
+    base: reads the base weights of a layer.
+    adapters: (adapters, factor) pairs; the weight change of each adapter is multiplied by its factor.
+    dtype: of the result; None: that of the base weights.
+    Raises CheckpointError if adapters of reward models would be summed or scaled."""
     modules = [source.modules() for source, _ in adapters]
     if any(source.args.score_head for source, _ in adapters) and (len(adapters) > 1 or adapters[0][1] != 1.0):
         raise CheckpointError(_RANK_OF_SUMS)

@@ -1,4 +1,4 @@
-"""The family of Apertus: norms of queries and keys, and an ungated MLP with a trained activation (xIELU)."""
+"""Describes the Apertus family: queries and keys have norms, the ungated MLP a trained activation (xIELU)."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ def _keys(config: Config) -> dict[str, Any]:
     if act != "xielu":
         raise CheckpointError(f"config.json: hidden_act: {act} is not supported, only xielu")
     if get(config, "post_norm", False) or not get(config, "qk_norm", True):
-        raise CheckpointError("config.json: post_norm: true or qk_norm: false is not supported")
+        raise CheckpointError("config.json: post_norm: true or qk_norm: false is not supported for Apertus")
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
-        config["rope_parameters"] = _LLAMA3  # as transformers, whatever rope_theta says
+        config["rope_parameters"] = _LLAMA3  # transformers has this default too, and then ignores rope_theta
     return {
         **llama_keys({**config, "hidden_act": "silu", "mlp_bias": False}, _DEFAULTS, theta=12000000.0),
         **PER_HEAD,

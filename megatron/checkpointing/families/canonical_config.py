@@ -1,6 +1,7 @@
-"""The canonical form of a configuration, for comparing two models.
+"""Converts configurations to a canonical form, so that two models can be compared.
 
-It has no keys without effect, and all defaults are filled in."""
+In this form keys without effect are absent, and all defaults are filled in.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,10 +30,9 @@ _SAME_ACTIVATION = {"swish": "silu"}
 
 
 def canonical_config(args: ModelArgs) -> dict[str, Any]:
-    """Returns the values that decide the logits, by configuration key.
+    """Returns the configuration values that decide the logits, by key, in canonical form.
 
-    Two configurations give equal results exactly if models with equal weights have equal logits.
-    """
+    Two configurations give equal results exactly if models with equal weights have equal logits."""
     kind, norm = norm_kind(args), norm_spec(args)
     epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
     epsilon = epsilons.get(kind, "layernorm_epsilon")
@@ -43,7 +43,7 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
     blocks = block_specs(args)
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
-    # Kinds with the same mathematics.
+    # Block kinds that compute the same get one name.
     kinds = ["global" if kind_name in FULL_BLOCKS else kind_name for kind_name in args.attention_config]
     canonical = {
         "num_layers": args.num_layers,
@@ -73,14 +73,14 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
     if mixers:
         canonical |= {**_attention(args, mixers), **_rotary(args, mixers)}
     elif args.pos_emb not in ("learned", "sinusoidal"):
-        canonical["pos_emb"] = "none"  # the others are those of attention
+        canonical["pos_emb"] = "none"  # all other positions act in attention only
     if canonical["pos_emb"] != "none" or mixers:
         canonical["max_position_embeddings"] = args.max_position_embeddings
     return {**canonical, **_states(blocks), **_experts([block.feed_forward for block in blocks])}
 
 
 def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
-    """Returns the values of attention keys that decide the logits, except those of positions."""
+    """Returns the values of attention keys that decide the logits, except those of position keys."""
     norms = {"use_separate_qk_norms": args.use_separate_qk_norms, "qk_norm_per_head": args.qk_norm_per_head}
     return {
         "num_attention_heads": args.num_attention_heads,
@@ -131,8 +131,7 @@ def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
 def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
     """Returns the values of router and expert keys that decide the logits at inference.
 
-    Capacity is left out.
-    """
+    The capacity of experts is left out."""
     mixtures = [feed for feed in feeds if isinstance(feed, MoESpec)]
     if not mixtures:
         return {"moe_num_experts": 1}
@@ -157,7 +156,7 @@ def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
 
 
 def _common_value(values: Iterable[Any]) -> Any:
-    """Returns the value if all layers have the same, else the list of all values; None without values."""
+    """Returns the value that all layers share; if they differ, a list of all; None if there are no values."""
     layer_values = list(values)
     return layer_values if len(set(layer_values)) > 1 else next(iter(layer_values), None)
 
@@ -187,36 +186,38 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
     return float(rotary.base), scaling
 
 
-# Words for the keys in the error that says how two models differ; keys that are not here explain themselves.
+# Explains keys in the error that lists how two models differ. Keys that explain themselves are left out.
 _WORDS = {
     "num_layers": "layers", "attention_config": "kinds of blocks", "hidden_size": "width",
-    "num_attention_heads": "heads", "num_kv_heads": "heads of keys",
+    "num_attention_heads": "heads", "num_kv_heads": "heads of keys and values",
     "intermediate_size": "width of the MLP", "norm": "norms", "use_bias_in_norms": "biases in norms",
-    "zero_centered_gamma": "norms around zero", "norm_placement": "place of norms", "pos_emb": "positions",
-    "gpt_j_residual": "attention beside the MLP", "gpt_j_tied": "one norm for attention and MLP",
-    "no_weight_tying": "an output layer of its own", "use_qk_layernorm": "norms of queries and keys",
+    "zero_centered_gamma": "zero-centered norm weights", "norm_placement": "placement of norms", "pos_emb": "positions",
+    "gpt_j_residual": "attention and MLP in parallel", "gpt_j_tied": "one norm for attention and MLP",
+    "no_weight_tying": "head not tied to the embedding", "use_qk_layernorm": "norms of queries and keys",
     "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
     "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
     "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",
-    "attention_sinks": "sinks of attention",
-    "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of what blocks add",
-    "logit_scale": "factor of logits", "rotary_interleaved": "neighbours that rotate together",
+    "attention_sinks": "attention sinks",
+    "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of block outputs",
+    "logit_scale": "factor of logits", "rotary_interleaved": "interleaved rotary dimensions",
     "use_bias_in_mlp": "biases in the MLP",
-    "layer_types": "layers with a window", "sliding_window_width": "window",
-    "max_position_embeddings": "longest text", "rotary_pct": "rotated numbers of a head",
-    "no_rope_layers": "layers that rotate", "moe_num_experts": "experts", "moe_layer_freq": "layers with experts",
+    "layer_types": "layers with a sliding window", "sliding_window_width": "window",
+    "max_position_embeddings": "longest sequence", "rotary_pct": "rotated dimensions per head",
+    "no_rope_layers": "layers with rotary positions",
+    "moe_num_experts": "experts", "moe_layer_freq": "layers with experts",
     "moe_intermediate_size": "width of an expert", "moe_expert_bias": "biases in experts",
-    "moe_latent_size": "numbers of a token that experts read",
-    "moe_shared_expert_intermediate_size": "width of the shared expert", "moe_shared_expert_gate": "its gate",
-    "moe_top_k": "experts of a token", "moe_router_score_function": "scores of experts",
-    "norm_topk_prob": "scores of a token's experts add up to 1", "moe_router_topk_scaling_factor": "factor of scores",
+    "moe_latent_size": "size of the experts' latent input",
+    "moe_shared_expert_intermediate_size": "width of the shared expert",
+    "moe_shared_expert_gate": "gate of the shared expert",
+    "moe_top_k": "experts per token", "moe_router_score_function": "score function of the router",
+    "norm_topk_prob": "a token's scores add up to 1", "moe_router_topk_scaling_factor": "factor of router scores",
     "moe_router_num_groups": "groups of experts", "moe_router_bias": "bias of the router",
-    "moe_router_bias_update_rate": "biases of experts in the choice",
-    "mamba_state_dim": "numbers of a state", "mamba_expand": "channels of a state's mixer in widths",
-    "mamba_conv_kernel": "tokens of the convolution", "mamba_use_bias_in_conv": "bias of the convolution",
-    "mamba_use_bias_in_linears": "biases of Mamba's linears", "mamba_dt_rank": "rank of time steps",
+    "moe_router_bias_update_rate": "biases for choosing experts",
+    "mamba_state_dim": "size of Mamba's state", "mamba_expand": "Mamba's channels / hidden_size",
+    "mamba_conv_kernel": "kernel size of Mamba's convolution", "mamba_use_bias_in_conv": "bias of Mamba's convolution",
+    "mamba_use_bias_in_linears": "biases of Mamba's linears", "mamba_dt_rank": "rank of Mamba's time steps",
     "mamba_bcdt_norm_epsilon": "norms of B, C and time steps", "mamba_num_heads": "heads of Mamba 2",
-    "mamba_head_dim": "channels of a head of Mamba 2", "mamba_num_groups": "groups of heads of Mamba 2",
+    "mamba_head_dim": "channels per head of Mamba 2", "mamba_num_groups": "groups of heads of Mamba 2",
     "mamba_time_step_limit": "lowest and highest time step",
 }  # fmt: skip
 _NORM_KEYS = {
@@ -225,10 +226,10 @@ _NORM_KEYS = {
 
 
 def describe_differences(run: dict[str, Any], converted: dict[str, Any]) -> list[str]:
-    """Returns a line with key and both values for each difference of two models.
+    """Returns a line for each difference of two models, with the key and both values.
 
-    run, converted: results of `canonical_config`; their values are named "here" and "there". A difference
-    that follows from another is left out."""
+    run: the model's `canonical_config`; converted: that of the model after conversion to a HuggingFace
+        family. A difference that follows from another is left out."""
     differing = [name for name in {**run, **converted} if run.get(name) != converted.get(name)]
     if "attention_config" in differing:
         differing = [name for name in differing if name in run and name in converted and name != "moe_layer_freq"]
@@ -239,7 +240,8 @@ def describe_differences(run: dict[str, Any], converted: dict[str, Any]) -> list
     if "norm" in differing:
         differing = [name for name in differing if name not in _NORM_KEYS]
     return [
-        f"{_described(name)}: {_short(converted.get(name))} there, {_short(run.get(name))} here" for name in differing
+        f"{_described(name)}: {_short(converted.get(name))} after conversion, {_short(run.get(name))} in this model"
+        for name in differing
     ]
 
 

@@ -1,6 +1,6 @@
-"""The family of Cohere's Command R7B and Command A.
+"""Describes the family of Cohere's Command R7B and Command A.
 
-Attention and MLP are parallel, after one norm. Only layers with windows have rotary positions.
+Attention and MLP are parallel, after one norm. Only layers with sliding windows have rotary positions.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Translates fields of config.json that families share: sizes, rotary positions, windows, activations.
+"""Converts fields of config.json that families share: sizes, rotary positions, windows, activations.
 
-`..._keys` go from config.json to our keys, `..._config` back.
+Functions named `..._keys` convert config.json to NeoX configuration keys, `..._config` convert back.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from megatron.checkpointing.families.family import Config
 from megatron.model.positions import longrope_factor
 from megatron.neox_arguments import ModelArgs
 
-# HuggingFace's hidden_act -> our activation of a gated MLP; the first of several is written.
+# HuggingFace's hidden_act -> our activation of a gated MLP. Of several equal names the first is written.
 GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
     "relu": "reglu", "linear": "bilinear", "sigmoid": "glu",
 }  # fmt: skip
-# HuggingFace's hidden_act -> activation, bias_gelu_fusion (the tanh approximation) of an MLP without gate.
+# HuggingFace's hidden_act -> our (activation, bias_gelu_fusion: tanh approximation) of an ungated MLP.
 UNGATED = {
     "gelu": ("gelu", False), "gelu_pytorch_tanh": ("gelu", True), "gelu_new": ("gelu", True),
     "gelu_fast": ("gelu", True), "relu": ("relu", False), "relu2": ("relu2", False), "silu": ("silu", False),
@@ -50,16 +50,15 @@ def number(value: float) -> int | float:
 
 
 def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Returns the model's sizes from config.json as our configuration keys.
+    """Returns the model's sizes in config.json as NeoX configuration keys.
 
-    defaults: of the family's configuration class, for fields that config.json leaves out. Raises
-    CheckpointError for a size that is in neither.
-    """
+    defaults: values of the family's HuggingFace configuration class, for fields that config.json leaves out.
+        Raises CheckpointError if a size is in neither."""
 
     def size(name: str) -> Any:
         value = get(config, name, defaults.get(name))
         if value is None:
-            raise CheckpointError(f"config.json: {name} is missing")
+            raise CheckpointError(f"config.json: {name} is missing, and this family has no default for it")
         return value
 
     positions = size("max_position_embeddings")
@@ -79,11 +78,10 @@ def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
 def size_config(args: ModelArgs) -> dict[str, Any]:
     """Returns the model's sizes as fields of config.json, the inverse of `size_keys`.
 
-    Raises CheckpointError if layers differ in a size.
-    """
+    Raises CheckpointError if layers differ in a size."""
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
-            raise CheckpointError(f"layers differ in {name}, but config.json of this family has only one value")
+            raise CheckpointError(f"{name}: layers differ, but this family's config.json has one value for all layers")
     length, scaling = args.max_position_embeddings, args.rope_scaling
     if scaling is not None and scaling["rope_type"] == "dynamic":
         length = scaling["original_max_position_embeddings"]  # the length before scaling
@@ -100,13 +98,12 @@ def size_config(args: ModelArgs) -> dict[str, Any]:
 def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
     """Returns the rotary parameters of config.json, always with `rope_type` and `rope_theta`.
 
-    transformers 5 writes them as `rope_parameters`, per layer type if there are several. Older versions
-    write `rope_scaling` and a separate field for the rotary base.
+    transformers 5 writes the field `rope_parameters`, with an entry per layer type if they differ. Older
+    versions write `rope_scaling` and a separate field for the rotary base.
 
-    kind: the layer type to read ("sliding_attention"), if there are several; None: "full_attention".
+    kind: the layer type to read, such as "sliding_attention", if there are several; None: "full_attention".
     theta: the rotary base if config.json gives none.
-    spelt: the field in which older versions write the rotary base.
-    """
+    spelt: the field in which older versions write the rotary base."""
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = config.get("rope_parameters") is not None and any(name in fields for name in (SLIDING, FULL))
     rope = dict(fields.get(kind or FULL) or {}) if nested else dict(fields)
@@ -116,13 +113,12 @@ def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str
 
 
 def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scale: bool = False) -> dict[str, Any]:
-    """Returns our keys for the base, scaling and rotated fraction of rotary positions.
+    """Returns the NeoX configuration keys for the base, scaling and rotated fraction of rotary positions.
 
     rope: the result of `rope_of`.
     partial: the family may rotate only a part of each head.
     query_scale: the family may scale queries by position (llama_4_scaling_beta).
-    Raises CheckpointError if the family does not support a field.
-    """
+    Raises CheckpointError if the family does not support a field."""
     scaling = {name: value for name, value in rope.items() if value is not None and name not in _NOT_OF_SCALING}
     share = get(rope, "partial_rotary_factor", get(config, "partial_rotary_factor", 1.0) if partial else 1.0)
     if share != 1.0 and not partial:
@@ -134,10 +130,10 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
         keys["rotary_pct"] = share
     if scaling["rope_type"] == "default":
         return keys
-    if scaling["rope_type"] in ("longrope", "su"):  # Phi 3's first name
+    if scaling["rope_type"] in ("longrope", "su"):  # su: the name in Phi 3's first files
         return {**keys, "rope_scaling": _longrope_keys(config, scaling)}
     if scaling.get("truncate", True):
-        scaling.pop("truncate", None)  # as it is without
+        scaling.pop("truncate", None)  # true is the default
     elif scaling["rope_type"] != "yarn":
         raise CheckpointError("config.json: rope_scaling.truncate: false is only supported with rope_type yarn")
     if scaling["rope_type"] == "dynamic":
@@ -150,16 +146,16 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
 
 
 def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
-    """Returns our key `rope_scaling` for LongRoPE, with `attention_factor` set.
+    """Returns the NeoX key `rope_scaling` for LongRoPE, with `attention_factor` set.
 
-    If it were not set, a run with another max_position_embeddings would use another attention factor."""
+    If unset, its value would follow max_position_embeddings, which a run may change."""
     name = "original_max_position_embeddings"
     original = get(config, name, get(scaling, name, config["max_position_embeddings"]))
     factor = get(scaling, "factor", config["max_position_embeddings"] / original)
     grown = longrope_factor(original, factor * original)
     missing = [name for name in ("short_factor", "long_factor") if not scaling.get(name)]
     if missing:
-        raise CheckpointError(f"config.json: rope_scaling.{missing[0]} is missing, which longrope needs")
+        raise CheckpointError(f"config.json: rope_scaling.{missing[0]} is missing; rope_type longrope needs it")
     lists = {name: [number(value) for value in scaling[name]] for name in ("short_factor", "long_factor")}
     longrope = {"rope_type": "longrope", name: original, "attention_factor": get(scaling, "attention_factor", grown)}
     return {**longrope, **lists}
@@ -168,7 +164,7 @@ def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
 def rope_config(args: ModelArgs, *, partial: bool = False) -> dict[str, Any]:
     """Returns config.json's `rope_theta` and `rope_scaling`, which every version of transformers reads.
 
-    partial: add `partial_rotary_factor`."""
+    partial: also return `partial_rotary_factor`."""
     config: dict[str, Any] = {"rope_theta": float(args.rotary_emb_base), "rope_scaling": None}
     if partial:
         config["partial_rotary_factor"] = args.rotary_pct
@@ -187,9 +183,10 @@ def rope_config(args: ModelArgs, *, partial: bool = False) -> dict[str, Any]:
 
 
 def two_ropes_config(args: ModelArgs) -> dict[str, Any]:
-    """Returns rotary fields of config.json for a model whose sliding-window layers have another base.
+    """Returns rotary fields of config.json for a model whose sliding-window layers have their own rotary
+    base.
 
-    Both bases are given in every form that some version of transformers reads."""
+    Both bases are written in all forms that versions of transformers read."""
     config = rope_config(args)
     local = float(args.rope_local_base_freq or args.rotary_emb_base)
     full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
@@ -198,26 +195,32 @@ def two_ropes_config(args: ModelArgs) -> dict[str, Any]:
 
 
 def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """Returns our keys for a sliding window; {} if there is none.
+    """Returns the NeoX configuration keys for a sliding window; {} if no layer has one.
 
-    window: HuggingFace's width, which counts the token itself; our width counts only the tokens before it.
-    types: `layer_types` of config.json.
-    """
+    window: HuggingFace's width, which counts the token itself. NeoX's width counts only the tokens before it.
+    types: `layer_types` of config.json."""
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
-        raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)} is not {SLIDING} or {FULL}")
+        raise CheckpointError(
+            f"config.json: layer_types: {', '.join(unknown)} is not supported, only {SLIDING} and {FULL}"
+        )
     if window is None or SLIDING not in types:
         return {}
     return {"sliding_window_width": window - 1, "layer_types": list(types)}
 
 
 def same_window_keys(window: int | None) -> dict[str, Any]:
-    """As `window_keys`, for a model whose layers all have the window."""
+    """Returns the NeoX configuration keys for a sliding window in all layers; {} if `window` is None.
+
+    window: HuggingFace's width, which counts the token itself."""
     return {} if window is None else {"sliding_window_width": window - 1}
 
 
 def layer_kinds(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
-    """Returns `layer_types` of config.json; where it is absent, what `slides` says of each layer's number."""
+    """Returns `layer_types` of config.json: "sliding_attention" or "full_attention" for each layer.
+
+    slides: whether the layer of a number, from 0, has a sliding window; used if config.json lacks
+        `layer_types`."""
     kinds = [SLIDING if slides(i) else FULL for i in range(config["num_hidden_layers"])]
     return get(config, "layer_types", kinds)
 
@@ -236,34 +239,42 @@ def window_of(args: ModelArgs) -> int | None:
 def window_config(args: ModelArgs, unused: int = 4096) -> dict[str, Any]:
     """Returns `sliding_window` and `layer_types` of config.json.
 
-    unused: the window if no layer has one, because the field must stand there."""
+    unused: the value of `sliding_window` if no layer has a window, because the field must not be null."""
     return {"sliding_window": window_of(args) or unused, "layer_types": layer_types(args)}
 
 
 def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, Any]:
-    """Returns our keys for the activation of an ungated MLP. name: its field in config.json."""
+    """Returns the NeoX configuration keys for the activation of an ungated MLP.
+
+    name: the field of config.json that names the activation. default: the activation if this field is absent.
+        Raises CheckpointError for an unsupported activation."""
     activation = get(config, name, default)
     if activation not in UNGATED:
-        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(UNGATED)}")
+        raise CheckpointError(f"config.json: {name}: {activation} is not supported; supported are {', '.join(UNGATED)}")
     neox_activation, tanh = UNGATED[activation]
     return {"activation": neox_activation, "bias_gelu_fusion": tanh}
 
 
 def plain_activation(args: ModelArgs, default: str) -> str:
-    """Returns HuggingFace's name of an ungated MLP's activation; if several fit, `default` is preferred."""
+    """Returns HuggingFace's name of an ungated MLP's activation.
+
+    If several names fit, `default` is preferred; if none fits, it is returned."""
     tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
     neox_activation = ("silu" if args.activation == "swish" else args.activation, tanh)
     return next((name for name in (default, *UNGATED) if UNGATED[name] == neox_activation), default)
 
 
 def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:
-    """Returns our key for the activation of a gated MLP. name: its field in config.json."""
+    """Returns the NeoX configuration key for the activation of a gated MLP.
+
+    name: the field of config.json that names the activation. default: the activation if this field is absent.
+        Raises CheckpointError for an unsupported activation."""
     activation = get(config, name, default)
     if activation not in GATES:
-        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(GATES)}")
+        raise CheckpointError(f"config.json: {name}: {activation} is not supported; supported are {', '.join(GATES)}")
     return {"activation": GATES[activation]}
 
 
 def gated_activation(args: ModelArgs, default: str = "silu") -> str:
-    """Returns HuggingFace's name of a gated MLP's activation; `default` if it has none."""
+    """Returns HuggingFace's name of a gated MLP's activation; `default` if HuggingFace has no name for it."""
     return next((name for name, neox_activation in GATES.items() if neox_activation == args.activation), default)

@@ -1,7 +1,7 @@
-"""Translates HuggingFace models to ours and back: configuration and tensors, one tensor at a time.
+"""Converts HuggingFace models to NeoX models and back: configuration, and tensors one at a time.
 
 These functions are pure and read no files. Tensors are full (not sharded over tensor ranks) and keep their
-dtype. Both directions are inverse bit for bit.
+dtype. Converting a tensor there and back restores every bit.
 """
 
 import re
@@ -20,9 +20,9 @@ from megatron.model.weight_map import attention_of, layer_params, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
-_VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # rows are tokens
+_VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # each row belongs to a token
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Fields of config.json that an export drops: code, the dtype of weights, the earlier path, quantisation.
+# Fields of an imported config.json that an export drops: code, dtype of weights, earlier path, quantisation.
 _DROPPED = {"auto_map", "dtype", "_name_or_path", "quantization_config"}
 _CHANGING = {"architectures", "vocab_size", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
 _ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -42,25 +42,24 @@ def from_hf(
 
     config: the content of config.json.
     get_tensor: takes a HuggingFace name and returns the full tensor; its KeyError is passed on.
-    padded_vocab_size: rows of our embedding, at least vocab_size; None: vocab_size. Added rows are the mean
-    of the others, so that the logits of unused tokens are average.
+    padded_vocab_size: rows of the embedding, at least vocab_size; None: vocab_size. Each added row is the
+        mean of the existing rows, so that unused tokens get average logits.
     layers: NeoX layer indices of the tensors; None: all.
     The keys describe the model, without tokenizer and precision; seq_length is max_position_embeddings. The
-    iterator yields (NeoX layer index, our name, full tensor). Raises CheckpointError, or ConfigError that
-    names `config.json`.
-    """
+    iterator yields (NeoX layer index, NeoX name, full tensor). Raises CheckpointError, or ConfigError that
+    names `config.json`."""
     family = FAMILIES[family_of(config)]
     keys = {name: value for name, value in family.to_keys(config).items() if value is not None}
     if gives_score(config):
         labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
         if labels != 1:
             raise CheckpointError(
-                f"config.json: num_labels: {labels}: this is a classifier; a reward model has 1 label"
+                f"config.json: num_labels: {labels}: classifiers are not supported, only reward models with 1 label"
             )
         keys["score_head"] = True
     vocab = config.get("vocab_size")
     if not isinstance(vocab, int):
-        raise CheckpointError("config.json: vocab_size is missing")
+        raise CheckpointError("config.json: vocab_size is missing or not a whole number")
     if padded_vocab_size is not None and padded_vocab_size < vocab:
         raise CheckpointError(f"padded_vocab_size {padded_vocab_size}: must be at least the model's vocab_size {vocab}")
     keys["padded_vocab_size"] = padded_vocab_size or vocab
@@ -70,7 +69,7 @@ def from_hf(
 def _read(
     family: Family, args: ModelArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
-    shared: dict[str, tuple[Tensor, int]] = {}  # tensors that further parameters need, and how many do
+    shared: dict[str, tuple[Tensor, int]] = {}  # by name: a tensor, and the number of parameters that still need it
 
     def get(name: str, num_uses: int) -> Tensor:
         tensor, left = shared.pop(name) if name in shared else (get_tensor(name), num_uses)
@@ -94,26 +93,27 @@ def _read(
             for general, value in family.constants.items():
                 stored = get_tensor(name := general.format(layer - 2))
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
-                    raise CheckpointError(f"{name}: has value {stored.flatten()[0]}, only {value} is supported")
+                    raise CheckpointError(f"{name}: has value {stored.flatten()[0]}; only {value} is supported")
 
 
 def _checked(get_tensor: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-    """Yields HuggingFace tensors one at a time. shapes: names to read, and the shape each must have."""
+    """Yields HuggingFace tensors one at a time; raises CheckpointError if a tensor has a wrong shape.
+
+    shapes: the names of the tensors to read, and the expected shape of each."""
     for name, shape in shapes.items():
         part = get_tensor(name)
         if tuple(part.shape) != shape:
-            raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
+            raise CheckpointError(f"{name}: has shape {tuple(part.shape)} in the file, but config.json implies {shape}")
         yield part
 
 
 def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
-    """Returns the config.json for a model of ours, which unmodified transformers loads.
+    """Returns the config.json of a NeoX model; transformers loads it without remote code.
 
-    family: a `model_type`; None: the first family that can express the model. vocab_size: number of
-    vocabulary rows; None: padded_vocab_size. Token ids are null and `torch_dtype` is that of `args`; the
-    caller replaces them.
-    Raises CheckpointError that names the settings that the family (None: any family) does not support.
-    """
+    family: a `model_type`; None: the first family that can express the model.
+    vocab_size: number of vocabulary rows; None: padded_vocab_size.
+    Token ids are null and `torch_dtype` is that of `args`; the caller replaces them. Raises CheckpointError
+    that names the settings that the family (None: any family) does not support."""
     chosen_family, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
     architecture = chosen_family.architecture
     if args.score_head:
@@ -140,12 +140,12 @@ def unchanged_family(args: NeoXArgs, imported: Config) -> str | None:
 
 
 def is_of_family(args: NeoXArgs, family: Family) -> bool:
-    """Whether the family can express the model of `args`."""
+    """Whether the HuggingFace family can express the model of `args` without a change of its logits."""
     return not _differences(args, family)
 
 
 def is_same_model(args: NeoXArgs, imported: Config) -> bool:
-    """Whether the imported model's config.json still describes the model of `args`."""
+    """Whether the config.json of an imported model (`imported`) still describes the model of `args`."""
     return not _differences(args, FAMILIES[str(imported["model_type"])], imported)
 
 
@@ -153,8 +153,8 @@ def with_fields(config: Config, imported: Config, args: NeoXArgs) -> dict[str, A
     """Returns `config` (from `hf_config`) with fields of the imported model's config.json added.
 
     If `imported` still describes the model of `args`, its fields replace those of `config`. Otherwise only
-    fields are added that do not change the logits. Vocabulary, token ids and dtype always come from
-    `config`. Fields are in the order of `imported`."""
+    fields that do not change the logits are added. Vocabulary, token ids and dtype always come from `config`.
+    Fields are in the order of `imported`."""
     if imported.get("model_type") != config["model_type"]:
         return dict(config)
     family, fields = FAMILIES[config["model_type"]], dict(config)
@@ -176,13 +176,14 @@ def to_hf(
     vocab_size: int | None = None,
     copy: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields HuggingFace's (name, tensor) pairs of a model of ours; tensors are contiguous.
+    """Yields (HuggingFace name, contiguous tensor) pairs of a NeoX model.
 
-    layers: yields (NeoX layer index, the layer's full tensors by our names), in any order; all layers or
-    some. One layer is read at a time. family: a `model_type`; None: the first that can express the model.
-    vocab_size: number of vocabulary rows to keep; None: all. copy: each tensor gets its own storage.
-    Raises CheckpointError for a layer with missing or unknown tensors, or wrong shapes.
-    """
+    layers: yields (NeoX layer index, the layer's full tensors by NeoX names), in any order; all layers or
+        some. One layer is read at a time.
+    family: a `model_type`; None: the first that can express the model.
+    vocab_size: number of vocabulary rows to keep; None: all.
+    copy: whether each tensor gets its own storage.
+    Raises CheckpointError for a layer with missing or unknown tensors, or wrong shapes."""
     table, vocab, specs = _family_for(args, family), _vocabulary(args, vocab_size), layer_params(args)
     for layer, tensors in layers:
         expected = {spec.name: spec.shape for spec in specs.get(layer, ())}
@@ -192,8 +193,10 @@ def to_hf(
             shape_problems = [
                 f"{name} is {given_shapes.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
             ]
-            raise CheckpointError(f"layer {layer}: {shortened(shape_problems, _MAX_NAMED)}")
-        shared: dict[str, dict[int, Tensor]] = {}  # parts of HuggingFace tensors that hold several parameters
+            raise CheckpointError(
+                f"layer {layer}: tensors do not fit the configuration: {shortened(shape_problems, _MAX_NAMED)}"
+            )
+        shared: dict[str, dict[int, Tensor]] = {}  # parts of HuggingFace tensors that interleave several parameters
         for spec, row in _rows(table, args, layer, specs.get(layer, ())):
             parameter = tensors[spec.name]
             if spec.name in _VOCABULARY:
@@ -217,7 +220,7 @@ def to_hf(
 def hf_shapes(
     args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor that `to_hf` yields for this model, by HuggingFace name."""
+    """Returns the shape of each tensor that `to_hf` yields for the model of `args`, by HuggingFace name."""
     layers = (
         (layer, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs})
         for layer, specs in layer_params(args).items()
@@ -228,9 +231,9 @@ def hf_shapes(
 def hf_names(
     args: NeoXArgs, places: Collection[tuple[int, str]], *, family: str | None = None
 ) -> dict[tuple[int, str], list[str]]:
-    """Returns the HuggingFace names of our parameters.
+    """Returns the HuggingFace tensor names of NeoX parameters.
 
-    places: (NeoX layer index, our name) of each parameter; the result has the same keys."""
+    places: (NeoX layer index, NeoX name) of each parameter; the keys of the result."""
     table, specs = _family_for(args, family), named_params(args)
     return {
         place: row.names(place[0] - 2, spec.experts)
@@ -245,9 +248,8 @@ def check_hf_tensors(
     """Raise CheckpointError if the tensors of a HuggingFace folder do not match its config.json.
 
     The error lists missing and extra tensors and wrong shapes, grouped over layers, and a likely cause.
-    Buffers, and a head stored beside tied embeddings, are ignored.
-    keys: our keys, from `from_hf`. shapes: of all tensors of the folder, by name.
-    """
+    Buffers are ignored, and so is a head stored in addition to tied embeddings.
+    keys: the NeoX configuration keys from `from_hf`. shapes: of all tensors of the folder, by name."""
     family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
     expected = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
     head = family.head
@@ -256,24 +258,26 @@ def check_hf_tensors(
     missing = expected.keys() - shapes.keys()
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     misshapen = [name for name in expected if name in shapes and tuple(shapes[name]) != expected[name]]
-    wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {expected[name]} by config.json" for name in misshapen]
+    wrong = [
+        f"{name}: has shape {tuple(shapes[name])} in the file, but config.json implies {expected[name]}"
+        for name in misshapen
+    ]
     lines += wrong[:_MAX_NAMED]
     if len(wrong) > _MAX_NAMED:
-        lines.append(f"and {len(wrong) - _MAX_NAMED} more of another shape")
+        lines.append(f"and {len(wrong) - _MAX_NAMED} more tensors of wrong shape")
     if head in missing:
         lines.append(
-            f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json, unless "
-            "the folder holds the model without its head"
+            f"{head} is the head: if it is tied to the embeddings, set tie_word_embeddings: true in config.json; "
+            "if not, the folder holds the model without its head"
         )
     if lines:
-        raise CheckpointError(f"{folder_name}: does not fit its config.json:\n  " + "\n  ".join(lines))
+        raise CheckpointError(f"{folder_name}: the tensors do not fit config.json:\n  " + "\n  ".join(lines))
 
 
 def lacks_prefix(config: Config, names: Collection[str]) -> bool:
     """Whether a folder was saved from the model class without a head (GPT2Model, not GPT2LMHeadModel).
 
-    names: of the folder's tensors; without a head they lack the prefix `Family.base_prefix`.
-    """
+    names: of the folder's tensors. Without a head they lack the prefix `Family.base_prefix`."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return False
@@ -282,7 +286,9 @@ def lacks_prefix(config: Config, names: Collection[str]) -> bool:
 
 
 def _grouped(names: Iterable[str]) -> list[str]:
-    """Returns one line for all tensors whose names differ only in the numbers of layer and expert."""
+    """Returns one line for all tensors whose names differ only in the numbers of layer and expert.
+
+    Example: "model.layers.N.mlp.up_proj.weight (layers 0, 1)"."""
     groups: dict[str, dict[str, set[int]]] = {}
     for name in names:
         numbers = [int(number) for number in re.findall(r"\.(?=(\d+)\.)", name)]
@@ -301,7 +307,7 @@ def _grouped(names: Iterable[str]) -> list[str]:
 
 def _family_for(args: NeoXArgs, family: str | None) -> Family:
     if family is not None and family not in FAMILIES:
-        raise CheckpointError(f"no family {family}; one of {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{family}: no such HuggingFace family; choose one of {', '.join(FAMILIES)}")
     candidates = []
     for candidate in FAMILIES.values() if family is None else [FAMILIES[family]]:
         differences = _differences(args, candidate)
@@ -315,17 +321,20 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         candidates.append(((not is_same_kind, other_blocks, len(differences)), line))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
     if args.pos_emb not in ("rotary", "learned", "none"):
-        position_kinds = "in all families they rotate, are learned, or there are none"
-        closest.insert(0, f"positions are {args.pos_emb} here (pos_emb); {position_kinds}")
-    raise CheckpointError("no HuggingFace family can express this model:\n  " + "\n  ".join(closest))
+        position_kinds = "families have only rotary, learned or none"
+        closest.insert(0, f"pos_emb: {args.pos_emb}: {position_kinds}")
+    raise CheckpointError(
+        "this model cannot be converted to a HuggingFace family; differences from the nearest:\n  "
+        + "\n  ".join(closest)
+    )
 
 
 def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -> list[str]:
-    """Returns a line for each difference that remains if the model of `args` is written as this family.
+    """Returns a line for each difference that remains when the model of `args` is written as this family.
 
     config: compare with the model of this config.json instead; None: convert `args` and convert back."""
     if args.score_head and not family.has_scorer:
-        return [f"transformers has no reward models of {family.model_type}"]
+        return [f"transformers has no class for reward models of {family.model_type}"]
     try:
         keys = family.to_keys(family.to_config(args) if config is None else config)
         keys["score_head"] = args.score_head if config is None else gives_score(config)
@@ -358,11 +367,12 @@ def _rows(
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:
-    """Returns the shape of a full parameter; if its rows are tokens, with `vocab` rows, without padding."""
+    """Returns the full shape of a parameter; for embedding and head, with `vocab` rows instead of padded
+    ones."""
     return (vocab, *spec.shape[1:]) if spec.name in _VOCABULARY else spec.shape
 
 
 def padded(weight: Tensor, rows: int) -> Tensor:
-    """Returns `weight` with rows added at its end, up to `rows`, that are the mean of its rows."""
+    """Returns `weight` extended to `rows` rows; each added row is the mean of the existing rows."""
     mean = weight.mean(0, keepdim=True, dtype=torch.float32).to(weight.dtype)
     return torch.cat([weight, mean.expand(rows - len(weight), -1)])

@@ -1,4 +1,4 @@
-"""Tensor names and config.json fields of experts and routers, shared by families with mixtures of experts."""
+"""Describes experts and routers for all families that have them: tensor names, config.json fields."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from megatron.checkpointing.families.llama import replaced_rows
 from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "model.layers.{}."
-_FUSED = _BLOCK + "mlp.experts."  # in memory of transformers 5, one tensor of all experts
+_FUSED = _BLOCK + "mlp.experts."  # in transformers 5's memory, one tensor holds all experts
 
 
 def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
@@ -27,9 +27,10 @@ def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...
 
 
 def _in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Returns `Family.in_memory`: names of stacked experts in memory, with each expert's names in files.
+    """Returns `Family.in_memory`: {name of a stacked tensor in memory: names of each expert's tensors in
+    files}.
 
-    block, gate, up, down: as of `_rows`."""
+    block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
     matrix = f"{block}experts.{{expert}}."
     return {
         f"{_FUSED}gate_up_proj": (f"{matrix}{gate}.weight", f"{matrix}{up}.weight"),
@@ -42,7 +43,7 @@ _QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
 _SHARED = _BLOCK + "mlp.shared_expert."
 MIXTRAL_ROWS = replaced_rows(*_rows(*_MIXTRAL))
 MIXTRAL_IN_MEMORY = {_BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",), **_in_memory(*_MIXTRAL)}
-# Those of Qwen and OLMo, beside dense blocks.
+# For Qwen and OLMo, whose models may also have dense blocks.
 EXPERT_ROWS = replaced_rows(
     *_rows(*_QWEN),
     TensorMapping(
@@ -55,7 +56,7 @@ EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
 
 
 class ExpertRows(NamedTuple):
-    """The place of one expert's matrix: `rows` of number `expert` in the stacked tensor named `stored`."""
+    """The place of an expert's matrix: the rows `rows` of number `expert` in the stacked tensor `stored`."""
 
     stored: str
     expert: int
@@ -63,7 +64,7 @@ class ExpertRows(NamedTuple):
 
 
 def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ExpertRows]:
-    """Returns where each expert's matrix is in a folder with stacked experts, by the matrix's usual name.
+    """Returns the place of each expert's matrix in a folder with stacked experts, by the matrix's usual name.
 
     transformers 5 stacks all experts of a block in memory, and in files written with
     `save_original_format=False`. shapes: of the folder's tensors, by name."""
@@ -78,15 +79,14 @@ def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> di
 
 
 def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Returns our keys for experts, routing and the load-balancing loss.
+    """Returns the NeoX configuration keys for experts, routing and the load-balancing loss.
 
-    As in transformers, the loss is computed only if output_router_logits is true, over a micro-batch and all
-    layers together. defaults: of the family's configuration class. Raises CheckpointError for a model without
-    experts.
-    """
+    As in transformers, the loss is used only if output_router_logits is true. It is computed over a
+    micro-batch and all layers together. defaults: of the family's HuggingFace configuration class. Raises
+    CheckpointError for a model without experts."""
     experts = get(config, "num_experts", get(config, "num_local_experts", defaults["num_experts"]))
     if experts < 2:
-        raise CheckpointError(f"config.json: num_experts: {experts}: a mixture needs at least two experts")
+        raise CheckpointError(f"config.json: num_experts: {experts}: a mixture of experts needs at least two")
     keys = {
         "moe_num_experts": experts,
         "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),
@@ -102,7 +102,8 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
 def expert_config(args: ModelArgs, number: str = "num_experts") -> dict[str, Any]:
     """Returns config.json's fields for experts, the inverse of `expert_keys`.
 
-    A loss that transformers cannot compute is left out. number: name of the field for their number."""
+    A load-balancing loss that transformers cannot compute is left out. number: the field that holds the
+    number of experts."""
     balanced = args.moe_aux_loss_scope == "transformers" and args.moe_aux_loss_coeff > 0.0
     return {
         number: args.moe_num_experts,

@@ -1,8 +1,8 @@
-"""A family of HuggingFace models: a table of its tensor names, and the translation of its config.json.
+"""Describes a family of HuggingFace models: its tensor names, and the conversion of its config.json.
 
-A `TensorMapping` connects one of our parameters (NeoX) with HuggingFace's tensors: `join` makes ours, `split`
-undoes it bit for bit. Shapes, tensor-parallel splits and initial values of our parameters are in
-`model.weight_map`. All families are in `registry.FAMILIES`.
+A `TensorMapping` connects one NeoX parameter with HuggingFace's tensors: `join` makes the parameter from
+them, `split` undoes this bit for bit. Shapes, tensor-parallel splits and initial values of NeoX parameters
+are in `model.weight_map`. All families are in `registry.FAMILIES`.
 """
 
 import re
@@ -18,20 +18,20 @@ from megatron.model.specs import AttentionSpec
 from megatron.neox_arguments import NeoXArgs
 
 Config = Mapping[str, Any]
-SCORES = "ForSequenceClassification"  # how the names of such classes end
+SCORES = "ForSequenceClassification"  # names of classes for reward models end so
 
 
 def gives_score(config: Config) -> bool:
-    """Whether a config.json is that of a reward model: a class for sequence classification."""
+    """Whether a config.json describes a reward model: its class is one for sequence classification."""
     return any(str(name).endswith(SCORES) for name in config.get("architectures") or ())
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Converts the HuggingFace tensors of one of our parameters to our tensor, and back.
+    """Converts the HuggingFace tensors of one NeoX parameter to this parameter, and back.
 
-    join: takes the full HuggingFace tensors, in the order of `TensorMapping.hf_names`; returns our tensor.
-    split: takes our tensor; returns the HuggingFace tensors.
+    join: takes the full HuggingFace tensors, in the order of `TensorMapping.hf_names`; returns the parameter.
+    split: takes the parameter; returns the HuggingFace tensors.
     The second argument of both is the layer's attention spec; None for a layer without attention.
     """
 
@@ -68,10 +68,10 @@ def _join_fused(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Ten
     return _join_qkv(parts[0].split([query, kv, kv]), attention)
 
 
-# All queries, all keys, all values of one tensor, whatever the numbers of heads.
+# HuggingFace's tensor holds all queries, then all keys, then all values, whatever the numbers of heads.
 FUSED_QKV = Transform(_join_fused, lambda value, attention: (torch.cat(_split_qkv(value, attention)),))
 UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda value, attention: value.chunk(2))
-# One tensor with the gate before the up projection; ours has it behind.
+# HuggingFace's tensor holds the gate before the up projection; ours holds it after.
 GATE_UP = Transform(
     lambda parts, attention: torch.cat(parts[0].chunk(2)[::-1]),
     lambda value, attention: (torch.cat(value.chunk(2)[::-1]),),
@@ -80,17 +80,18 @@ GATE_UP = Transform(
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our parameters and the HuggingFace tensors that it is made of.
+    """One NeoX parameter and the HuggingFace tensors that it is made of.
 
-    neox_name: our parameter's name within its layer.
+    neox_name: the parameter's name within its layer.
     hf_names: names of the HuggingFace tensors. {} stands for the block's number, from 0; names outside blocks
-        lack it. If a name has {expert}, it is the only name: each expert has such a tensor, and our parameter
+        lack it. If a name has {expert}, it is the only name: each expert has such a tensor, and the parameter
         stacks them along dimension 0.
     transform: converts the tensors.
     transposed: the HuggingFace tensors are `[in, out]`, as in GPT-2.
-    stacked: the HuggingFace tensor holds all experts, `[experts, ...]`; `transposed` is about each matrix.
-    part: (i, n): the HuggingFace tensor interleaves n of our parameters along its last dimension; ours is
-        number i.
+    stacked: the HuggingFace tensor holds all experts, `[experts, ...]`; `transposed` is then about each
+        expert's matrix.
+    part: (i, n): the HuggingFace tensor interleaves n NeoX parameters along its last dimension; this
+        parameter is number i.
     """
 
     neox_name: str
@@ -102,7 +103,7 @@ class TensorMapping:
 
     @property
     def is_block_parameter(self) -> bool:
-        """Whether our parameter belongs to a block, not to a layer before or after the blocks."""
+        """Whether the NeoX parameter belongs to a block, not to a layer before or after the blocks."""
         return "{}" in self.hf_names[0]
 
     @property
@@ -112,19 +113,21 @@ class TensorMapping:
 
     @property
     def holds_all_experts(self) -> bool:
-        """Whether our parameter holds all experts of a block, however HuggingFace stores them."""
+        """Whether the NeoX parameter holds all experts of a block, however HuggingFace stores them."""
         return self.is_per_expert or self.stacked
 
     def names(self, block: int, experts: int | None) -> list[str]:
-        """Returns the HuggingFace names for a block. experts: number of its experts; None: it is dense."""
+        """Returns the HuggingFace tensor names for block number `block`.
+
+        experts: number of the block's experts; None: the block is dense."""
         numbers = range(experts or 1) if self.is_per_expert else (0,)
         return [name.format(block, expert=expert) for expert in numbers for name in self.hf_names]
 
     def join(self, parts: Iterable[Tensor], attention: AttentionSpec | None, experts: int | None) -> Tensor:
-        """Makes our tensor from HuggingFace's `parts` in the order of `names`, experts one at a time.
+        """Makes the NeoX parameter from HuggingFace's tensors; experts are read one at a time.
 
-        attention: the layer's attention spec, if any. experts: number of experts; None: the block is dense.
-        """
+        parts: the HuggingFace tensors in the order of `names`. attention: the layer's attention spec, if any.
+            experts: number of experts; None: the block is dense."""
         if self.stacked:
             return self._turned(next(iter(parts))[..., self.part[0] :: self.part[1]]).flatten(0, 1)
         foreign = (part.t() for part in parts) if self.transposed else parts
@@ -133,9 +136,10 @@ class TensorMapping:
         return self.transform.join(list(foreign), attention)
 
     def split(self, value: Tensor, attention: AttentionSpec | None, experts: int | None) -> tuple[Tensor, ...]:
-        """Returns the HuggingFace tensors of our tensor, the inverse of `join`.
+        """Returns the HuggingFace tensors of the NeoX parameter `value`, the inverse of `join`.
 
-        If `part` is set, the result is this parameter's part; `merged` makes the full tensor."""
+        If `part` is set, returns only this parameter's part of the HuggingFace tensor; `merged` combines the
+        parts."""
         if self.stacked:
             return (self._turned(value.unflatten(0, (experts or 1, -1))),)
         parts = value.chunk(experts or 1) if self.is_per_expert else self.transform.split(value, attention)
@@ -148,13 +152,12 @@ class TensorMapping:
 def merged(parts: Sequence[Tensor]) -> Tensor:
     """Interleaves several parameters along the last dimension into the HuggingFace tensor that holds them.
 
-    parts: results of `TensorMapping.split`, in the order of `TensorMapping.part`.
-    """
+    parts: results of `TensorMapping.split`, in the order of `TensorMapping.part`."""
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), -1).flatten(-2)
 
 
 def _stacked(parts: Iterable[Tensor], number: int) -> Tensor:
-    """Concatenates `number` tensors of equal shape along dimension 0, with one in memory beside the result.
+    """Concatenates `number` tensors of equal shape along dimension 0; reads one at a time.
 
     Raises CheckpointError if their dtypes differ."""
     value = None
@@ -162,7 +165,9 @@ def _stacked(parts: Iterable[Tensor], number: int) -> Tensor:
         if value is None:
             value = part.new_empty((number, *part.shape))
         if part.dtype != value.dtype:
-            raise CheckpointError(f"a block's experts have dtypes {value.dtype} and {part.dtype}; convert all to one")
+            raise CheckpointError(
+                f"experts of one block have dtypes {value.dtype} and {part.dtype}; convert all to one dtype"
+            )
         value[i] = part
     assert value is not None
     return value.flatten(0, 1)
@@ -173,7 +178,7 @@ def weight_and_bias(
 ) -> tuple[TensorMapping, TensorMapping]:
     """Returns the mappings of the weight and the bias of a linear layer or layernorm.
 
-    neox_name, hf_names: our and HuggingFace's names, without `.weight` and `.bias`."""
+    neox_name, hf_names: names of the layer, without `.weight` and `.bias`."""
     return (
         TensorMapping(f"{neox_name}.weight", tuple(f"{name}.weight" for name in hf_names), transform, transposed),
         TensorMapping(f"{neox_name}.bias", tuple(f"{name}.bias" for name in hf_names), transform),
@@ -186,15 +191,15 @@ SCORE = TensorMapping("rm_linear.weight", ("score.weight",))
 
 @dataclass(frozen=True)
 class Family:
-    """A family of HuggingFace models.
+    """A family of HuggingFace models: its names, its tensors, and the conversion of its config.json.
 
     model_type, architecture: as in config.json of the family's language models.
     scorer: the architecture of reward models, if its name does not follow from `architecture`.
     has_scorer: transformers has a class for reward models of the family.
     rows: tensor mappings of all parameters; a model uses the rows of the parameters it has.
-    ignored: a regular expression of HuggingFace tensors without trained values.
-    carried: a regular expression of tensors that our model lacks, which are copied unchanged from import to
-        export; None without any.
+    ignored: a regular expression for HuggingFace tensors without trained values.
+    carried: a regular expression for tensors that NeoX models lack. They are copied unchanged from import to
+        export. None: there are none.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.
@@ -203,10 +208,11 @@ class Family:
     title: the family's usual name.
     notes: differences from the published model, or special cases, for the table in docs/huggingface.md.
 
-    to_keys: converts config.json (of any version of transformers, defaults left out) to our keys, without
-        the vocabulary.
-    to_config: converts our keys to config.json, without model_type, architectures and the vocabulary. It may
-        drop settings that the family cannot express, because the result is translated back and compared.
+    to_keys: converts config.json (of any version of transformers, defaults left out) to NeoX configuration
+        keys, without the vocabulary.
+    to_config: converts NeoX configuration keys to config.json, without model_type, architectures and the
+        vocabulary. It may drop settings that the family cannot express, because the result is converted back
+        and compared.
     Both raise CheckpointError for settings without a counterpart.
     """
 
@@ -226,7 +232,7 @@ class Family:
     notes: str = ""
 
     def stored_names(self, name: str, experts: int) -> list[list[str]]:
-        """Returns the names in files of a tensor that transformers 5 names differently in memory.
+        """Returns the names in files of a tensor whose name in transformers 5's memory is `name` and differs.
 
         The result has a list of names for each expert if the tensor stacks experts, else one list."""
         block, foreign = re.search(r"\.(\d+)\.", name), self._foreign(name)
@@ -234,11 +240,13 @@ class Family:
         return [[pattern.format(block and block[1], expert=expert) for pattern in foreign] for expert in numbers]
 
     def memory_name(self, name: str) -> str:
-        """Converts a tensor's name in files to its name in memory; both have {} for the block's number."""
+        """Converts a tensor's name in files to its name in transformers 5's memory.
+
+        Both names have {} in place of the block's number."""
         return next((in_memory for in_memory, stored in self.in_memory.items() if stored == (name,)), name)
 
     def stacks_experts(self, name: str) -> bool:
-        """Whether a tensor in memory holds all experts of a block, which have separate tensors in files."""
+        """Whether the tensor `name` in memory holds all experts of a block, which files store separately."""
         return any("{expert}" in pattern for pattern in self._foreign(name))
 
     def _foreign(self, name: str) -> tuple[str, ...]:
@@ -255,7 +263,7 @@ class Family:
         return any(row.neox_name.startswith("mixer.") for row in self.rows)
 
     def carries(self, name: str) -> bool:
-        """Whether our model lacks a HuggingFace tensor, which is then copied unchanged (`carried`)."""
+        """Whether NeoX models lack the HuggingFace tensor `name`; it is then copied unchanged (`carried`)."""
         return self.carried is not None and re.fullmatch(self.carried, name) is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The table of families that `tools/ckpts/families.py` prints and docs/huggingface.md shows."""
+"""Makes the table of families that `tools/ckpts/families.py` prints and docs/huggingface.md shows."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ class FamilyRow:
     """A row of the table of supported families in docs/huggingface.md.
 
     title: the family's usual name.
-    model_types, architectures: in config.json, including those of multimodal models that contain it.
-    features: what the default configuration has besides attention, an MLP and rotary positions, in words.
+    model_types, architectures: values in config.json, including those of multimodal models that contain the
+        family.
+    features: what the default configuration has in addition to attention, an MLP and rotary positions, in
+        words.
     notes: differences from the published model, and special cases.
     """
 
@@ -33,7 +35,7 @@ class FamilyRow:
 
 
 def family_rows() -> list[FamilyRow]:
-    """Returns the row of every supported family, sorted by title."""
+    """Returns the table row of every supported family, sorted by title."""
     rows = [_row(family) for family in FAMILIES.values()]
     return sorted(rows, key=lambda row: row.title.lower())
 
@@ -76,7 +78,7 @@ def _features(args: ModelArgs) -> tuple[str, ...]:
 
 
 def _state_features(args: ModelArgs) -> dict[str, bool]:
-    """Returns features in words, and whether the model has each; {} for a model without Mamba blocks."""
+    """Returns {feature of Mamba in words: whether the model has it}; {} for a model without Mamba blocks."""
     mixers = [block.mixer for block in block_specs(args)]
     mamba = [mixer for mixer in mixers if isinstance(mixer, MambaSpec)]
     mamba2 = [mixer for mixer in mixers if isinstance(mixer, Mamba2Spec)]

@@ -9,14 +9,13 @@ from megatron.checkpointing.errors import CheckpointError
 
 Test = Callable[[Any], bool]
 Types = tuple[tuple[str, Test, str], ...]
-"""The type of a field in words, its test, and the fields."""
+"""Entries (type in words, function that tests a value, names of the fields separated by spaces)."""
 
 
 def _is_int32(value: Any) -> bool:
     """Whether a value is an int, or a float without a fraction, which `plain_values` converts to int.
 
-    The absolute value must be below 2^31, because larger shapes would overflow.
-    """
+    The absolute value must be below 2^31, because larger shapes would overflow."""
     is_integer = isinstance(value, int) or isinstance(value, float) and value.is_integer()
     return not isinstance(value, bool) and is_integer and abs(value) < 1 << 31
 
@@ -35,7 +34,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_limit(value: Any) -> bool:
-    """Whether a value is a list of two numbers; infinity may be {"__float__": "Infinity"}."""
+    """Whether a value is a list of two numbers; each may be {"__float__": "Infinity"}."""
     infinite = {"__float__": "Infinity"}
     return isinstance(value, list | tuple) and len(value) == 2 and all(n == infinite or _is_number(n) for n in value)
 
@@ -98,17 +97,17 @@ _TYPES: Types = (
         "use_conv_bias use_parallel_residual use_qk_norm use_sliding_window",
     ),
     (
-        "a text",
+        "a string",
         _is_text,
         "activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act mlp_hidden_act "
         "model_type rope_type type torch_dtype dtype",
     ),
-    ("a list of texts", _list_of(_is_text), "architectures layer_types layers_block_type"),
+    ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type"),
     ("a list of whole numbers", _list_of(_is_index), "mlp_only_layers no_rope_layers"),
     ("a list of numbers", _list_of(_is_number), "long_factor short_factor"),
-    ("two numbers", _is_limit, "time_step_limit"),
+    ("a list of two numbers", _is_limit, "time_step_limit"),
     (
-        "an object",
+        "an object ({...})",
         lambda value: isinstance(value, Mapping),
         "full_attention id2label rope_parameters rope_scaling sliding_attention text_config",
     ),
@@ -117,8 +116,8 @@ _TYPES: Types = (
         lambda value: _is_size(value) or value == "auto",
         "time_step_rank",
     ),
-    ("a token's number", _is_token, "bos_token_id pad_token_id"),
-    ("a token's number, or a list of them", _one_or_more(_is_token), "eos_token_id"),
+    ("a token id", _is_token, "bos_token_id pad_token_id"),
+    ("a token id, or a list of token ids", _one_or_more(_is_token), "eos_token_id"),
 )
 
 
@@ -129,7 +128,7 @@ def _is_pattern(test: Test) -> Test:
     return lambda value: isinstance(value, Mapping) and all(map(test, value.values()))
 
 
-# Of peft's adapter_config.json.
+# Types of the fields of peft's adapter_config.json.
 _ADAPTER_TYPES: Types = (
     ("a whole number above 0 and below 2^31", _is_size, "r"),
     ("a number", _is_number, "lora_alpha lora_dropout"),
@@ -138,21 +137,21 @@ _ADAPTER_TYPES: Types = (
         lambda value: isinstance(value, bool),
         "ensure_weight_tying fan_in_fan_out inference_mode use_dora use_rslora",
     ),
-    ("a text", _is_text, "base_model_name_or_path bias peft_type revision task_type"),
-    ("true, false or a text", lambda value: isinstance(value, bool | str), "init_lora_weights"),
-    ("a text, or a list of texts", _one_or_more(_is_text), "exclude_modules layers_pattern target_modules"),
-    ("a list of texts", _list_of(_is_text), "modules_to_save"),
-    ("a number of a layer, or a list of them", _one_or_more(_is_index), "layers_to_transform"),
-    ("numbers above 0 by module", _is_pattern(_is_size), "rank_pattern"),
-    ("numbers by module", _is_pattern(_is_number), "alpha_pattern"),
+    ("a string", _is_text, "base_model_name_or_path bias peft_type revision task_type"),
+    ("true, false or a string", lambda value: isinstance(value, bool | str), "init_lora_weights"),
+    ("a string, or a list of strings", _one_or_more(_is_text), "exclude_modules layers_pattern target_modules"),
+    ("a list of strings", _list_of(_is_text), "modules_to_save"),
+    ("a layer number, or a list of layer numbers", _one_or_more(_is_index), "layers_to_transform"),
+    ("a map from module names to whole numbers above 0", _is_pattern(_is_size), "rank_pattern"),
+    ("a map from module names to numbers", _is_pattern(_is_number), "alpha_pattern"),
 )
 
 
 def check_fields(config: Mapping[str, Any], file: str) -> None:
-    """Raise CheckpointError that names a field of config.json with a wrong type.
+    """Raise CheckpointError if a field of config.json has a wrong type; the error names the field.
 
-    Also checks `text_config` and the rotary parameters in it. file: name of the file, for errors."""
-    # Where rope_type is there, its old name may be null.
+    Fields of `text_config` and of rotary parameters are checked too. file: name of the file, for errors."""
+    # `type` is the old name of rope_type; it may be null if rope_type is set.
     never_null = _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]
     _check(config, file, _TYPES, never_null)
     for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):

@@ -1,7 +1,8 @@
-"""The families of Gemma 2 and of Gemma 3 for text.
+"""Describes the families Gemma 2 and Gemma 3 (text).
 
-Norms around attention and MLP multiply by 1 + w; embeddings are scaled; logits are capped, or there are two
-rotary bases."""
+Norms before and after attention and MLP multiply by 1 + w. Embeddings are scaled. Gemma 2 caps logits, Gemma
+3 has two rotary bases.
+"""
 
 from typing import Any
 
@@ -34,7 +35,7 @@ _GEMMA3 = {
 
 
 def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Returns our keys for Gemma 2 and Gemma 3, without positions and windows."""
+    """Returns the NeoX keys that Gemma 2 and Gemma 3 share, without positions and windows."""
     refuse_unless(config, "use_bidirectional_attention", False)
     return {
         **common_keys({**config, "mlp_bias": False}, defaults, "hidden_activation"),
@@ -48,7 +49,7 @@ def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 
 def _common_config(args: ModelArgs) -> dict[str, Any]:
-    """Returns config.json's fields for Gemma 2 and 3, the inverse of `_common_keys`, and the windows."""
+    """Returns config.json's fields for Gemma 2 and 3: the inverse of `_common_keys`, and the windows."""
     return {
         **drop_fields(common_config(args), "hidden_act"),
         "hidden_activation": gated_activation(args, "gelu_pytorch_tanh"),

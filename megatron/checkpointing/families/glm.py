@@ -1,7 +1,7 @@
-"""The family of GLM 4 (0414).
+"""Describes the family GLM 4 (0414).
 
-It has norms before and after attention and MLP. In half of each head, neighbouring dimensions are rotated
-together.
+It has norms before and after attention and MLP. Half of each head has rotary positions, which rotate
+neighbouring dimensions together.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _DEFAULTS = {
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
 ROWS = replaced_rows(
-    # GLM's names of norms say behind which part they stand, ours what they are given.
+    # GLM's post_attention_layernorm stands before the MLP, so our name for it is pre_feedforward_layernorm.
     TensorMapping("post_attention_layernorm.scale", (_BLOCK + "post_self_attn_layernorm.weight",)),
     TensorMapping("pre_feedforward_layernorm.scale", (_BLOCK + "post_attention_layernorm.weight",)),
     TensorMapping("post_feedforward_layernorm.scale", (_BLOCK + "post_mlp_layernorm.weight",)),

@@ -1,4 +1,4 @@
-"""The family of GPT-2: learned positions, and weights `[in, out]`."""
+"""Describes the GPT-2 family: it has learned positions and stores weights as `[in, out]`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.checkpointing.families.family import FUSED_QKV, Config, Family, Te
 from megatron.model.specs import attention_scale
 from megatron.neox_arguments import ModelArgs
 
-# GPT-2's names of sizes and those of other families.
+# GPT-2's names of sizes -> the names in other families.
 _SIZES = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",

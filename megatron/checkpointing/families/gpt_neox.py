@@ -1,4 +1,4 @@
-"""The family of GPT-NeoX and Pythia, whose rows of queries, keys and values are in our order."""
+"""Describes the GPT-NeoX and Pythia family, whose fused QKV rows are in the same order as ours."""
 
 from typing import Any
 

@@ -1,5 +1,7 @@
-"""The family of gpt-oss: attention sinks, windows in every second layer, and experts with biases and clamped
-gates, all of a block in one tensor."""
+"""Describes the gpt-oss family: attention sinks, sliding windows in every second layer, and experts.
+
+Experts have biases and clamped gates, and one tensor holds all experts of a block.
+"""
 
 from typing import Any
 
@@ -21,7 +23,7 @@ from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "model.layers.{}."
 _EXPERTS = _BLOCK + "mlp.experts."
-# Columns (outputs) of gate_up_proj are those of gate and up in turn; down_proj lies as our w2.
+# Columns (outputs) of gate_up_proj alternate between gate and up; down_proj has the layout of our w2.
 _ROWS = replaced_rows(
     TensorMapping("attention.sinks", (_BLOCK + "self_attn.sinks",)),
     *weight_and_bias("mlp.router.layer", _BLOCK + "mlp.router"),
@@ -33,7 +35,7 @@ _ROWS = replaced_rows(
     TensorMapping("mlp.experts.mlp.w2", (_EXPERTS + "down_proj",), stacked=True),
     TensorMapping("mlp.experts.mlp.w2_bias", (_EXPERTS + "down_proj_bias",)),
 )
-_LIMIT, _ALPHA = 7.0, 1.702  # of the clamped gates
+_LIMIT, _ALPHA = 7.0, 1.702  # constants of the clamped gates (swiglu_limit, swiglu_alpha)
 _DEFAULTS = {
     "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 2880, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
@@ -59,7 +61,7 @@ def _keys(config: Config) -> dict[str, Any]:
     length = config.get("initial_context_length")
     if length not in (None, rope.get("original_max_position_embeddings", length)):
         raise CheckpointError(
-            f"config.json: initial_context_length: {length} is not rope_scaling.original_max_position_embeddings: "
+            f"config.json: initial_context_length: {length} must equal rope_scaling.original_max_position_embeddings: "
             f"{rope['original_max_position_embeddings']}"
         )
     return {
@@ -75,9 +77,11 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: ModelArgs) -> dict[str, Any]:
-    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    experts = drop_fields(
+        expert_config(args, "num_local_experts"), "norm_topk_prob"
+    )  # gpt-oss always normalizes, and has no field for it
     config = {**llama_config(args), **experts}
-    scaling = config["rope_scaling"] or {"rope_type": "default"}  # without it transformers has yarn
+    scaling = config["rope_scaling"] or {"rope_type": "default"}  # if the field is absent, transformers assumes yarn
     original = scaling.get("original_max_position_embeddings")
     return {
         **config,
@@ -86,7 +90,7 @@ def _config(args: ModelArgs) -> dict[str, Any]:
         "intermediate_size": args.expert_ffn_size,
         "experts_per_token": args.moe_top_k,
         "swiglu_limit": _LIMIT,
-        **window_config(args, unused=128),  # transformers makes its mask without, too
+        **window_config(args, unused=128),  # transformers makes the window's mask even if no layer uses it
     }
 
 

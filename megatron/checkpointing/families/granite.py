@@ -1,6 +1,6 @@
-"""The family of Granite 3: LLaMA's blocks with four factors.
+"""Describes the Granite 3 family: LLaMA's blocks with four factors.
 
-They scale embeddings, attention logits, what blocks add to the residual stream, and logits.
+The factors scale embeddings, attention logits, the outputs of attention and MLP, and logits.
 """
 
 from typing import Any

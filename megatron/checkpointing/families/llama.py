@@ -1,4 +1,4 @@
-"""The families of LLaMA 2 and 3 and SmolLM 3, and functions for all families built like LLaMA."""
+"""Describes the families LLaMA (1 to 3) and SmolLM 3, and serves all families built like LLaMA."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
 _ATTENTION = tuple(f"{_BLOCK}self_attn.{name}_proj" for name in "qkv")
-# For all models built like LLaMA; which of the norms and biases exist follows from the configuration.
+# For all models built like LLaMA. The configuration determines which norms and biases exist.
 ROWS = (
     TensorMapping("word_embeddings.weight", ("model.embed_tokens.weight",)),
     *(TensorMapping(f"{norm}.scale", (f"{_BLOCK}{norm}.weight",)) for norm in _NORMS),
@@ -42,7 +42,7 @@ ROWS = (
 
 
 def replaced_rows(*replacements: TensorMapping) -> tuple[TensorMapping, ...]:
-    """Returns LLaMA's tensor mappings `ROWS`; a replacement takes the place of the row of its parameter."""
+    """Returns LLaMA's tensor mappings `ROWS`; `replacements` replace the rows of the same parameters."""
     return tuple({row.neox_name: row for row in (*ROWS, *replacements)}.values())
 
 
@@ -50,11 +50,12 @@ PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_pe
 
 
 def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
-    """Returns our keys for a model built like LLaMA, without positions and windows.
+    """Returns the NeoX configuration keys for a model built like LLaMA, without positions and windows.
 
-    defaults: of the family, for fields that config.json leaves out. num_key_value_heads: null means one per
-    query head; head_dim: null means hidden_size / heads. act: the field of the activation.
-    """
+    config: config.json. If its num_key_value_heads is null, each query head has its own; if its head_dim is
+        null, it is hidden_size / heads.
+    defaults: the family's values for fields that config.json leaves out.
+    act: the field of config.json that names the activation."""
     config = {**defaults, **config}
     refuse_unless(config, "rope_interleaved", False)
     keys, head_dim = size_keys(config, defaults), config.get("head_dim")
@@ -72,9 +73,10 @@ def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> di
 
 
 def llama_keys(config: Config, defaults: Config, theta: float = 10000.0) -> dict[str, Any]:
-    """Returns our keys for a model built like LLaMA, without windows. theta: the rotary base by default.
+    """Returns the NeoX configuration keys for a model built like LLaMA, without windows.
 
-    defaults: as of `common_keys`."""
+    defaults: the family's values for fields that config.json leaves out. theta: the rotary base if
+        config.json gives none."""
     return {**common_keys(config, defaults), **rope_keys({**defaults, **config}, rope_of(config, theta=theta))}
 
 
@@ -94,9 +96,10 @@ def common_config(args: ModelArgs, *, head_dim: bool = True) -> dict[str, Any]:
 
 
 def llama_config(args: ModelArgs, *, head_dim: bool = True, partial: bool = False) -> dict[str, Any]:
-    """Returns config.json's fields for a model built like LLaMA, with those of rotary positions.
+    """Returns config.json's fields for a model built like LLaMA, including rotary positions.
 
-    head_dim: as of `common_config`. partial: as of `rope_config`."""
+    head_dim: always write the field `head_dim`; false: only if it differs from hidden_size / heads. partial:
+        write `partial_rotary_factor`."""
     return {**common_config(args, head_dim=head_dim), **rope_config(args, partial=partial)}
 
 

@@ -1,4 +1,4 @@
-"""The families of Mamba, Falcon-Mamba and Mamba 2: blocks with a state instead of attention and MLP."""
+"""Describes the families Mamba, Falcon-Mamba and Mamba 2, whose blocks have a state instead of attention."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron.checkpointing.families.family import Config, Family, TensorMapping
 from megatron.neox_arguments import ModelArgs
 
 _BLOCK = "backbone.layers.{}."
-# Their config.json has no length, and nothing in them counts positions: that of GPT-NeoX's configurations.
+# Sequence length: config.json has none, because Mamba has no positions. GPT-NeoX's configurations have this.
 _LENGTH = 2048
 STATE_ROWS = (
     TensorMapping("word_embeddings.weight", ("backbone.embeddings.weight",)),
@@ -44,7 +44,7 @@ _MAMBA2 = {
 
 
 def _common_keys(config: Config, kind: str) -> dict[str, Any]:
-    """Returns our keys for a model whose blocks are all of one kind: "mamba" or "mamba2".
+    """Returns the NeoX configuration keys for a model whose blocks are all of one kind: "mamba" or "mamba2".
 
     config: config.json, completed with the family's defaults."""
     refuse_unless(config, "hidden_act", "silu", "swish")
@@ -52,7 +52,7 @@ def _common_keys(config: Config, kind: str) -> dict[str, Any]:
     return {
         "num_layers": layers,
         "hidden_size": hidden,
-        "num_attention_heads": max(1, hidden // 64),  # GPT-NeoX's files have them, and nothing reads them
+        "num_attention_heads": max(1, hidden // 64),  # GPT-NeoX's configurations have this key; Mamba ignores it
         "max_position_embeddings": _LENGTH,
         "seq_length": _LENGTH,
         "pos_emb": "none",
@@ -96,8 +96,8 @@ def _mamba_keys(config: Config) -> dict[str, Any]:
         raise CheckpointError(f"config.json: intermediate_size: {inner} is not a multiple of hidden_size {hidden}")
     if config["use_bias"]:
         raise CheckpointError(
-            "config.json: use_bias: true is not supported: transformers gives biases to in_proj and out_proj only, "
-            "this program (mamba_use_bias_in_linears) to x_proj too"
+            "config.json: use_bias: true is not supported: transformers then gives biases to in_proj and out_proj "
+            "only, but this program (mamba_use_bias_in_linears) also to x_proj"
         )
     return {
         **_common_keys(config, "mamba"),
@@ -138,7 +138,7 @@ FALCON_MAMBA = Family(
 
 
 def time_step_keys(limit: Sequence[Any]) -> dict[str, Any]:
-    """Returns our key `mamba_time_step_limit`; {} for the limits (0, inf), which have no effect.
+    """Returns the NeoX key `mamba_time_step_limit`; {} for the limits (0, inf), which have no effect.
 
     limit: (low, high); infinity may also be `{"__float__": "Infinity"}`, as transformers 5 writes it."""
     low, high = (float(bound["__float__"] if isinstance(bound, dict) else bound) for bound in limit)

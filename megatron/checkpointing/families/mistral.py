@@ -1,4 +1,4 @@
-"""The families of Mistral, Mixtral (a mixture of experts) and Ministral 3.
+"""Describes the families Mistral, Mixtral (a mixture of experts) and Ministral 3.
 
 Ministral 3 scales queries by their position.
 """
@@ -29,7 +29,11 @@ def _mistral_keys(config: Config) -> dict[str, Any]:
 
 
 def same_windows(config: Config, defaults: Config, window: int | None) -> dict[str, Any]:
-    """Returns our keys for a model like LLaMA whose layers all have the same sliding window, or none."""
+    """Returns the NeoX configuration keys for a model like LLaMA whose layers all have the same sliding
+    window.
+
+    window: HuggingFace's width, which counts the token itself; None: there is no window. defaults: the
+        family's values for fields that config.json leaves out."""
     keys = common_keys({**config, "attention_bias": False, "mlp_bias": False}, defaults)
     return {**keys, **same_window_keys(window)}
 
@@ -45,7 +49,9 @@ _MIXTRAL = {**_MISTRAL, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per
 
 def _mixtral_keys(config: Config) -> dict[str, Any]:
     config = {**_MIXTRAL, "num_experts": None, **config}
-    refuse_unless(config, "router_jitter_noise", 0.0)  # that of what experts read too, ours is of the router's input
+    refuse_unless(
+        config, "router_jitter_noise", 0.0
+    )  # transformers also jitters the input of experts, we only the router's
     return {
         **same_windows(config, _MIXTRAL, config.get("sliding_window")),
         **rope_keys(config, rope_of(config, theta=1000000.0)),
@@ -54,7 +60,9 @@ def _mixtral_keys(config: Config) -> dict[str, Any]:
 
 
 def _mixtral_config(args: ModelArgs) -> dict[str, Any]:
-    experts = drop_fields(expert_config(args, "num_local_experts"), "norm_topk_prob")  # it always does
+    experts = drop_fields(
+        expert_config(args, "num_local_experts"), "norm_topk_prob"
+    )  # Mixtral always normalizes, and has no field for it
     return {**_mistral_config(args), **experts, "intermediate_size": args.expert_ffn_size}
 
 

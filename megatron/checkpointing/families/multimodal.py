@@ -1,6 +1,6 @@
-"""Multimodal models: converts config.json and tensor names to those of their language model, and back.
+"""Converts config.json and tensor names of multimodal models to those of their language model, and back.
 
-The folder's other tensors (the vision tower and the projector) are copied unchanged.
+All other tensors of the folder (vision tower, projector) are copied unchanged.
 """
 
 import re
@@ -15,9 +15,9 @@ from megatron.checkpointing.families.registry import FAMILIES
 TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
 }  # fmt: skip
-# Prefixes of the language model's tensors in a multimodal folder, and in a folder of the language model
-# alone: in published files, which transformers writes too, and in memory. peft uses the names in memory;
-# before transformers 4.52 those were the published ones.
+# (prefix in the multimodal model, prefix in the language model alone) of the language model's tensors.
+# Published files, and those that transformers writes, have other prefixes than modules in memory. peft uses
+# the names in memory, which before transformers 4.52 were equal to the published ones.
 _PUBLISHED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
 _IN_MEMORY = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("score.", "score."))
 # Fields of the language model that may be outside text_config.
@@ -25,15 +25,14 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype
 
 
 def is_multimodal(config: Config) -> bool:
-    """Whether a config.json is that of a supported multimodal model (images and text)."""
+    """Whether a config.json describes a supported multimodal model (images and text)."""
     return str(config.get("model_type")) in TEXT_TOWERS
 
 
 def text_config(config: Config) -> dict[str, Any]:
     """Returns the config.json of a multimodal model's language model; for any other model, `config` itself.
 
-    Raises CheckpointError if the language model's family is not supported in this multimodal model.
-    """
+    Raises CheckpointError if this multimodal model is not supported with its language model's family."""
     model_type = str(config.get("model_type"))
     if not is_multimodal(config):
         return dict(config)
@@ -45,7 +44,7 @@ def text_config(config: Config) -> dict[str, Any]:
             f"config.json: text_config.model_type: {family} is not supported in {model_type}, only {', '.join(towers)}"
         )
     if gives_score(config):
-        raise CheckpointError(f"config.json: a reward model with images ({model_type}) is not supported")
+        raise CheckpointError(f"config.json: a multimodal reward model ({model_type}) is not supported")
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     # As in transformers, fields outside text_config take precedence.
     fields = {"vocab_size": towers[family], **text, **shared}
@@ -53,14 +52,14 @@ def text_config(config: Config) -> dict[str, Any]:
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Maps the language model's own tensor names to the names stored in a multimodal folder.
+    """Returns {name in the language model alone: name stored in the multimodal folder} of its tensors.
 
     stored: all tensor names of the folder; those outside the language model are left out."""
     return {text_tensor: name for name in stored if (text_tensor := text_name(name)) is not None}
 
 
 def text_name(name: str) -> str | None:
-    """Converts a tensor or module name of a multimodal model to the language model's own name.
+    """Converts a tensor or module name of a multimodal model to the name in the language model alone.
 
     name: as in files or in memory. Returns None for a part outside the language model."""
     for begins, text_prefix in (*_PUBLISHED, *_IN_MEMORY):
@@ -88,9 +87,10 @@ def text_modules(names: Iterable[str]) -> str:
 
 
 def stored_name(name: str, carried: Iterable[str]) -> str:
-    """Converts a language-model tensor name to its name in a multimodal folder.
+    """Converts a language model's tensor name to its name in a multimodal folder.
 
-    carried: names of the folder's other tensors, which show the prefixes that the folder uses."""
+    carried: names of the folder's tensors outside the language model; they show which prefixes the folder
+        uses."""
     style = _IN_MEMORY if any(carried_name.startswith("model.") for carried_name in carried) else _PUBLISHED
     return _wrapped(name, style)
 
@@ -110,11 +110,10 @@ def with_vocab_size(config: Config, rows: int) -> dict[str, Any]:
 
 
 def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[str, Any]:
-    """Returns the config.json of a multimodal model with its trained language model.
+    """Returns the config.json of a multimodal model whose language model was trained.
 
     text: the trained language model's config.json. imported: config.json of the imported multimodal model.
-    same_model: the language model's configuration has not changed, so its fields stay as imported.
-    """
+        same_model: the language model's configuration has not changed, so its fields stay as imported."""
     config, inner = dict(imported), dict(imported.get("text_config") or {})
     new_fields = text if not same_model else {"vocab_size": text["vocab_size"]}
     if "vocab_size" not in inner and text["vocab_size"] == text_config(imported)["vocab_size"]:
@@ -128,6 +127,6 @@ def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[
     dtype_field = "dtype" if "dtype" in imported else "torch_dtype"
     config[dtype_field] = text.get("torch_dtype", text.get("dtype"))
     config.pop("quantization_config", None)
-    if not same_model and "tie_word_embeddings" in config:  # which transformers reads before the inner one
+    if not same_model and "tie_word_embeddings" in config:  # transformers prefers this field to that in text_config
         config["tie_word_embeddings"] = text["tie_word_embeddings"]
     return {**config, "text_config": inner}

@@ -1,6 +1,7 @@
-"""The family of Nemotron-H and Nemotron 3.
+"""Describes the family of Nemotron-H and Nemotron 3.
 
-Each block has one norm, followed by Mamba 2, attention, an MLP or experts."""
+Each block has one norm, followed by either Mamba 2, attention, an MLP or experts.
+"""
 
 import math
 from typing import Any
@@ -38,25 +39,25 @@ _ROWS = (
 
 
 def _memory_name(row: TensorMapping, name: str) -> str:
-    """Converts a name in files to that in transformers 5's memory, where one tensor holds all experts."""
+    """Converts a name in files to the name in transformers 5's memory, where one tensor holds all experts."""
     name = name.replace("backbone.", "model.", 1)
     return name.replace(".{expert}", "").removesuffix(".weight") if row.is_per_expert else name
 
 
 _NAMES = {_memory_name(row, name): name for row in _ROWS for name in row.hf_names}
-# Our kind of a block: its letter in hybrid_override_pattern, its names in layers_block_type.
+# Our kind of a block -> (letter in hybrid_override_pattern, names in layers_block_type).
 _KINDS = {
     "mamba2": ("M", "linear_attention", "mamba"), "attention": ("*", "full_attention", "attention"),
     "mlp": ("-", "mlp"), "moe": ("E", "moe"),
 }  # fmt: skip
-# The smallest of fp32's usual numbers: a time_step_min that limits nothing, where transformers takes no 0.
+# The smallest normal fp32 number. As time_step_min it limits nothing; transformers does not accept 0.
 _NO_LIMIT = 2.0**-126
-# Older names of fields, which transformers reads too and prefers.
+# Older names of fields -> current names. transformers reads both, and prefers the older.
 _OLDER = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
 }  # fmt: skip
-# Our keys of Mamba 2's blocks, and the fields of config.json.
+# Our keys of Mamba 2's blocks -> fields of config.json.
 _STATE_FIELDS = {
     "mamba_state_dim": "ssm_state_size", "mamba_num_heads": "mamba_num_heads", "mamba_head_dim": "mamba_head_dim",
     "mamba_num_groups": "n_groups", "mamba_conv_kernel": "conv_kernel", "mamba_chunk_size": "chunk_size",
@@ -73,9 +74,9 @@ _DEFAULTS = {
 
 
 def _blocks(config: Config) -> list[str]:
-    """Returns our name for the kind of each block (mamba2, attention, mlp, moe).
+    """Returns the NeoX name of each block's kind: mamba2, attention, mlp or moe.
 
-    Raises CheckpointError for a kind we lack."""
+    Raises CheckpointError for an unsupported kind."""
     field, letters = "layers_block_type", get(config, "layers_block_type", config.get("layer_types"))
     if letters is None and "hybrid_override_pattern" in config:
         field, letters = "hybrid_override_pattern", config["hybrid_override_pattern"]
@@ -83,7 +84,7 @@ def _blocks(config: Config) -> list[str]:
     kinds = {name: kind for kind, names in _KINDS.items() for name in names}
     unknown = sorted(set(letters) - kinds.keys())
     if unknown:
-        raise CheckpointError(f"config.json: {field}: {', '.join(unknown)} is not supported")
+        raise CheckpointError(f"config.json: {field}: {', '.join(unknown)} is not a supported kind of block")
     return [kinds[name] for name in letters]
 
 
@@ -97,7 +98,7 @@ def _keys(config: Config) -> dict[str, Any]:
     kv_heads = heads if "num_key_value_heads" in fields else _DEFAULTS["num_key_value_heads"]
     kv_heads = get(fields, "num_key_value_heads", kv_heads)
     config = with_defaults(fields, _DEFAULTS)
-    for name in ("attention_bias", "mamba_proj_bias", "tie_word_embeddings"):  # transformers' class reads none of them
+    for name in ("attention_bias", "mamba_proj_bias", "tie_word_embeddings"):  # transformers ignores these fields
         refuse_unless(config, name, False)
     refuse_unless(config, "mamba_hidden_act", "silu", "swish")
     refuse_unless(config, "sliding_window", None)
@@ -126,7 +127,7 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _mamba_keys(config: Config) -> dict[str, Any]:
-    low = config["time_step_min"]  # not time_step_limit, which transformers' class leaves unread
+    low = config["time_step_min"]  # not time_step_limit, which transformers ignores
     return {
         **time_step_keys((0.0 if low <= _NO_LIMIT else low, math.inf)),
         **{key: config[field] for key, field in _STATE_FIELDS.items()},
@@ -136,7 +137,7 @@ def _mamba_keys(config: Config) -> dict[str, Any]:
 def _expert_keys(config: Config) -> dict[str, Any]:
     experts, groups, top_groups = (config[name] for name in ("n_routed_experts", "n_group", "topk_group"))
     if experts < 2:
-        raise CheckpointError(f"config.json: n_routed_experts: {experts}: a mixture needs at least two experts")
+        raise CheckpointError(f"config.json: n_routed_experts: {experts}: a mixture of experts needs at least two")
     if config["mlp_bias"]:
         raise CheckpointError("config.json: mlp_bias: true is not supported in a model with moe blocks, only false")
     refuse_unless(config, "n_shared_experts", 1)
@@ -145,7 +146,7 @@ def _expert_keys(config: Config) -> dict[str, Any]:
         "moe_top_k": config["num_experts_per_tok"],
         "moe_router_type": "topk",
         "moe_router_score_function": "sigmoid",
-        "moe_router_bias_update_rate": 0.0,  # the biases are there, and stay
+        "moe_router_bias_update_rate": 0.0,  # the biases exist and stay constant
         "norm_topk_prob": config["norm_topk_prob"],
         "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
         "moe_intermediate_size": config["moe_intermediate_size"],
@@ -158,11 +159,13 @@ def _expert_keys(config: Config) -> dict[str, Any]:
 def _config(args: ModelArgs) -> dict[str, Any]:
     unsupported = sorted(set(args.attention_config) - _KINDS.keys())
     if unsupported:
-        raise CheckpointError(f"this family has no blocks of kind {', '.join(unsupported)} (attention_config)")
+        raise CheckpointError(
+            f"the family nemotron_h has no blocks of kind {', '.join(unsupported)} (attention_config)"
+        )
     limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
     config = {
         **size_config(args),
-        # Every version reads it; names of kinds have changed.
+        # All versions of transformers read this field; the names in layers_block_type have changed.
         "hybrid_override_pattern": "".join(_KINDS[kind][0] for kind in args.attention_config),
         "layer_norm_epsilon": args.rms_norm_epsilon,
         "num_key_value_heads": args.kv_heads,

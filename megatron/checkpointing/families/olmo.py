@@ -1,7 +1,8 @@
-"""The families of OLMo 1 to 3 and OLMoE.
+"""Describes the families OLMo 1 to 3 and OLMoE.
 
 OLMo 1's norms have no weights. OLMo 2 and 3 have norms after attention and MLP, and over the full width of
-queries and keys. OLMoE is a mixture of experts."""
+queries and keys. OLMoE is a mixture of experts.
+"""
 
 from typing import Any
 
@@ -36,12 +37,13 @@ def _olmo2_keys(config: Config) -> dict[str, Any]:
 
 
 def local_rope_keys(rope: Config) -> dict[str, Any]:
-    """Returns our key `rope_local_base_freq`, the rotary base of layers with a sliding window.
+    """Returns the NeoX key `rope_local_base_freq`, the rotary base of layers with a sliding window.
 
-    rope: the rotary parameters of these layers. Raises CheckpointError if they have rotary scaling.
-    """
+    rope: the rotary parameters of these layers. Raises CheckpointError if they have rotary scaling."""
     if rope["rope_type"] != "default":
-        raise CheckpointError(f"config.json: rope_parameters.{SLIDING}.rope_type: {rope['rope_type']} is not default")
+        raise CheckpointError(
+            f"config.json: rope_parameters.{SLIDING}.rope_type: {rope['rope_type']} is not supported, only default"
+        )
     return {"rope_local_base_freq": float(number(rope["rope_theta"]))}
 
 
@@ -50,7 +52,7 @@ def _olmo3_keys(config: Config) -> dict[str, Any]:
     windows = window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: (i + 1) % 4 != 0))
     rope, local = (rope_of(config, kind, theta=500000.0) for kind in (FULL, SLIDING))
     if config.get("rope_parameters") is None:
-        local["rope_type"] = "default"  # `rope_scaling` is of the full layers alone
+        local["rope_type"] = "default"  # `rope_scaling` applies only to layers with full attention
     return {
         **common_keys(config, _DEFAULTS),
         **rope_keys(config, rope),
@@ -92,7 +94,7 @@ _OLMOE = {
 def _olmoe_keys(config: Config) -> dict[str, Any]:
     experts = expert_keys(config, _OLMOE)
     config = {**_OLMOE, **config, "mlp_bias": False}
-    # The norm of keys has a number of weights that does not depend on it.
+    # The size of the key norm's weight does not depend on head_dim, so head_dim must be the usual one.
     refuse_unless(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
     return {
         **llama_keys(config, _OLMOE),

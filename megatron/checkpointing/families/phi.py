@@ -1,4 +1,4 @@
-"""The family of Phi 3 and 4: LLaMA's blocks with fused projections, LongRoPE, and partly rotated heads."""
+"""Describes the family of Phi 3 and 4: LLaMA's blocks, fused projections, LongRoPE, partly rotated heads."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config}
     rope = rope_of(config, theta=10000.0)
-    if rope["rope_type"] == "yarn":  # so transformers reads Phi 3's files of that name
+    if rope["rope_type"] == "yarn":  # transformers also reads yarn in Phi 3's files as longrope
         rope["rope_type"] = "longrope"
     config.setdefault(_ORIGINAL, 4096)
     windows = same_windows(config, _DEFAULTS, config.get("sliding_window"))
@@ -37,9 +37,9 @@ def _config(args: ModelArgs) -> dict[str, Any]:
     if scaling.get("rope_type") != "longrope":
         return {**config, _ORIGINAL: args.max_position_embeddings}
     original = scaling.pop(_ORIGINAL)
-    scaling["type"] = scaling.pop("rope_type")  # readers before transformers 5 take this name alone
+    scaling["type"] = scaling.pop("rope_type")  # versions before transformers 5 read only this name
     if scaling.get("attention_factor") == longrope_factor(original, args.max_position_embeddings):
-        del scaling["attention_factor"]  # nor this one
+        del scaling["attention_factor"]  # they do not read this field
     return {**config, _ORIGINAL: original}
 
 

@@ -1,4 +1,6 @@
-"""The families of Qwen 2, 2.5 and 3: windows in the upper layers; and of their mixtures of experts."""
+"""Describes the families Qwen 2, 2.5 and 3, with sliding windows in upper layers, and Qwen's mixtures of
+experts.
+"""
 
 from typing import Any
 
@@ -50,7 +52,7 @@ def _qwen2_keys(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_config(args: ModelArgs) -> dict[str, Any]:
-    return drop_fields(_config(args), "attention_bias")  # queries, keys and values always have them
+    return drop_fields(_config(args), "attention_bias")  # in Qwen 2, queries, keys and values always have biases
 
 
 QWEN2 = Family(
@@ -79,10 +81,9 @@ _QWEN3_MOE = {
 
 
 def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Returns our keys for a Qwen model with experts, except those for windows and biases.
+    """Returns the NeoX configuration keys for a Qwen model with experts, except those of windows and biases.
 
-    Every `decoder_sparse_step`th block has experts, except blocks listed in `mlp_only_layers`.
-    """
+    Every `decoder_sparse_step`th block has experts, except blocks listed in `mlp_only_layers`."""
     step, dense = get(config, "decoder_sparse_step", 1), get(config, "mlp_only_layers", ())
     layers = range({**defaults, **config}["num_hidden_layers"])
     with_experts = [int((i + 1) % step == 0 and i not in dense) for i in layers]
@@ -121,7 +122,7 @@ def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
 
 def _qwen2_moe_config(args: ModelArgs) -> dict[str, Any]:
     return {
-        **drop_fields(_moe_config(args), "attention_bias"),  # that of the output is never there
+        **drop_fields(_moe_config(args), "attention_bias"),  # the output projection never has a bias
         "max_window_layers": args.num_layers,
         "layer_types": layer_types(args),
         "qkv_bias": args.add_qkv_bias,

@@ -1,4 +1,4 @@
-"""The supported families, and which of them a config.json belongs to or is nearest to."""
+"""Lists the supported HuggingFace families, and finds the family of a config.json or the nearest one."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from megatron.checkpointing.families.seed_oss import SEED_OSS
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
-# In the order in which an export tries them: simple families first.
+# An export tries families in this order: simple ones first.
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -44,51 +44,51 @@ _NEUTRAL = {
     "_attn_implementation", "tie_word_embeddings", "is_decoder", "finetuning_task", "chunk_size_feed_forward",
 }  # fmt: skip
 _NEUTRAL_PARTS = ("token_id", "dropout", "pdrop", "_init_", "initializer")
-# All families with rotary positions read these, and write them under other names.
+# All families with rotary positions read these fields, and may write other ones.
 _ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
-_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}  # have several names each
-# Unsupported models whose config.json does not show the difference: the nearest family, and the difference.
+_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}  # fields whose values have synonyms
+# Unsupported model types whose config.json does not show the difference -> (nearest family, difference).
 _UNSUPPORTED = {
-    "gptj": ("gpt_neox", "one norm for attention and MLP, neighbours that rotate together, no biases in attention"),
-    "gpt_neo": ("gpt2", "windows in every second layer, attention logits without a factor"),
-    "gpt_bigcode": ("gpt2", "one head of keys and values for all queries (multi_query)"),
-    "opt": ("gpt2", "an offset before the learned positions, relu, a tokenizer's padding row"),
-    "bloom": ("gpt_neox", "ALiBi positions, a norm behind the embedding"),
+    "gptj": ("gpt_neox", "one norm for attention and MLP, interleaved rotary positions, no biases in attention"),
+    "gpt_neo": ("gpt2", "sliding windows in every second layer, unscaled attention logits"),
+    "gpt_bigcode": ("gpt2", "one key-value head for all queries (multi_query)"),
+    "opt": ("gpt2", "an offset of learned positions, relu, a padding row of the tokenizer"),
+    "bloom": ("gpt_neox", "ALiBi positions, a norm after the embedding"),
     "mpt": ("gpt2", "ALiBi positions, no biases"),
-    "falcon": ("gpt_neox", "one head of keys and values or a few (multi_query), no biases, ALiBi in some sizes"),
-    "phi": ("gpt_neox", "one norm for attention and MLP, a bias of the output layer"),
-    "stablelm": ("llama", "LayerNorm, a part of each head rotates; in some sizes biases, attention beside the MLP"),
-    "nemotron": ("llama", "LayerNorm with 1 + weight and bias, relu2 without a gate, a part of each head rotates"),
-    "gemma": ("gemma2", "no norms behind attention and MLP, no windows, no capped logits"),
-    "gemma4_text": ("gemma3_text", "heads of keys that differ between layers, embeddings of each layer"),
-    "gemma3n_text": ("gemma3_text", "embeddings of each layer, several residual streams, shared keys and values"),
-    "cohere": ("cohere2", "no windows, positions in all layers, in some sizes norms of queries and keys"),
-    "glm": ("glm4", "no norms behind attention and MLP"),
-    "hunyuan_v1_dense": ("qwen3", "norms of queries and keys behind their rotation, a rotary base with an alpha"),
-    "cwm": ("llama", "a window in three of four layers"),
-    "internlm3": ("llama", "code of its own with names of its own for biases (qkv_bias, bias); else LLaMA's"),
-    "iquestcoder": ("llama", "code of its own; else LLaMA's, so that model_type: llama in config.json reads it"),
-    "vaultgemma": ("gemma2", "no norms behind attention and MLP"),
-    "bert-generation": ("gpt_neox", "norms behind attention and MLP, learned positions, kinds of tokens (BERT's)"),
-    "helium": ("llama", "neighbours that rotate together"),
-    "ernie4_5": ("llama", "neighbours that rotate together"),
-    "arcee": ("llama", "relu2 without a gate"),
+    "falcon": ("gpt_neox", "one or few key-value heads (multi_query), no biases, ALiBi in some sizes"),
+    "phi": ("gpt_neox", "one norm for attention and MLP, a bias in the output layer"),
+    "stablelm": ("llama", "LayerNorm, partly rotated heads; in some sizes biases, parallel attention and MLP"),
+    "nemotron": ("llama", "LayerNorm with 1 + weight and bias, ungated relu2, partly rotated heads"),
+    "gemma": ("gemma2", "no norms after attention and MLP, no sliding windows, no capped logits"),
+    "gemma4_text": ("gemma3_text", "key-value heads that differ between layers, embeddings in each layer"),
+    "gemma3n_text": ("gemma3_text", "embeddings in each layer, several residual streams, shared keys and values"),
+    "cohere": ("cohere2", "no windows, rotary positions in all layers, in some sizes norms of queries and keys"),
+    "glm": ("glm4", "no norms after attention and MLP"),
+    "hunyuan_v1_dense": ("qwen3", "norms of queries and keys after their rotation, a rotary base scaled by alpha"),
+    "cwm": ("llama", "a sliding window in three of four layers"),
+    "internlm3": ("llama", "remote code with other names for biases (qkv_bias, bias); otherwise like LLaMA"),
+    "iquestcoder": ("llama", "remote code; otherwise like LLaMA: set model_type: llama in config.json"),
+    "vaultgemma": ("gemma2", "no norms after attention and MLP"),
+    "bert-generation": ("gpt_neox", "norms after attention and MLP, learned positions, BERT's token types"),
+    "helium": ("llama", "interleaved rotary positions"),
+    "ernie4_5": ("llama", "interleaved rotary positions"),
+    "arcee": ("llama", "ungated relu2"),
     "llama4_text": (
         "mixtral",
-        "one expert a token, whose input is scaled, a shared expert, layers without positions, attention in chunks",
+        "one expert per token with scaled input, a shared expert, layers without positions, chunked attention",
     ),
-    "deepseek_v2": ("qwen2_moe", "attention through a latent (MLA), groups of experts, shared experts without a gate"),
-    "deepseek_v3": ("qwen2_moe", "attention through a latent (MLA), sigmoid scores and biases of experts in groups"),
-    "glm4_moe": ("qwen3_moe", "sigmoid scores and biases of experts, a shared expert, a part of each head rotates"),
-    "ernie4_5_moe": ("qwen2_moe", "biases of experts, shared experts without a gate, neighbours that rotate together"),
-    "qwen3_next": ("qwen3_moe", "linear attention in three of four layers, gates of attention, a shared expert"),
-    "phimoe": ("mixtral", "LayerNorm, biases, the choice of experts by sparse mixer"),
-    "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, tensors of all experts"),
-    "flex_olmo": ("olmoe", "norms behind attention and MLP in the place of those before"),
-    "bamba": ("nemotron_h", "an MLP in every block, gated, and a part of each head rotates"),
-    "jamba": ("nemotron_h", "Mamba with weights in its norms of B, C and time steps, an MLP or experts in every block"),
-    "falcon_h1": ("nemotron_h", "attention beside Mamba 2 in every block, gated MLPs, factors in many places"),
-    "zamba2": ("nemotron_h", "blocks of attention that share their weights, adapters in them"),
+    "deepseek_v2": ("qwen2_moe", "multi-head latent attention (MLA), groups of experts, ungated shared experts"),
+    "deepseek_v3": ("qwen2_moe", "multi-head latent attention (MLA), grouped experts with sigmoid scores and biases"),
+    "glm4_moe": ("qwen3_moe", "sigmoid scores and biases of experts, a shared expert, partly rotated heads"),
+    "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
+    "qwen3_next": ("qwen3_moe", "linear attention in three of four layers, gated attention, a shared expert"),
+    "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),
+    "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, one tensor for all experts"),
+    "flex_olmo": ("olmoe", "norms after attention and MLP instead of before"),
+    "bamba": ("nemotron_h", "a gated MLP in every block, partly rotated heads"),
+    "jamba": ("nemotron_h", "norms of B, C and time steps with weights, an MLP or experts in every block"),
+    "falcon_h1": ("nemotron_h", "attention in parallel with Mamba 2 in every block, gated MLPs, many factors"),
+    "zamba2": ("nemotron_h", "attention blocks that share their weights and have adapters"),
 }  # fmt: skip
 _MAX_NAMED, _LONGEST = 6, 40
 
@@ -96,7 +96,7 @@ _MAX_NAMED, _LONGEST = 6, 40
 def family_of(config: Config) -> str:
     """Returns the `model_type` of a config.json, a key of FAMILIES.
 
-    Raises CheckpointError for an unsupported model, with the nearest family and the differences."""
+    Raises CheckpointError for an unsupported model; it names the nearest family and the differences."""
     model_type, inner = config.get("model_type"), config.get("text_config")
     if model_type in FAMILIES:
         return str(model_type)
@@ -104,32 +104,32 @@ def family_of(config: Config) -> str:
     fields = inner if isinstance(inner, Mapping) else config
     if not any(fields.get(name) for name in ("hidden_size", "n_embd", "d_model")):
         supported = ", ".join(FAMILIES)
-        raise CheckpointError(f"config.json: model_type: {model_type} is not supported; one of {supported}")
+        raise CheckpointError(f"config.json: model_type: {model_type} is not supported; supported are {supported}")
     nearest, differences = nearest_family(fields)
     difference = f"it differs in {shortened(differences, _MAX_NAMED)}"
     if not differences and isinstance(inner, Mapping):
         difference = (
-            f"its language model may be supported, but not the names of its other parts: {_other_parts(config)}"
+            f"its language model may be supported, but not the multimodal model around it: {_other_parts(config)}"
         )
     elif not differences:
         difference = (
-            "no field differs, so the code of the models does: compare the names of its tensors and its modelling_*.py "
-            f"with {nearest.model_type}'s; where both are the same, write model_type: {nearest.model_type}"
+            "no field differs, so the model's code must: compare its tensor names and its modeling_*.py with those of "
+            f"{nearest.model_type}; if they are the same, set model_type: {nearest.model_type}"
         )
     raise CheckpointError(
-        f"config.json: model_type: {model_type} is not supported; nearest to {source} is {nearest.model_type} "
-        f"({nearest.title}): {difference}"
+        f"config.json: model_type: {model_type} is not supported; the family nearest to {source} is "
+        f"{nearest.model_type} ({nearest.title}): {difference}"
     )
 
 
 def _other_parts(config: Config) -> str:
-    """Returns the part of an error that names a multimodal config.json's parts beside the language model."""
+    """Returns the end of an error that names a multimodal model's parts other than the language model."""
     parts = sorted(name for name in config if name.endswith("_config") and name != "text_config")
-    return f"{', '.join(parts) or 'no other part'}; give a folder of the language model alone"
+    return f"{', '.join(parts) or 'no other part'}; pass a folder of the language model alone"
 
 
 def nearest_family(config: Config) -> tuple[Family, list[str]]:
-    """Returns (the family nearest to an unsupported config.json, the differences in words).
+    """Returns (the supported family nearest to an unsupported config.json, the differences in words).
 
     The differences are fields or values that the family does not support, or the text in `_UNSUPPORTED`."""
     model_type = str(config.get("model_type"))
@@ -141,7 +141,9 @@ def nearest_family(config: Config) -> tuple[Family, list[str]]:
 
 
 def _similarity(family: str, model_type: str) -> float:
-    """Returns how similar two model types are, 0 to 2.5: the number of differing fields it makes up for."""
+    """Returns how similar two model types are by name, from 0 to 2.5.
+
+    The number is subtracted from the number of differing fields."""
     begins = model_type.startswith(family.removesuffix("_text"))
     return 1.5 * (_stem(family) == _stem(model_type)) + begins
 

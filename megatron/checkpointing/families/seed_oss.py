@@ -1,4 +1,4 @@
-"""The family of Seed-OSS: LLaMA's blocks, with biases of queries, keys and values."""
+"""Describes the Seed-OSS family: LLaMA's blocks with biases of queries, keys and values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _DEFAULTS = {
 def _keys(config: Config) -> dict[str, Any]:
     inner, outer = get(config, "attention_bias", True), get(config, "attention_out_bias", False)
     if outer and not inner:
-        raise CheckpointError("config.json: attention_out_bias without attention_bias is not supported")
+        raise CheckpointError("config.json: attention_out_bias: true is supported only with attention_bias: true")
     return {**llama_keys({**config, "attention_bias": outer}, _DEFAULTS), "add_qkv_bias": inner and not outer}
 
 

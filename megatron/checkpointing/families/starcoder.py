@@ -1,5 +1,7 @@
-"""The family of StarCoder 2: GPT's LayerNorm, biases and MLP without gate, with rotary positions and grouped
-queries."""
+"""Describes the StarCoder 2 family: LayerNorm, biases and an ungated MLP, as in GPT-2.
+
+It has rotary positions and grouped queries.
+"""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""HuggingFace folders: reading and writing them one tensor at a time, importing, exporting, and the check of
-logits against transformers.
+"""Reads and writes HuggingFace folders one tensor at a time, imports, exports, and compares logits with
+transformers.
 
-How a model family names its tensors, and what its config.json means, is in `megatron.checkpointing.families`,
-where a new family is added too.
+`megatron.checkpointing.families` describes how each model family names its tensors, and what its config.json
+means. A new family is added there.
 """
 
 from megatron.checkpointing.huggingface.companion_files import (

@@ -1,4 +1,4 @@
-"""Carried tensors: tensors of an imported model that our model lacks.
+"""Copies carried tensors: tensors of an imported HuggingFace model that NeoX models lack.
 
 Each checkpoint keeps them unchanged in a file, and an export writes them again. They are the parts of a
 multimodal model other than its language model (`families.multimodal`), and the layers for multi-token
@@ -19,11 +19,11 @@ from megatron.data.files import sha256, sync
 
 CARRIED = "carried.safetensors"
 CarriedWriter = Callable[[Path, str], FileRecord]
-"""Writes the file at a path; the second argument is its name within the checkpoint, for its record."""
+"""Writes the file at the path. The text is the file's name within the checkpoint, for the returned record."""
 
 
 def carried_tensors(folder: Path) -> SafetensorsFile | None:
-    """Opens the file of carried tensors: those that a HuggingFace model has beside ours, copied unchanged.
+    """Opens the file of carried tensors: those that NeoX models lack and that are copied unchanged.
 
     folder: `huggingface/` of a checkpoint. Returns None if there is no such file."""
     path = folder / CARRIED
@@ -31,11 +31,10 @@ def carried_tensors(folder: Path) -> SafetensorsFile | None:
 
 
 def carried_writer(source: Path, is_hf: bool) -> CarriedWriter | None:
-    """Returns a function that writes carried tensors, which imports and exports copy, to a checkpoint.
+    """Returns a function that writes carried tensors (which NeoX models lack) into a checkpoint.
 
-    source: `huggingface/` of a checkpoint, or with is_hf a HuggingFace folder. Returns None if it has no
-    carried tensors.
-    """
+    source: `huggingface/` of a checkpoint, or with is_hf a HuggingFace folder. Returns None if `source` has
+        no carried tensors."""
     folder = HFFolder(source) if is_hf else None
     if not (folder.carried if folder is not None else (source / CARRIED).is_file()):
         return None
@@ -45,9 +44,9 @@ def carried_writer(source: Path, is_hf: bool) -> CarriedWriter | None:
 class _Carried:
     """Writes the file of carried tensors into each checkpoint of a run.
 
-    The first file is written from the HuggingFace folder, if the run started from a folder. All others are
-    hard links to an earlier file, or copies if links fail. The earlier file stays open, because its
-    checkpoint may be deleted during the run.
+    If the run started from a HuggingFace folder, the first file is written from it. All others are hard links
+    to an earlier file, or copies if links fail. The earlier file stays open, because its checkpoint may be
+    deleted during the run.
     """
 
     def __init__(self, folder: HFFolder | None, held: BinaryIO | None) -> None:
@@ -74,9 +73,10 @@ class _Carried:
 
 
 def write_carried(folder: HFFolder, path: Path, name: str) -> FileRecord:
-    """Write the carried tensors of a folder to the file `path`, one at a time.
+    """Write the carried tensors of a HuggingFace folder to the file `path`, one at a time; returns its
+    record.
 
-    name: the file's path inside the checkpoint, for the returned record."""
+    name: the file's path inside the checkpoint, for the record."""
     tensors = ((carried, folder.get_carried(carried)) for carried in folder.carried)
     write_weights(path.parent, folder.carried, folder.carried_dtypes, tensors, limit=1 << 62, single_name=path.name)
     sync(path.parent)

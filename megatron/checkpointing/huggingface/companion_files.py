@@ -1,7 +1,7 @@
-"""The companion files of a HuggingFace model: tokenizer, chat templates, processors of images and sound,
-generation defaults, terms of use.
+"""Reads and writes companion files of a HuggingFace model: tokenizer, chat templates, processors, terms of
+use.
 
-An imported model keeps them in `huggingface/` of its checkpoints, and training copies them into every later
+An imported model keeps them in `huggingface/` of its checkpoints. Training copies them into every later
 checkpoint, so that an export has them unchanged.
 """
 
@@ -26,7 +26,7 @@ from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_
 HF_SUBFOLDER = "huggingface"
 GENERATION, CARD = "generation_config.json", "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"
-# Names of transformers and Mistral; additional chat templates are in a folder.
+# Names that transformers and Mistral use. Additional chat templates are in a folder.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
@@ -38,7 +38,13 @@ _PROCESSORS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", "*SYSTEM_PROMPT.txt",
 )  # fmt: skip
-_OBJECTS = (CONFIG, GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # and small
+_OBJECTS = (
+    CONFIG,
+    GENERATION,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)  # each a JSON object
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -49,9 +55,9 @@ class CompanionFiles:
     files: content of each file, by name.
     ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for config.json.
     vocab_size: rows of the embedding before padding; None if unknown.
-    tokens: number of tokens of the tokenizer; None without one.
-    config, card: config.json and README.md of the imported model; empty without one. If it is multimodal,
-        config is the language model's, and full_config is the multimodal model's.
+    tokens: number of tokens of the tokenizer; None if there is no tokenizer.
+    config, card: config.json and README.md of the imported model; empty if the model was not imported. If it
+        is multimodal, config is the language model's, and full_config is the multimodal model's.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -64,12 +70,12 @@ class CompanionFiles:
 
 
 def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """Returns content of a HuggingFace folder's files that a checkpoint keeps (config, tokenizer), by name.
+    """Returns the files of a HuggingFace folder that a checkpoint keeps (config, tokenizer, ...): content by
+    name.
 
     tokenizer: content of the run's tokenizer files, by name; if its tokenizer.json differs from the folder's,
-    the folder's tokenizer files are left out. Raises CheckpointError if a JSON file is not an object, or if
-    config.json or generation_config.json has a field of the wrong type.
-    """
+        the folder's tokenizer files are left out. Raises CheckpointError if a JSON file is not an object, or
+        if config.json or generation_config.json has a field of the wrong type."""
     path = Path(folder)
     patterns = (CONFIG, GENERATION, CARD, *_TOKENIZER, *_PROCESSORS, *LEGAL)
     paths = dict.fromkeys(file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file())
@@ -85,16 +91,15 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a file of this name belongs to the tokenizer; chat templates do."""
+    """Whether a file of this name belongs to a tokenizer; chat templates do."""
     return any(fnmatchcase(name, pattern) for pattern in _TOKENIZER)
 
 
 def write_companion_files(files: Mapping[str, bytes], folder: Path, prefix: str = "") -> list[FileRecord]:
-    """Write files into `folder`, which is created if it is missing, and sync files and folders to disk.
+    """Write files into `folder`, which is created if missing, sync them to disk, and return their records.
 
-    files: content by name; a name may contain a folder. prefix: put before the names in the returned records.
-    Raises CheckpointError if they cannot be written.
-    """
+    files: content by name; a name may contain a folder. prefix: put before the names in the records. Raises
+        CheckpointError if a file cannot be written."""
     records = []
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +113,7 @@ def check_tokens(files: Mapping[str, bytes], rows: int, source: str) -> None:
     """Raise CheckpointError if a tokenizer has token ids beyond the rows of the embedding.
 
     files: content by name; tokens come from tokenizer.json, else from vocab.json and added_tokens.json.
-    rows: number of rows of the embedding. source: name of the model, for the error.
-    """
+    rows: number of rows of the embedding. source: name of the model, for the error."""
     for name in ("tokenizer.json", "vocab.json"):
         if name not in files:
             continue
@@ -121,18 +125,20 @@ def check_tokens(files: Mapping[str, bytes], rows: int, source: str) -> None:
         if without_row:
             raise CheckpointError(
                 f"{source}: {name} has {without_row[-1][0] + 1} token ids, but the embedding has {rows} rows "
-                f"(vocab_size): {without_row[0][1]!r} (id {without_row[0][0]}) has none; remove such tokens in a copy "
-                "of the folder, or `load` the folder in a run, which adds rows"
+                f"(vocab_size): {without_row[0][1]!r} (id {without_row[0][0]}) has no row; remove such tokens in a "
+                "copy of the folder, or `load` the folder in a run, which adds rows"
             )
         return
 
 
 def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]:
-    """Returns {token: id}. content: parsed tokenizer.json or vocab.json. added: parsed added_tokens.json."""
+    """Returns {token: id} of a tokenizer.
+
+    content: parsed tokenizer.json or vocab.json. added: parsed added_tokens.json."""
     if "model" not in content or isinstance(content["model"], int):  # vocab.json may have a token "model"
         return {**content, **added}
     vocab = content["model"].get("vocab") or {}
-    if not isinstance(vocab, dict):  # of a unigram model: [token, score] in the order of their ids
+    if not isinstance(vocab, dict):  # a unigram model has [token, score] entries in the order of ids
         vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
     return {**vocab, **_added_ids(content)}
 
@@ -140,8 +146,8 @@ def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]
 def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
     """Whether a HuggingFace folder's tokenizer has the same ids for the same tokens as `tokenizer`.
 
-    Compares the files byte by byte, else vocabularies and added tokens. Raises CheckpointError if the folder
-    has no tokenizer."""
+    Compares the files byte by byte; if they differ, the vocabularies and added tokens of tokenizer.json.
+    Raises CheckpointError if the folder has no tokenizer."""
     files = tokenizer.files()
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file() and name in files:
@@ -154,7 +160,7 @@ def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def _tokens(content: bytes) -> tuple[Any, dict[str, int]]:
-    """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: of the file."""
+    """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: the bytes of the file."""
     parsed = json.loads(content)
     return parsed["model"].get("vocab"), _added_ids(parsed)
 
@@ -167,8 +173,7 @@ def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None
     """Returns how many vocabulary rows to export: vocab_size of the imported config.json; None: all rows.
 
     The result is at least `tokens`. carried: content of the checkpoint's HuggingFace files, by name. tokens:
-    number of tokens of its tokenizer.
-    """
+    number of tokens of the checkpoint's tokenizer."""
     rows = text_config(json.loads(carried.get(CONFIG, b"{}"))).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
@@ -191,14 +196,16 @@ def companion_files_of(
     pad_token_id: int | None = None,
     scores: bool = False,
 ) -> CompanionFiles:
-    """Returns the companion files for an export of checkpoint `source`.
+    """Returns the files other than weights for an export of checkpoint `source`: tokenizer, chat templates,
+    ...
 
-    The files come from the imported model, else from the run's tokenizer or `vocab_file`. tokenizer: false
-    leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub. pad_token_id: replaces
-    the tokenizer's. scores: the model is a reward model. transformers reads its score at the last token that
-    is not padding, so its pad token must not end texts; if it does, another special token is chosen.
-    Raises CheckpointError for a tokenizer that cannot be read.
-    """
+    The files come from the imported model, else from the run's tokenizer or `vocab_file`.
+    tokenizer: false leaves the tokenizer's files out.
+    vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
+    pad_token_id: replaces the tokenizer's.
+    scores: the model is a reward model. transformers reads its score at the last token that is not padding,
+        so its pad token must not end texts; if it does, another special token is chosen.
+    Raises CheckpointError for a tokenizer that cannot be read."""
     saved_files = read_companion_files(source / HF_SUBFOLDER)
     full_config, card = json.loads(saved_files.pop(CONFIG, b"{}")), saved_files.pop(CARD, b"").decode(errors="replace")
     config = text_config(full_config)
@@ -214,7 +221,7 @@ def companion_files_of(
             files["tokenizer_config.json"] = _tokenizer_config(built_tokenizer)
     if not tokenizer:
         files = {name: content for name, content in files.items() if not is_of_tokenizer(name)}
-    if carried or not ids:  # config.json may name several ends
+    if carried or not ids:  # config.json may list several EOS ids
         ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
     if scores:
         pad_token_id = _pad_of_scores(source, ids, built_tokenizer, pad_token_id)
@@ -231,8 +238,8 @@ def companion_files_of(
 def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | None, requested: int | None) -> int:
     """Returns a reward model's pad token id, which must not be the id of a token that ends texts.
 
-    ids: token ids for config.json. requested: the user's choice; None: choose one. Raises CheckpointError
-    if no id is suitable."""
+    ids: token ids for config.json. requested: the user's choice; None: choose one. Raises CheckpointError if
+        no id is suitable."""
     eos = ids.get("eos_token_id")
     ends, choices = {*(eos if isinstance(eos, list) else [eos])}, [ids.get("pad_token_id")]
     if tokenizer is not None:
@@ -240,7 +247,9 @@ def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | 
         choices += [i for i in tokenizer.special_tokens if i != tokenizer.bos] + [tokenizer.bos]
     pads = [i for i in (choices if requested is None else [requested]) if i is not None and i not in ends]
     if not pads:
-        reason = "it has no token to pad with" if requested is None else f"--pad-token-id {requested} ends texts"
+        reason = (
+            "its tokenizer has no token for padding" if requested is None else f"--pad-token-id {requested} ends texts"
+        )
         raise CheckpointError(
             f"{source}: {reason}, but transformers reads a reward model's score at the last token before padding; "
             "give the id of a token that does not end texts with --pad-token-id"
@@ -266,7 +275,7 @@ def _run_tokenizer_files(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dic
     if vocab_is_hf:
         return _from_transformers(str(args.vocab_file), "vocab_file: ")
     if place is None:
-        return {}  # imported without a tokenizer, or of a kind that transformers cannot read from a file
+        return {}  # imported without a tokenizer, or transformers cannot read this kind from a file
     if place.is_dir() and folder_files:
         return folder_files
     try:
@@ -283,10 +292,10 @@ def _run_tokenizer_files(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dic
 
 
 def add_tokenizer(folder: Path, tokenizer: str) -> None:
-    """Add a tokenizer to a HuggingFace folder without one.
+    """Add a tokenizer to a HuggingFace folder that has none.
 
     tokenizer: a folder, a file like tokenizer.json, or a name on the Hub. Raises CheckpointError, also if a
-    token id is beyond the rows of the embedding."""
+        token id is beyond the rows of the embedding."""
     place = Path(tokenizer)
     if place.is_dir():
         files = read_companion_files(place)
@@ -296,7 +305,7 @@ def add_tokenizer(folder: Path, tokenizer: str) -> None:
         files = _from_transformers(tokenizer)
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
     if not files:
-        raise CheckpointError(f"{tokenizer}: holds no tokenizer (tokenizer.json, tokenizer.model)")
+        raise CheckpointError(f"{tokenizer}: holds no tokenizer (no tokenizer.json or tokenizer.model)")
     check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
     write_companion_files(files, folder)
 
@@ -307,7 +316,7 @@ def _tokenizer_file(file: Path) -> dict[str, bytes]:
     If the file is named tokenizer.json, the other tokenizer files of its folder are included."""
     content = read_json(file)
     if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
-        raise CheckpointError(f"{file}: is not a tokenizer.json; give a tokenizer.json, or the folder of a tokenizer")
+        raise CheckpointError(f"{file}: is not a tokenizer.json; pass a tokenizer.json, or the folder of a tokenizer")
     if file.name == "tokenizer.json":
         return read_companion_files(file.parent)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -322,7 +331,7 @@ def _from_transformers(name: str, key: str = "") -> dict[str, bytes]:
             AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
         except (OSError, ValueError) as problem:
             reason = str(problem).strip().splitlines()[0]
-            raise CheckpointError(f"{key}{name} is no HuggingFace tokenizer ({reason})") from problem
+            raise CheckpointError(f"{key}{name} cannot be loaded as a HuggingFace tokenizer ({reason})") from problem
         return read_companion_files(folder)
 
 
@@ -332,7 +341,9 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:
-            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
+            raise CheckpointError(
+                f"tokenizer: {problem}; or leave the tokenizer out with --no_save_tokenizer"
+            ) from problem
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
@@ -342,7 +353,7 @@ def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
 
 
 def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
-    """Returns `files` with the token of id `pad` as pad_token of tokenizer_config.json.
+    """Returns `files` in which tokenizer_config.json has the token with id `pad` as pad_token.
 
     Raises CheckpointError for an unknown id."""
     if "tokenizer.json" not in files:

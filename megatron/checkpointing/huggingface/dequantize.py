@@ -1,7 +1,8 @@
 """Dequantises weights of HuggingFace folders: FP8 with scales, and MXFP4.
 
-A scheme (`scheme_of`) knows which stored tensors make a weight (`Packed`), and computes it in blocks of rows,
-so only a few megabytes are in memory in addition to the result. Values are computed in fp32 and then cast.
+A scheme (`scheme_of`) knows which stored tensors make up a weight (`Packed`). It computes the weight in
+blocks of rows, so only a few megabytes are in memory in addition to the result. Values are computed in fp32
+and then cast.
 """
 
 import math
@@ -16,18 +17,18 @@ from torch.nn.functional import embedding
 
 from megatron.checkpointing.errors import CheckpointError
 
-_AT_A_TIME = 1 << 20  # numbers that are dequantised together: 4 MB in fp32
-_GROUP = 32  # numbers that share a scale in MXFP4
-# E2M1: a sign, two bits of exponent and one of mantissa, by the four bits as a number.
+_AT_A_TIME = 1 << 20  # elements that are dequantised together: 4 MB in fp32
+_GROUP = 32  # elements that share a scale in MXFP4
+# Values of E2M1 (sign, two exponent bits, one mantissa bit), indexed by the four bits.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-# Static scales of activations, which are ignored because activations are not quantised here.
+# Static scales of activations; they are ignored, because this program does not quantise activations.
 _ACTIVATION_SCALES = re.compile(r"(.+)[._](activation_scale|input_scale)")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The dtype and shape of a tensor, from the header of its file. dtype: None for one we cannot read."""
+    """The dtype and shape of a tensor, from the header of its file. dtype: None if it is not supported."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight that is stored quantised.
+    """A quantised weight: the tensors that store it, and its shape.
 
     values, scales: the names of the two tensors that store it. shape: of the dequantised weight.
     """
@@ -51,32 +52,29 @@ class Scheme(Protocol):
     def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
         """Finds the quantised weights among the tensors of a folder; returns them by the weight's name.
 
-        stored: all tensors of the folder, by name.
-
-        Raises CheckpointError for a weight whose scales are missing or do not match the shape of its values.
-        """
+        stored: all tensors of the folder, by name. Raises CheckpointError for a weight whose scales are
+            missing or do not match the shape of its values."""
 
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
-        """Returns the names of tensors that are no weights but belong to quantised weights, such as scales.
+        """Returns the names of tensors that only serve to store quantised weights, such as scales.
 
-        names: of all tensors of the folder. packed: the quantised weights.
-        """
+        names: of all tensors of the folder. packed: the quantised weights."""
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Returns a view of a weight `[..., rows, columns]`, transposed if it is stored transposed."""
+        """Returns a view of a weight `[..., rows, columns]`, transposed if files store it transposed."""
 
     def rows(self, values: Tensor, scales: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yields the dequantised weight in fp32 in pieces: (matrix, first row, rows `[n, columns]`).
+        """Yields a dequantised weight in fp32 in pieces: (number of the matrix, first row, rows `[n,
+        columns]`).
 
-        values, scales: the stored tensors.
-        """
+        values, scales: the stored tensors."""
 
 
 def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
-    """Returns the scheme in `quantization_config` of a config.json; None if weights are not quantised.
+    """Returns the quantisation scheme that a config.json names; None if weights are not quantised.
 
-    folder_name: for errors. Raises CheckpointError for an unsupported scheme.
-    """
+    The field is `quantization_config`. folder_name: for errors. Raises CheckpointError for an unsupported
+    scheme."""
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not quantization:
         return None
@@ -84,7 +82,9 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
     if method == "fp8":
         block = quantization.get("weight_block_size", (128, 128))
         if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-            raise CheckpointError(f"{folder_name}: config.json: weight_block_size {block} is not a pair of sizes")
+            raise CheckpointError(
+                f"{folder_name}: config.json: weight_block_size: {block} is not a pair of whole numbers above 0"
+            )
         return Fp8(folder_name, None if block is None else (block[0], block[1]))
     if method == "mxfp4":
         return Mxfp4(folder_name)
@@ -95,7 +95,8 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
 
 
 def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype to dequantise to: `dtype` of config.json, else its `torch_dtype`, else bfloat16."""
+    """Returns the dtype to dequantise weights to: `dtype` of config.json, else its `torch_dtype`, else
+    bfloat16."""
     places = (config, config.get("text_config") or {})
     name = next((str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)), "")
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -103,7 +104,7 @@ def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def dequantize(scheme: Scheme, values: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a dequantised weight; needs some megabytes of memory besides the result.
+    """Returns a dequantised weight; needs a few megabytes of memory in addition to the result.
 
     values, scales: the stored tensors. shape, dtype: of the result."""
     weight = torch.empty(shape, dtype=dtype)
@@ -118,15 +119,15 @@ def dequantize(scheme: Scheme, values: Tensor, scales: Tensor, shape: tuple[int,
 class Fp8:
     """FP8 (E4M3) with scales: weight `X` is the stored `X` times `X_scale_inv`.
 
-    folder_name: for errors. block: size (rows, columns) of a block of a matrix with one scale; the last
-    blocks may be smaller; None: one scale for the matrix. Stacked experts have scales for each matrix.
+    folder_name: for errors. block: (rows, columns) of a block of a matrix that has one scale; blocks at the
+        edges may be smaller; None: one scale for the matrix. Stacked experts have scales for each matrix.
     """
 
     folder_name: str
     block: tuple[int, int] | None
 
     def __str__(self) -> str:
-        return "fp8, one scale a matrix" if self.block is None else "fp8 in blocks of {} x {}".format(*self.block)
+        return "fp8, one scale per matrix" if self.block is None else "fp8 in blocks of {} x {}".format(*self.block)
 
     def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
         weights = {}
@@ -135,13 +136,16 @@ class Fp8:
                 continue
             scales = stored.get(name + _SCALE)
             if scales is None or scales.dtype is None or len(tensor.shape) < 2:
-                raise CheckpointError(f"{self.folder_name}: {name} is in FP8, without {name + _SCALE} of a known dtype")
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} is in FP8, but it is no matrix, or its scales {name + _SCALE} are "
+                    "missing or of an unknown dtype"
+                )
             grid = self._grid(tensor.shape)
             is_single = self.block is None and math.prod(scales.shape) in (1, math.prod(grid))
             if scales.shape != grid and not is_single:
                 raise CheckpointError(
-                    f"{self.folder_name}: {name + _SCALE}: shape {scales.shape}, {grid} by weight_block_size of "
-                    "config.json"
+                    f"{self.folder_name}: {name + _SCALE}: has shape {scales.shape}, but weight_block_size "
+                    f"in config.json implies {grid}"
                 )
             weights[name] = Packed(name, name + _SCALE, tensor.shape)
         return weights
@@ -175,11 +179,12 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """MXFP4: four bits a number, a scale for 32 numbers. `X` is stored as `X_blocks` and `X_scales`.
+    """MXFP4: four bits per number, one scale per 32 numbers. `X` is stored as `X_blocks` and `X_scales`.
 
-    X_blocks: uint8 `[..., rows, groups, 16]`, two E2M1 numbers a byte, the first in the low four bits.
-    X_scales: uint8 `[..., rows, groups]`; s means the factor 2^(s - 127). A matrix becomes `[rows, groups *
-    32]`; experts become `[experts, groups * 32, rows]`, as transformers has them. folder_name: for errors.
+    X_blocks: uint8 `[..., rows, groups, 16]`, two E2M1 numbers per byte, the first in the low four bits.
+    X_scales: uint8 `[..., rows, groups]`; s means the factor 2^(s - 127).
+    A matrix becomes `[rows, groups * 32]`; experts become `[experts, groups * 32, rows]`, as in transformers.
+    folder_name: for errors.
     """
 
     folder_name: str
@@ -195,7 +200,9 @@ class Mxfp4:
                 continue
             scales = stored.get(weight + _SCALES)
             if scales is None or scales.dtype != torch.uint8:
-                raise CheckpointError(f"{self.folder_name}: {name} is in MXFP4, without {weight + _SCALES} in uint8")
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} is in MXFP4, but its scales {weight + _SCALES} in uint8 are missing"
+                )
             if len(tensor.shape) not in (3, 4) or tensor.shape != (*scales.shape, _GROUP // 2):
                 raise CheckpointError(
                     f"{self.folder_name}: {name} has shape {tensor.shape}, but its scales {scales.shape} need "
@@ -217,7 +224,9 @@ class Mxfp4:
         _, rows, groups, _ = matrices.shape
         exponents = scales.reshape(-1, rows, groups, 1).int() - 127
         numbers, strip = torch.tensor(_E2M1), max(1, _AT_A_TIME // (groups * _GROUP))
-        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=-1)  # of a byte, low half first
+        pairs = torch.stack(
+            [numbers.repeat(16), numbers.repeat_interleave(16)], dim=-1
+        )  # the two numbers of each byte, low half first
         for i, matrix in enumerate(matrices):
             for begin in range(0, rows, strip):
                 part = embedding(matrix[begin : begin + strip].int(), pairs).flatten(2)

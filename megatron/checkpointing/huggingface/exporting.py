@@ -1,6 +1,7 @@
-"""Exports a checkpoint, ours or GPT-NeoX's in any layout, to a HuggingFace folder.
+"""Exports a checkpoint, of this program or of GPT-NeoX in any layout, to a HuggingFace folder.
 
-Tensors are streamed and checked. The folder appears only when it is complete."""
+Tensors are streamed and checked. The folder appears only when it is complete.
+"""
 
 import json
 import math
@@ -49,7 +50,7 @@ from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for small files, and to leave some space free
-# Files that an earlier conversion may have written; a new one replaces them.
+# Files that an earlier conversion may have written; a new conversion replaces them.
 _MODEL_FILES = re.compile(
     r".*\.(safetensors|json|jinja|txt|md|tiktoken)|[\w.]+\.model(\.v\d+)?|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
 )
@@ -64,12 +65,13 @@ class _Export:
     """Everything that an export writes, except the values of the weights.
 
     args: the model's configuration, for one process in fp32.
-    dtype: of the written weights. wide: dtypes of parameters that differ, by (NeoX layer index, our name).
+    dtype: of the written weights. wide: dtypes of parameters that differ, by (NeoX layer index, NeoX name).
     vocab: number of vocabulary rows to write.
     family: the `model_type` to write; None: the first that can express the model.
     shapes: of the model's own weights, by HuggingFace name.
     files: content of the other files, by name.
-    carried: tensors of the imported model that ours lacks, which are copied unchanged; None without any.
+    carried: tensors of the imported model that NeoX models lack, which are copied unchanged; None: there are
+        none.
     is_part: the model is the language model of a multimodal model.
     """
 
@@ -101,21 +103,21 @@ class _Export:
         return {} if self.carried is None else dict(self.carried.shapes)
 
     def name(self, name: str) -> str:
-        """Returns the name in the folder of a language-model tensor; a multimodal folder adds a prefix."""
+        """Returns a language model's tensor name as the folder stores it: in a multimodal folder with a
+        prefix."""
         return stored_name(name, self.carried.shapes) if self.carried is not None and self.is_part else name
 
     def with_carried(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for our model's `tensors`, then for the tensors copied unchanged."""
+        """Yields (name in the folder, tensor) of `tensors`, then of the tensors that are copied unchanged."""
         yield from ((self.name(name), tensor) for name, tensor in tensors)
         if self.carried is not None:
             yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
 
 
 class ExportOptions(TypedDict, total=False):
-    """Options of the files of an export.
+    """Options of `export_hf` about the files that it writes.
 
-    family: a `model_type`; None: the imported model's (multimodal if it was), else the first that can express
-        the model.
+    family: a `model_type`; None: the imported model's (multimodal if it was), else the first that fits.
     dtype: of the written weights; None: the checkpoint's.
     tokenizer: false leaves the tokenizer's files out.
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
@@ -142,17 +144,16 @@ def export_hf(
 ) -> LogitComparison | None:
     """Writes checkpoint `source` as the HuggingFace folder `output`; returns the comparison of logits.
 
-    args: from `load_checkpoint_args`.
-    check: compare logits with transformers before the folder appears; false: returns None.
+    args: the checkpoint's configuration, from `load_checkpoint_args`.
+    check: compare logits with those of transformers before the folder appears; false: returns None.
     shard_bytes: largest size of a weight file.
-    progress: wraps the layers, for a progress bar.
+    progress: wraps the iteration over layers, for a progress bar.
     notes: content of further .json files, by name.
     options: as in `ExportOptions`.
 
     A tensor is written while the next is read; no others are in memory. Files are checked against the
-    manifest before they are used. A folder of an earlier conversion is replaced; you can repeat an
-    interrupted call. Raises CheckpointError.
-    """
+    manifest before they are used. A folder of an earlier conversion is replaced. After an interruption,
+    repeat the call. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
     opened = OpenCheckpoint(source)
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
@@ -200,7 +201,7 @@ def _prepare(
     Arguments and errors are those of `export_hf`."""
     if args.lora is not None:
         raise CheckpointError(
-            f"{source}: has LoRA adapters beside its base weights; merge them first (tools/ckpts/adapter.py merge), or "
+            f"{source}: holds LoRA adapters and base weights; merge them first (tools/ckpts/adapter.py merge), or "
             "export only the adapters to peft (tools/ckpts/adapter.py export)"
         )
     run_args, args = args, plain_args(args)
@@ -213,14 +214,16 @@ def _prepare(
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
         raise CheckpointError(
-            f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding {args.padded_vocab_size} rows; set "
-            "vocab_file to the tokenizer that the model was trained with"
+            f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding has only "
+            f"{args.padded_vocab_size} rows; set vocab_file to the tokenizer that the model was trained with"
         )
     vocab = max(vocab, extras.tokens or 0)
     unchanged = unchanged_family(args, extras.config)
     if family in TEXT_TOWERS:
         if unchanged is None or extras.full_config.get("model_type") != family:
-            raise CheckpointError(f"{source}: was not imported from a {family} model, so its vision part is missing")
+            raise CheckpointError(
+                f"{source}: was not imported from a {family} model, so it has no vision part; choose another family"
+            )
         family = None
     is_part = is_multimodal(extras.full_config)
     is_unchanged = unchanged is not None and (family is None or (family == unchanged and not is_part))
@@ -242,10 +245,9 @@ def dtypes_to_write(
 ) -> tuple[torch.dtype, Mapping[tuple[int, str], torch.dtype]]:
     """Returns (dtype to write weights in, dtypes of parameters that stay wider).
 
-    The latter are parameters, such as those of routers, that may be fp32 in a 16-bit model (`may_be_wide`),
-    by (NeoX layer index, our name). requested: dtype for all other weights; None: the one they have. Raises
-    CheckpointError if they have several.
-    """
+    Parameters that may stay wider, such as those of routers, may be fp32 in a 16-bit model (`may_be_wide`);
+    their dtypes are by (NeoX layer index, NeoX name). requested: dtype for all other weights; None: the one
+    they have. Raises CheckpointError if they have several."""
     facts = describe_checkpoint(source)
     if requested is not None:
         return requested, {
@@ -266,10 +268,11 @@ def read_layers(
     dtype: torch.dtype,
     wide: Mapping[tuple[int, str], torch.dtype],
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yields (NeoX layer index, the layer's full tensors by our names), one layer at a time.
+    """Yields (NeoX layer index, the layer's full tensors by NeoX names), one layer at a time.
 
-    args: the model's configuration, for one process. dtype, wide: from `dtypes_to_write`. If a layer does
-    not fit the model, the rest is still checked; the CheckpointError names all problems."""
+    args: the model's configuration, for one process. dtype, wide: from `dtypes_to_write`. If a layer does not
+        fit the configuration, the remaining layers are still checked, and the CheckpointError names all
+        problems."""
     problems: list[str] = []
     for layer in layers:
         try:
@@ -291,7 +294,9 @@ def read_layers(
                 },
             )
     if problems:
-        raise CheckpointError(f"{source.path}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
+        raise CheckpointError(
+            f"{source.path}: the weights do not fit the configuration:\n  " + "\n  ".join(_grouped(problems))
+        )
 
 
 def _grouped(problems: Iterable[str]) -> list[str]:
@@ -319,7 +324,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def new_folder(output: Path, size: int) -> Iterator[Path]:
-    """Yields an empty temporary folder next to `output`, which it replaces at the end of the context.
+    """Yields an empty temporary folder, which replaces the folder `output` at the end of the context.
 
     After an exception `output` is as before. size: bytes to be written. Raises CheckpointError, also if the
     folder cannot be written."""
@@ -337,24 +342,27 @@ def new_folder(output: Path, size: int) -> Iterator[Path]:
 def _begin_folder(output: Path, size: int) -> Path:
     """Creates an empty temporary folder next to `output`, and returns its path.
 
-    Raises CheckpointError without `size` free bytes, and if `output` holds files that no export writes."""
+    Raises CheckpointError if fewer than `size` bytes are free, or if `output` holds files that no export
+    writes."""
     if output.exists():
         if not output.is_dir():
-            raise CheckpointError(f"{output}: is a file; give the path of a folder")
+            raise CheckpointError(f"{output}: is a file; pass the path of a folder")
         entries = [path for place in (output, output / TEMPLATES) if place.is_dir() for path in place.iterdir()]
         names = {path.relative_to(output).as_posix(): path.is_dir() for path in entries}
         foreign = sorted(name for name, is_folder in names.items() if not _is_model_file(name, is_folder))
         if foreign:
-            raise CheckpointError(f"{output}: holds other files ({shortened(foreign, 3)}); give another folder")
+            raise CheckpointError(
+                f"{output}: holds files that no export writes ({shortened(foreign, 3)}); choose another folder"
+            )
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         check_space(output.parent, size)
         if temporary.exists():
-            shutil.rmtree(temporary)  # of an interrupted call
+            shutil.rmtree(temporary)  # left by an interrupted call
         temporary.mkdir()
     except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); give another folder") from problem
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); choose another folder") from problem
     return temporary
 
 
@@ -368,19 +376,19 @@ def _is_model_file(name: str, is_folder: bool) -> bool:
 
 
 def check_space(folder: Path, size: int) -> None:
-    """Raise CheckpointError if `size` bytes and some spare space do not fit on the disk of `folder`."""
+    """Raise CheckpointError if the disk of `folder` has no room for `size` bytes plus some spare space."""
     need_free(folder, size + _SPARE, "the result takes up to")
 
 
 def recover(output: Path) -> None:
-    """Rename the backup of an earlier folder to `output`, if an interrupted call left only the backup."""
+    """Rename the backup of an earlier folder to `output`, if an interrupted export left only the backup."""
     backup = output.with_name(f".old_{output.name}")
     if backup.exists() and not output.exists():
         os.rename(backup, output)
 
 
 def _put_in_place(temporary: Path, output: Path) -> None:
-    """Rename a complete folder to `output`, replacing an earlier one."""
+    """Rename the complete folder `temporary` to `output`, replacing an earlier one."""
     recover(output)
     backup = output.with_name(f".old_{output.name}")
     if backup.exists():

@@ -1,7 +1,7 @@
 """Finds folders in HuggingFace's format, and reads them one tensor at a time.
 
-Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's
-length, a JSON header, the tensors) or from pytorch_model.bin, of which nothing is run.
+Weights are read from safetensors files (https://github.com/huggingface/safetensors: eight bytes with the
+header's length, a JSON header, the tensors) or from pytorch_model.bin, without running code in it.
 """
 
 import json
@@ -34,11 +34,17 @@ _PREFIX = "hf://"
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {
     **{name: dtype for dtype, name in DTYPE_NAMES.items()},
-    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,  # what quantised weights are made of
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,  # dtypes that store quantised weights
 }  # fmt: skip
-_LARGEST_HEADER = 100 << 20  # as the safetensors library
-TEMPLATES = "additional_chat_templates"  # a folder
-LEGAL = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "*USE_POLICY*")  # terms that go where the weights go
+_LARGEST_HEADER = 100 << 20  # the limit of the safetensors library
+TEMPLATES = "additional_chat_templates"  # name of a folder
+LEGAL = (
+    "LICENSE*",
+    "LICENCE*",
+    "COPYING*",
+    "NOTICE*",
+    "*USE_POLICY*",
+)  # terms of use, which are copied with the weights
 
 
 def is_hf(name: str | Path) -> bool:
@@ -48,30 +54,30 @@ def is_hf(name: str | Path) -> bool:
 
 
 def has_hf_score(path: str | Path) -> bool:
-    """Whether a folder's config.json is of a reward model: a class for sequence classification."""
+    """Whether a folder's config.json describes a reward model: its class is for sequence classification."""
     return gives_score(read_config(Path(path)))
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
     """Returns the local folder of a model, downloaded from the Hub unless it is in the local cache.
 
-    name: a folder, or ORG/NAME[@revision] on the Hub, with or without hf://. Raises CheckpointError that says
-    what to do without a network, and for a revision of a folder."""
+    name: a folder, or ORG/NAME[@revision] on the Hub, with or without hf://. Raises CheckpointError, which
+        says what to do without a network; also raises it if `name` is a folder and `revision` is set."""
     text = str(name)
     if Path(text).is_dir():
         if revision is not None:
             raise CheckpointError(
-                f"{text}: is a folder here and has no revisions; leave --revision {revision} out, or write "
+                f"{text}: is a local folder, which has no revisions; leave --revision {revision} out, or write "
                 "hf://ORG/NAME for a model on the Hub"
             )
         return Path(text)
     if Path(text).is_file():
-        raise CheckpointError(f"{text}: is a file; give the folder of a HuggingFace model{other_kind(Path(text))}")
+        raise CheckpointError(f"{text}: is a file; pass the folder of a HuggingFace model{other_kind(Path(text))}")
     hub = text.removeprefix(_PREFIX)
     hub, _, named_revision = hub.partition("@")
     revision = revision or named_revision or None
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
-        raise CheckpointError(f"{text}: no such folder, and not a name on the Hub (ORG/NAME)")
+        raise CheckpointError(f"{text}: no such folder, and no name on the Hub (ORG/NAME)")
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
@@ -81,7 +87,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
         snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(snapshot.glob("*.safetensors")):
             snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
-    except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
+    except Exception as problem:  # any error of huggingface_hub, network or disk: the model cannot be fetched
         if (disk := disk_problem(problem)) is not None:
             raise CheckpointError(
                 f"{hub}: HuggingFace's cache cannot be written ({disk}); set HF_HOME to another folder"
@@ -99,7 +105,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
 class _Entry:
     """The place of a tensor in a file. begin, end: byte offsets in a safetensors file; 0 in other files.
 
-    dtype: None for a dtype that is not supported."""
+    dtype: None for a dtype that is not supported.
+    """
 
     file: Path
     dtype: torch.dtype | None
@@ -111,13 +118,13 @@ class _Entry:
 class HFFolder:
     """A folder in HuggingFace's format, whose tensors are read one at a time.
 
-    config: the content of config.json; of a multimodal model, the part for its language model.
-    shapes: of all weights, by name; of a multimodal model, of its language model's weights, by the names
+    config: the content of config.json; for a multimodal model, the part for its language model.
+    shapes: of all weights, by name; for a multimodal model, of its language model's weights, by the names
         without the multimodal prefix.
-    carried: shapes of tensors that our model lacks and that are copied unchanged, by names in the files.
+    carried: shapes of tensors that NeoX models lack and that are copied unchanged, by names in the files.
     origin: the folder's name in errors; None: its path.
     dtype: weights are cast to this dtype when read; None: each keeps its own.
-    is_transformers_format: transformers can load the files.
+    is_transformers_format: whether transformers can load the files.
     untied: a message for the user if config.json ties the head to the embedding but the files hold a
         different head, which is then read as untied; else None.
     quantised: a message about quantised weights; None if there are none. `get` dequantises them, by default
@@ -142,7 +149,10 @@ class HFFolder:
             entries = _header(file) if file.suffix == ".safetensors" else _pickled(file)
             duplicates = sorted(entries.keys() & self._entries.keys())
             if duplicates:
-                raise CheckpointError(f"{file}: {duplicates[0]} is also in {self._entries[duplicates[0]].file.name}")
+                raise CheckpointError(
+                    f"{file}: tensor {duplicates[0]} is also in {self._entries[duplicates[0]].file.name}; only "
+                    "one file may hold it"
+                )
             self._entries |= entries
         self._packed: Mapping[str, Packed] = {}
         hidden: set[str] = set()
@@ -162,7 +172,7 @@ class HFFolder:
             text_tensors = set(self._names.values())
             self.carried = {name: shape for name, shape in self.shapes.items() if name not in text_tensors}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
-            # transformers reads the field outside text_config.
+            # transformers prefers the field outside text_config.
             tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
             self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
         elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
@@ -172,7 +182,8 @@ class HFFolder:
         self._read_tie()
 
     def _read_tie(self) -> None:
-        """Set `tie_word_embeddings` in `config` to false if the files hold a head unlike the embedding.
+        """Set `tie_word_embeddings` in `config` to false if the files hold a head that differs from the
+        embedding.
 
         transformers 5 does the same, whatever config.json says."""
         family = FAMILIES.get(str(self.config.get("model_type")))
@@ -196,7 +207,7 @@ class HFFolder:
             self.config["tie_word_embeddings"] = False
             self.untied = (
                 f"its {CONFIG} ties the head to the embedding, but {family.head} is stored and differs from "
-                f"{embedding}: it is read as a head of its own, as transformers reads it"
+                f"{embedding}: the head is read as untied, as transformers does"
             )
 
     def _name_as_files(self, family: Family) -> None:
@@ -228,20 +239,24 @@ class HFFolder:
             if (self.path / index).is_file():
                 weight_map = read_json(self.path / index).get("weight_map") or {}
                 if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
-                    raise CheckpointError(f"{self.path / index}: weight_map: must give a file name for each tensor")
+                    raise CheckpointError(
+                        f"{self.path / index}: weight_map: must be an object {{tensor name: file name}}"
+                    )
                 names = sorted(set(weight_map.values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
-                    raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
+                    raise CheckpointError(
+                        f"{self.path}: incomplete: missing {', '.join(missing) or 'all weight files'}"
+                    )
                 return [self.path / name for name in names]
             if (self.path / weights_file).is_file():
                 return [self.path / weights_file]
-        message = f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
+        message = f"{self.path}: holds no weights: neither {WEIGHTS} nor {_BIN}, nor an index of either"
         raise CheckpointError(message + other_kind(self.path))
 
     @property
     def stored_dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype of each tensor before casts, by name; None if it is not floating-point."""
+        """The dtype of each tensor before any cast, by name; None if it is not floating-point."""
         dtypes = {name: entry.dtype if entry.dtype in DTYPE_NAMES else None for name, entry in self._entries.items()}
         dtypes |= dict.fromkeys(self._packed, weight_dtype(self.config))
         return {name: dtypes[self._names.get(name, name)] for name in self.shapes}
@@ -264,14 +279,13 @@ class HFFolder:
     def vocab_size(self) -> int:
         size = self.config.get("vocab_size")
         if not isinstance(size, int):
-            raise CheckpointError(f"{self.path / CONFIG}: vocab_size is missing")
+            raise CheckpointError(f"{self.path / CONFIG}: vocab_size is missing or not a whole number")
         return size
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor by its name in `shapes`: cast to `dtype` if set, dequantised if quantised.
 
-        Raises CheckpointError if fp16 cannot hold its values.
-        """
+        Raises CheckpointError if fp16 cannot hold its values."""
         part = self._experts.get(name)
         name = self._names.get(name, name)
         if name in self._packed:
@@ -295,7 +309,9 @@ class HFFolder:
         return dtypes
 
     def get_carried(self, name: str) -> Tensor:
-        """Returns one tensor, such as of `carried`, by its name in the files: as stored, or dequantised."""
+        """Returns one tensor by its name in the files: as stored, or dequantised.
+
+        Unlike `get` it also returns tensors of `carried`."""
         return self._dequantised(name) if name in self._packed else self._stored(name)
 
     def _stored(self, name: str) -> Tensor:
@@ -312,14 +328,15 @@ class HFFolder:
         values, scales = self._stored(packed.values), self._stored(packed.scales)
         weight = dequantize(self._scheme, values, scales, packed.shape, dtype)
         if dtype == torch.float16 and weight.isinf().any():
-            raise CheckpointError(f"{name}: holds numbers that fp16 cannot; choose bf16 or fp32 with --precision")
+            raise CheckpointError(f"{name}: holds numbers too large for fp16; choose bf16 or fp32 with --precision")
         return weight
 
 
 class SafetensorsFile:
     """One safetensors file, whose tensors are read one at a time.
 
-    shapes: of all floating-point tensors, by name. Raises CheckpointError for a missing or damaged file."""
+    shapes: of all floating-point tensors, by name. Raises CheckpointError for a missing or damaged file.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -336,13 +353,13 @@ def _mapped(entry: _Entry) -> Tensor:
     assert entry.dtype is not None
     if entry.begin == entry.end:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    # "c": writing to it changes no file
+    # mode "c" (copy on write): writing to the tensor does not change the file
     data = np.memmap(entry.file, np.uint8, "c", entry.begin, (entry.end - entry.begin,))
     return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
 class PickledFile:
-    """A dict of tensors that `torch.save` wrote, with the methods of `SafetensorsFile`."""
+    """A file in which `torch.save` wrote a dict of tensors, with the methods of `SafetensorsFile`."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = {name: value for name, value in load_named(path).items() if value.dtype in DTYPE_NAMES}
@@ -357,7 +374,7 @@ def load_named(file: Path) -> dict[str, Tensor]:
     """Reads a file in which `torch.save` wrote {name: tensor}. Raises CheckpointError for other content."""
     state = load_tensors(file)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{file}: its content is not a dict of tensors by name")
+        raise CheckpointError(f"{file}: does not hold a dict of tensors by name")
     return state
 
 
@@ -368,7 +385,7 @@ def _pickled(path: Path) -> dict[str, _Entry]:
 def _header(path: Path) -> dict[str, _Entry]:
     """Returns the place of each tensor of a safetensors file, by name, from the file's header.
 
-    Raises CheckpointError if header and file size do not fit together."""
+    Raises CheckpointError if the header does not fit the file's size."""
     size = path.stat().st_size
     if (pointer := lfs_pointer_error(path)) is not None:
         raise CheckpointError(pointer)
@@ -384,9 +401,9 @@ def _header(path: Path) -> dict[str, _Entry]:
             begin, end = (8 + length + offset for offset in fields["data_offsets"])
             dtype, shape = _DTYPES.get(fields["dtype"]), tuple(fields["shape"])
             if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name}: {end - begin} bytes for {shape} of {fields['dtype']}")
+                raise ValueError(f"{name}: its {end - begin} bytes do not fit shape {shape} of dtype {fields['dtype']}")
             if not 8 + length <= begin <= end <= size:
-                raise ValueError(f"{name} should end at byte {end}, the file has {size}")
+                raise ValueError(f"{name} should end at byte {end}, but the file has {size} bytes")
             entries[name] = _Entry(path, dtype, shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: damaged, or not a safetensors file ({problem})") from problem
@@ -394,7 +411,7 @@ def _header(path: Path) -> dict[str, _Entry]:
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Returns `tensor` as `dtype`. Raises CheckpointError if fp16 cannot hold a number.
+    """Returns `tensor` converted to `dtype`. Raises CheckpointError if fp16 cannot hold one of its numbers.
 
     name: of the tensor, for the error."""
     cast = tensor.to(dtype)

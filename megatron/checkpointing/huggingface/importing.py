@@ -1,4 +1,7 @@
-"""Imports a HuggingFace model to a checkpoint of ours, or as the start of a run. Tensors are streamed."""
+"""Imports a HuggingFace model: writes it as a NeoX checkpoint, or loads it at the start of a run.
+
+Tensors are streamed.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,15 +42,15 @@ from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
-_RECORD = 500  # bytes that torch.save adds to a tensor's, approximately
-_ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
+_RECORD = 500  # bytes that torch.save adds to each tensor, approximately
+_ROWS_MULTIPLE = 128  # the default of make_vocab_size_divisible_by
 _BIASES = "moe_router_bias_update_rate"
-# Model keys of a manifest that HuggingFace does not fix: a run may set them.
+# Keys that no HuggingFace model determines. Manifests of imports leave them out, so that runs may set them.
 FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
-# te_layernorm_mlp replaces erf by tanh, and a norm's epsilon by 1e-5 or 1e-8.
+# te_layernorm_mlp replaces GELU's erf by tanh, and a norm's epsilon by 1e-5 or 1e-8.
 _FREE_UNDER_TE = (*FREE, "te_layernorm_mlp", "bias_gelu_fusion")
 
-TOKENIZER_JSON = "tokenizer/tokenizer.json"  # of `save`
+TOKENIZER_JSON = "tokenizer/tokenizer.json"  # path inside `save`
 
 LoadLayers = Callable[..., dict[int, dict[str, Tensor]]]
 
@@ -67,17 +70,16 @@ def import_hf(
     """Imports a HuggingFace folder as `<save>/global_stepN`; returns (this path, comparison of logits).
 
     iteration: N. tensor: tensor-parallel size.
-    pipe: number of pipeline stages; 0: GPT-NeoX's files for runs without a pipeline (mp_rank).
+    pipe: number of pipeline stages; 0: write GPT-NeoX's files for runs without a pipeline (mp_rank).
     naming: names of the weights in the files, a key of WEIGHT_NAMINGS; None: GPT-NeoX's current names.
     save_tokenizer: also write the tokenizer's files to `<save>/tokenizer`.
     chat_template: a file that replaces the folder's template, or adds one to a base model.
-    progress: wraps the layers, for a progress bar.
+    progress: wraps the iteration over layers, for a progress bar.
 
-    The vocabulary is padded to a multiple of 128 that the ranks divide. In the checkpoint,
+    The vocabulary is padded to a multiple of 128 that the tensor ranks divide. In the checkpoint,
     `configs/hf_model.yml` is the model's configuration, and `huggingface/` has the other files of the folder.
     A layer is read while the previous one is written; no others are in memory. Nothing is visible until the
-    checkpoint is complete. Raises CheckpointError.
-    """
+    checkpoint is complete. Raises CheckpointError."""
     save = Path(save)
     keys, args, dtype = _prepare(folder, tensor, pipe)
     tensors = from_hf(folder.config, folder.get, padded_vocab_size=keys["padded_vocab_size"])[1]
@@ -85,7 +87,7 @@ def import_hf(
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
     if save_tokenizer and "tokenizer.json" not in companions:
-        raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
+        raise CheckpointError(f"{folder.origin}: has no tokenizer.json that could be saved; leave --save-tokenizer out")
     size = weight_bytes(folder.shapes.values(), dtype) * (2 if pipe == 0 else 1)
     size += weight_bytes(folder.carried.values(), dtype)
     with new_checkpoint(save, iteration, size, check_space) as temporary:
@@ -132,7 +134,7 @@ def import_hf(
 def _group_by_layer(tensors: Iterator[tuple[int, str, Tensor]], layers: Iterable[int]) -> Iterator[dict[str, Tensor]]:
     """Yields {name: tensor} for each of `layers`; {} for a layer without parameters.
 
-    tensors: (NeoX layer index, our name, tensor), in the order of `layers`."""
+    tensors: (NeoX layer index, NeoX name, tensor), in the order of `layers`."""
     following = next(tensors, None)
     for layer in layers:
         layer_tensors = {}
@@ -180,9 +182,10 @@ def import_plan(
 
 
 def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], NeoXArgs, torch.dtype]:
-    """Returns (configuration keys of model and layout, the configuration made of them, dtype of weights).
+    """Returns (configuration keys of model and layout, `NeoXArgs` made of these keys, dtype of weights).
 
-    No weight is read. Raises CheckpointError for a folder that cannot be imported with this layout."""
+    tensor, pipe: tensor- and pipeline-parallel size. No weight is read. Raises CheckpointError for a folder
+        that cannot be imported with this layout."""
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
     keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
     check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
@@ -197,11 +200,10 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
 
 
 def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:
-    """Returns content of the folder's files to keep (config.json, tokenizer, card), by name.
+    """Returns content of the folder's files to keep (config.json, tokenizer, README.md), by name.
 
-    chat_template: path of a file that replaces the folder's template.
-
-    Raises CheckpointError, also if the tokenizer has more tokens than the embedding has rows."""
+    chat_template: path of a file that replaces the folder's template. Raises CheckpointError, also if the
+        tokenizer has more tokens than the embedding has rows."""
     files = read_companion_files(folder.path)
     check_tokens(files, folder.vocab_size, folder.origin)
     if chat_template is not None:
@@ -213,11 +215,13 @@ def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict
 
 
 def _check_target(final: Path) -> None:
-    """Raise CheckpointError if the import would replace a checkpoint of a run; it may replace an import."""
+    """Raise CheckpointError if the import would replace a run's checkpoint; it may replace an import."""
     if final.exists():
         manifest = read_manifest(final)
         if manifest is None or manifest.data or manifest.optimizer:
-            raise CheckpointError(f"{final}: already exists and is no import; give another folder or --iteration")
+            raise CheckpointError(
+                f"{final}: already exists, as a checkpoint of a run; choose another folder or --iteration"
+            )
 
 
 def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
@@ -225,7 +229,7 @@ def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
 
     These are all tensors of the model, except those that may be fp32 in a 16-bit model. No tensor is read."""
     required: set[str] = set()
-    param_sources: set[str] = set()  # tensors of one of our parameters
+    param_sources: set[str] = set()  # HuggingFace tensors of one NeoX parameter
 
     def get(name: str) -> Tensor:
         param_sources.add(name)
@@ -251,15 +255,17 @@ def load_hf_weights(
 ) -> dict[int, dict[str, Tensor]]:
     """Loads one tensor rank's shards of `layers` from a HuggingFace folder.
 
-    Returns {NeoX layer index: {our name: tensor}}. args: the run's configuration. Vocabulary rows that the
+    Returns {NeoX layer index: {NeoX name: tensor}}. args: the run's configuration. Vocabulary rows that the
     model lacks are the mean of its rows. new_head: leave out the folder's output layer. Raises
-    CheckpointError with the keys of `args` that differ from the folder's model, and their right values.
-    """
+    CheckpointError with the keys of `args` that differ from the folder's model, and their right values."""
     return hf_loader(path, args, new_head=new_head)(layers=layers, tensor_rank=tensor_rank, tensor_size=tensor_size)
 
 
 def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> LoadLayers:
-    """Returns a function like `load_hf_weights` for one folder; its first call checks that `args` fit."""
+    """Returns a function that loads shards from one HuggingFace folder, as `load_hf_weights` does.
+
+    It takes layers, tensor_rank and tensor_size. Its first call checks that `args` fit the folder's model.
+    new_head: leave out the folder's output layer."""
     opened = cache(partial(_open_as, path, args, new_head))
 
     def load(*, layers: Iterable[int], tensor_rank: int, tensor_size: int) -> dict[int, dict[str, Tensor]]:
@@ -269,7 +275,7 @@ def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> Lo
         for layer, name, value in tensors:
             local = shard(value, specs[layer][name], tensor_rank, tensor_size)
             loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
-        for layer, params in loaded.items():  # a bias of experts that the HuggingFace model lacks starts at 0
+        for layer, params in loaded.items():  # expert biases that the HuggingFace model lacks start at 0
             missing = [spec for name, spec in specs.get(layer, {}).items() if not spec.trained and name not in params]
             params |= {spec.name: torch.zeros(spec.local_shape(tensor_size)) for spec in missing}
         return loaded
@@ -280,7 +286,7 @@ def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> Lo
 def _open_as(
     path: str | Path, args: NeoXArgs, new_head: bool
 ) -> tuple[HFFolder, Mapping[int, Mapping[str, ParamSpec]]]:
-    """Returns the opened folder, and the specs of the model's parameters by NeoX layer index and our name.
+    """Returns (the opened folder, {NeoX layer index: {NeoX name: spec of the parameter}}).
 
     new_head: ignore the output layer. Raises CheckpointError if the folder's model does not fit `args`."""
     folder, rows = HFFolder(path), args.padded_vocab_size
@@ -302,7 +308,7 @@ def _check_same_model(hf_args: NeoXArgs, run_args: NeoXArgs, source: str, new_he
     source: the model's name, for the error. new_head: ignore the output layer."""
     expected, now = canonical_config(hf_args), canonical_config(plain_args(run_args))
     scaled = hf_args.rope_scaling is not None and hf_args.rope_scaling["rope_type"] == "dynamic"
-    # The run may choose the maximum length.
+    # The run may choose another maximum length.
     if hf_args.pos_emb in ("rotary", "none") and hf_args.attends and not scaled:
         expected["max_position_embeddings"] = now.get("max_position_embeddings")
     if now.get(_BIASES) and expected.get(_BIASES) is False:  # the biases start at 0
@@ -312,10 +318,13 @@ def _check_same_model(hf_args: NeoXArgs, run_args: NeoXArgs, source: str, new_he
         expected |= {key: now[key] for key in head_keys}
     wrong = [key for key in {**expected, **now} if expected.get(key) != now.get(key)]
     if wrong:
-        differences = [f"{key}: {_in_short(expected.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]
+        differences = [
+            f"{key}: {_in_short(expected.get(key))} in the model, {_in_short(now.get(key))} in this run"
+            for key in wrong
+        ]
         raise CheckpointError(
-            f"{source}: the configuration does not fit; tools/ckpts/convert_hf_to_neox.py writes one that does:\n  "
-            + "\n  ".join(differences)
+            f"{source}: the run's configuration does not fit this model "
+            "(tools/ckpts/convert_hf_to_neox.py writes one that does):\n  " + "\n  ".join(differences)
         )
 
 
@@ -326,15 +335,18 @@ def _in_short(value: Any) -> str:
 
 
 def vocab_size_from_hf(path: str | Path, args: ModelArgs, tokens: int) -> tuple[int, str]:
-    """Returns (padded_vocab_size, log line about it) for a run that starts from a HuggingFace folder.
+    """Returns (padded_vocab_size, a log line about it) for a run that starts from a HuggingFace folder.
 
-    tokens: number of tokens of the run's tokenizer.
-    """
+    tokens: number of tokens of the run's tokenizer."""
     folder = HFFolder(path)
     vocab = folder.vocab_size
     rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)
-    resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
+    resized = (
+        f"; {added} tokens are new: their rows of the embedding and the head start as the mean of the others"
+        if added
+        else ""
+    )
     packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
-    text = f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}"
+    text = f"{path}: {vocab} vocabulary rows, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}"
     return rows, text

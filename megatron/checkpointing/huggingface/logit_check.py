@@ -1,4 +1,4 @@
-"""Checks that a HuggingFace folder and a model of ours have the same weights and logits for a fixed batch.
+"""Checks that a HuggingFace folder and a NeoX model have the same weights and logits for a fixed batch.
 
 transformers loads the folder by `from_pretrained` (`transformers_model.py`). Both models compute in fp32.
 Each module gets its weights in fp32 only during its forward pass.
@@ -24,9 +24,10 @@ from megatron.model.weight_map import layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 
-# The largest difference of fp32 logits of order 1, relative above; measured for the families: 2e-7 to 2e-6.
+# Allowed difference of fp32 logits, absolute or relative to the largest logit if it is above 1.
+# Measured for the families: 2e-7 to 2e-6.
 BOUND = 2e-5
-ROWS, LENGTH = 2, 48  # of the tokens that are compared
+ROWS, LENGTH = 2, 48  # shape of the compared tokens
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class LogitComparison:
     """How far our logits are from those of another program for the same model.
 
     difference: the largest absolute difference of a logit.
-    largest: the largest absolute logit.
+    largest: the other program's largest absolute logit.
     length: number of tokens in each compared sequence.
     not_loaded: why `from_pretrained` was not used; None if it loaded the folder.
-    reference: the other program.
+    reference: name of the other program.
     """
 
     difference: float
@@ -48,7 +49,9 @@ class LogitComparison:
 
     @classmethod
     def from_logits(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
-        """Compares two logits of `tokens`. facts: further fields."""
+        """Compares our logits of `tokens` with another program's, `reference_logits`.
+
+        facts: further fields of the result."""
         difference = (logits - reference_logits).abs().max().item()
         return cls(difference, reference_logits.abs().max().item(), tokens.shape[1], **facts)
 
@@ -58,11 +61,15 @@ class LogitComparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether the difference is within the bound; NaN is not."""
+        """Whether the difference is within the bound; false if it is NaN."""
         return self.difference <= self.bound
 
     def __str__(self) -> str:
-        note = "" if self.not_loaded is None else f"; its modules were given the weights one by one: {self.not_loaded}"
+        note = (
+            ""
+            if self.not_loaded is None
+            else f"; modules got the weights one by one, without from_pretrained: {self.not_loaded}"
+        )
         return (
             f"largest logit difference to {self.reference} {self.difference:.2e} (bound {self.bound:.1e}, largest "
             f"logit {self.largest:.2f}, {ROWS} x {self.length} tokens, fp32){note}"
@@ -70,7 +77,7 @@ class LogitComparison:
 
 
 def some_tokens(args: ModelArgs, vocab_size: int | None = None) -> Tensor:
-    """Random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
+    """Returns random token ids below `vocab_size` (None: all rows), `[batch, seq]`; the same at each call."""
     length, rows = min(LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
     assert rows is not None
     return torch.randint(0, rows, (ROWS, length), generator=torch.Generator().manual_seed(0))
@@ -79,14 +86,13 @@ def some_tokens(args: ModelArgs, vocab_size: int | None = None) -> Tensor:
 def compare_logits(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
 ) -> LogitComparison:
-    """Compare a HuggingFace folder with our model: logits on random tokens, and all weights.
+    """Compare a HuggingFace folder with a NeoX model: logits on random tokens, and all weights.
 
-    The weights in transformers, in the files and in our model must be equal. Raises CheckpointError if
+    The weights in transformers, in the files and in the NeoX model must be equal. Raises CheckpointError if
     logits differ by more than the bound, if a weight differs, or if transformers' logits are NaN or Inf.
 
-    args: our configuration. weights: takes a NeoX layer index and returns our full tensors of this layer.
-    vocab_size: number of vocabulary rows to compare.
-    """
+    args: the NeoX configuration. weights: takes a NeoX layer index and returns the NeoX model's full tensors
+        of this layer. vocab_size: number of vocabulary rows to compare."""
     tokens = some_tokens(args, vocab_size)
     with torch.no_grad():
         reference_logits, not_loaded = transformers_logits(folder, tokens)
@@ -103,19 +109,21 @@ def compare_logits(
         )
     comparison = LogitComparison.from_logits(logits, reference_logits, tokens, not_loaded=not_loaded)
     if not comparison.is_close:
-        raise CheckpointError(f"{folder.origin}: is not the same model as ours: {comparison}")
-    # Equal logits do not show that vocabulary rows are equal whose tokens are not in the batch.
+        raise CheckpointError(
+            f"{folder.origin}: is not the same model as the checkpoint, because logits differ: {comparison}"
+        )
+    # Equal logits do not prove that rows of tokens outside the batch are equal.
     args = plain_args(args)
     layers = ((layer, weights(layer)) for layer, specs in layer_params(args).items() if specs)
     for name, value in to_hf(args, layers, family=family_of(folder.config), vocab_size=vocab_size, copy=False):
         stored = folder.get(name)
         if not same_values(value.to(stored.dtype), stored):
-            raise CheckpointError(f"{folder.origin}: is not the same model: {name} differs from the checkpoint's")
+            raise CheckpointError(f"{folder.origin}: is not the same model as the checkpoint: {name} differs")
     return comparison
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:
-    """Returns `args` for one process: in fp32, on the CPU, without expert capacity; the model is the same."""
+    """Returns the same model's configuration for one process in fp32 on a CPU, without expert capacity."""
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
         compile=False, attention_backend="math", checkpoint_activations=False, expert_parallel_size=1,
@@ -125,9 +133,9 @@ def plain_args(args: NeoXArgs) -> NeoXArgs:
 
 
 def neox_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
-    """Returns our model's logits, `[batch, seq, padded vocabulary]` fp32, for token ids `[batch, seq]`.
+    """Returns a NeoX model's logits, `[batch, seq, padded vocabulary]` fp32, for token ids `[batch, seq]`.
 
-    weights: takes a NeoX layer index and returns the full tensors of this layer, by our names."""
+    weights: takes a NeoX layer index and returns the full tensors of this layer, by NeoX names."""
     args = plain_args(args)
     stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
 

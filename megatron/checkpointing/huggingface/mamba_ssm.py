@@ -1,8 +1,8 @@
 """Exports Mamba and Mamba 2 models to the format of the package mamba_ssm.
 
-Its `MambaLMHeadModel.from_pretrained` reads config.json and pytorch_model.bin.
-Fields are those of its `MambaConfig`, those of `ssm_cfg` the arguments of its modules `Mamba` and `Mamba2`
-(https://github.com/state-spaces/mamba, mamba_ssm/models and mamba_ssm/modules).
+The package's `MambaLMHeadModel.from_pretrained` reads config.json and pytorch_model.bin. The fields of
+config.json are those of the package's `MambaConfig`; its `ssm_cfg` holds arguments of the modules `Mamba` and
+`Mamba2` (https://github.com/state-spaces/mamba, mamba_ssm/models and mamba_ssm/modules).
 """
 
 import json
@@ -34,7 +34,7 @@ from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 WEIGHTS = "pytorch_model.bin"
-_EPSILON = 1e-5  # of all norms there, which config.json does not name
+_EPSILON = 1e-5  # of all norms in mamba_ssm; its config.json has no field for it
 _TOP = {
     "word_embeddings.weight": "backbone.embedding.weight", "norm.scale": "backbone.norm_f.weight",
     "norm.weight": "backbone.norm_f.weight", "norm.bias": "backbone.norm_f.bias",
@@ -43,11 +43,10 @@ _TOP = {
 
 
 def mamba_ssm_config(args: ModelArgs, vocab_size: int) -> dict[str, Any]:
-    """Returns the config.json that the package mamba_ssm reads, for a model of ours.
+    """Returns the config.json that the package mamba_ssm reads, for a NeoX model.
 
-    vocab_size: number of embedding rows to keep.
-
-    Raises CheckpointError that names all settings the package cannot express."""
+    vocab_size: number of embedding rows to keep. Raises CheckpointError that names all settings the package
+        cannot express."""
     mixers = [block.mixer for block in block_specs(args)]
     kinds = sorted(set(args.attention_config))
     mixer = mixers[0]
@@ -58,10 +57,10 @@ def mamba_ssm_config(args: ModelArgs, vocab_size: int) -> dict[str, Any]:
             (f"blocks {', '.join(kinds)} (attention_config)", kinds not in (["mamba"], ["mamba2"])),
             (f"norm {norm.kind}", norm_kind(args) not in ("rmsnorm", "layernorm")),
             ("norms without biases (use_bias_in_norms)", norm.kind == "layernorm" and not norm.bias),
-            ("norms around zero (zero_centered_gamma)", norm.zero_centered),
-            (f"epsilon {norm.eps} of norms, which is {_EPSILON} there", not math.isclose(norm.eps, _EPSILON)),
+            ("zero-centered norm weights (zero_centered_gamma)", norm.zero_centered),
+            (f"epsilon {norm.eps} of norms, which must be {_EPSILON}", not math.isclose(norm.eps, _EPSILON)),
             (f"positions {args.pos_emb} (pos_emb)", args.pos_emb in ("learned", "sinusoidal")),
-            ("a score in the place of logits (score_head)", bool(args.score_head)),
+            ("a score instead of logits (score_head)", bool(args.score_head)),
             (f"embedding_multiplier {args.embedding_multiplier}", args.embedding_multiplier != 1.0),
             (f"residual_multiplier {args.residual_multiplier}", args.residual_multiplier != 1.0),
             (f"logit_scale {args.logit_scale}", args.logit_scale != 1.0),
@@ -81,7 +80,7 @@ def mamba_ssm_config(args: ModelArgs, vocab_size: int) -> dict[str, Any]:
         "rms_norm": norm.kind == "rmsnorm",
         "residual_in_fp32": False,
         "fused_add_norm": True,
-        "pad_vocab_size_multiple": multiple if vocab_size % multiple == 0 else 1,  # so that no row is added
+        "pad_vocab_size_multiple": multiple if vocab_size % multiple == 0 else 1,  # 1: the package adds no rows
         "tie_embeddings": not args.no_weight_tying,
     }
 
@@ -91,15 +90,18 @@ def _wrong_in(mixer: Any) -> Iterator[tuple[str, bool]]:
         yield "biases of x_proj (mamba_use_bias_in_linears)", mixer.bias
         yield "norms of B, C and time steps (mamba_bcdt_norm_epsilon)", mixer.norm_eps is not None
     if isinstance(mixer, Mamba2Spec):
-        inner = f"{mixer.heads} heads of {mixer.head_dim}, no multiple of hidden_size {mixer.hidden} (mamba_num_heads)"
+        inner = (
+            f"{mixer.heads} heads of {mixer.head_dim} channels, together no multiple of hidden_size {mixer.hidden} "
+            "(mamba_num_heads)"
+        )
         yield inner, mixer.inner % mixer.hidden != 0
 
 
 def _ssm_config(mixer: Any) -> dict[str, Any]:
-    """Returns the field `ssm_cfg` of mamba_ssm's config.json. mixer: spec of our Mamba or Mamba 2 mixer."""
+    """Returns the field `ssm_cfg` of mamba_ssm's config.json. mixer: spec of the Mamba or Mamba 2 mixer."""
     common = {"d_state": mixer.state, "d_conv": mixer.conv_kernel, "expand": mixer.inner // mixer.hidden}
     common |= {"conv_bias": mixer.conv_bias, "bias": mixer.bias}
-    if isinstance(mixer, MambaSpec):  # the first versions of the package know no field `layer`
+    if isinstance(mixer, MambaSpec):  # without `layer`, which the package's first versions lack
         return {**common, "dt_rank": mixer.dt_rank}
     limit = {} if mixer.time_step_limit == (0.0, math.inf) else {"dt_limit": list(mixer.time_step_limit)}
     heads = {"headdim": mixer.head_dim, "ngroups": mixer.groups, "chunk_size": mixer.chunk}
@@ -107,7 +109,9 @@ def _ssm_config(mixer: Any) -> dict[str, Any]:
 
 
 def mamba_ssm_name(layer: int, name: str, layers: int) -> str:
-    """Returns the package's name of our parameter `name`. layer: NeoX index. layers: number of blocks."""
+    """Returns the name of a NeoX parameter in the package mamba_ssm.
+
+    layer: NeoX index. name: the parameter's name within the layer. layers: number of blocks."""
     if not 2 <= layer < layers + 2:
         return _TOP[name]
     return f"backbone.layers.{layer - 2}.{'norm.weight' if name == 'norm.scale' else name}"
@@ -125,13 +129,13 @@ def export_mamba_ssm(
     """Write checkpoint `source` as a folder for the package mamba_ssm; returns the folder `output`.
 
     args: the checkpoint's configuration, from `load_checkpoint_args`. dtype: of all weights; None: those of
-    the checkpoint. tokenizer: write its files too. progress: wraps the layers, for a progress bar. All
-    weights are in memory at once. A folder of an earlier conversion is replaced. Raises CheckpointError.
-    """
+        the checkpoint. tokenizer: also write the tokenizer's files. progress: wraps the iteration over
+        layers, for a progress bar. All weights are in memory at once. A folder of an earlier conversion is
+        replaced. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
     if args.lora is not None:
         raise CheckpointError(
-            f"{source}: has LoRA adapters beside its base weights; merge them first (tools/ckpts/adapter.py merge)"
+            f"{source}: holds LoRA adapters and base weights; merge them first (tools/ckpts/adapter.py merge)"
         )
     opened, args = open_checkpoint(source), plain_args(args)
     dtype, wide = dtypes_to_write(source, dtype)
@@ -142,7 +146,7 @@ def export_mamba_ssm(
     assert rows is not None
     vocab = max(extras.vocab_size or rows, extras.tokens or 0)
     if vocab > rows:
-        raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding {rows} rows")
+        raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, but its embedding only {rows} rows")
     config, specs = mamba_ssm_config(args, vocab), named_params(args)
     with new_folder(output, weight_bytes((spec.shape for spec in specs.values()), dtype)) as temporary:
         state: dict[str, Tensor] = {}
@@ -154,7 +158,9 @@ def export_mamba_ssm(
                     memory_format=torch.contiguous_format
                 )
         if not args.no_weight_tying:
-            state["lm_head.weight"] = state["backbone.embedding.weight"]  # the package wants both, files hold it once
+            state["lm_head.weight"] = state[
+                "backbone.embedding.weight"
+            ]  # the package needs both names; the file stores the tensor once
         save_tensors(state, temporary / WEIGHTS)
         files = {**extras.files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
         write_companion_files(files, temporary)

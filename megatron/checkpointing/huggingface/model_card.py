@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported HuggingFace folder."""
+"""Writes the model card (README.md) of an exported HuggingFace folder."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron.checkpointing.manifest import read_manifest
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULT_FIELDS: Mapping[str, Any] = {"library_name": "transformers", "tags": ["gpt-neox"]}
-# The Hub's task and transformers' class, of language models and of reward models.
+# (The Hub's task, transformers' class) of language models, then of reward models.
 _TASKS = ("text-generation", "AutoModelForCausalLM"), ("text-classification", "AutoModelForSequenceClassification")
 
 
@@ -26,11 +26,10 @@ def model_card(
 ) -> bytes:
     """Returns the content of README.md: what the model is and how it was trained.
 
-    source: the checkpoint. config: the exported config.json. parameters: number of parameters.
-    dtype: of the exported weights.
+    source: the checkpoint. config: the exported config.json. parameters: number of parameters. dtype: of the
+        exported weights.
     imported_card: README.md of the imported model. Its YAML front matter (license, languages, terms) stays,
-    except its scores (`model-index`) once the model has been trained further.
-    """
+        except its scores (`model-index`) once the model has been trained further."""
     manifest = read_manifest(source)
     facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
     facts["Precision"] = str(dtype).removeprefix("torch.")
@@ -68,7 +67,7 @@ def _front_matter(imported_card: str, task: str, trained: bool) -> str:
     except yaml.YAMLError:
         existing = {}
     existing = existing if isinstance(existing, dict) else {}
-    if task != _TASKS[0][0]:  # the card may be of the language model it was trained from
+    if task != _TASKS[0][0]:  # the card may describe the language model that the reward model was trained from
         existing.pop("pipeline_tag", None)
     tags = existing.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)

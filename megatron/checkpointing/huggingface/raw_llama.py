@@ -1,7 +1,8 @@
 """Converts LLaMA and Mistral between HuggingFace's format and Meta's (params.json and consolidated.NN.pth).
 
-Names and sharded dimensions are those of Meta's model.py. Meta orders rows of q and k in pairs (2i, 2i + 1),
-HuggingFace in halves (i, i + head_dim / 2), as in transformers' convert_llama_weights_to_hf.py.
+Names and sharded dimensions are those of Meta's model.py. Meta orders the rows of q and k in pairs (2i, 2i +
+1). HuggingFace orders them in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py
+shows.
 """
 
 import json
@@ -29,7 +30,7 @@ from megatron.data.files import sync
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"
 # Meta's name -> HuggingFace's name, and the dimension sharded over the files (None: full in every file).
 _TOP: dict[str, tuple[str, int | None]] = {
-    "tok_embeddings.weight": ("model.embed_tokens.weight", 1),  # 0 from LLaMA 3 on
+    "tok_embeddings.weight": ("model.embed_tokens.weight", 1),  # since LLaMA 3: dimension 0
     "norm.weight": ("model.norm.weight", None),
     "output.weight": ("lm_head.weight", 0),
 }
@@ -54,7 +55,8 @@ class _Tensor:
     """A tensor in Meta's files.
 
     meta: its name in these files. shard_dim: the dimension sharded over the files; None: full in every file.
-    heads: number of heads, for q and k, whose rows Meta orders differently; 0 for other tensors."""
+        heads: number of heads, for q and k, whose rows Meta orders differently; 0 for other tensors.
+    """
 
     meta: str
     shard_dim: int | None
@@ -83,14 +85,14 @@ def to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 
 class RawLlama(HFFolder):
-    """A folder in Meta's format, which is read like a HuggingFace folder: same names, row order and config.
+    """A folder in Meta's format, read like a HuggingFace folder: with the same names, row order and config.
 
     Shards are joined and rows reordered when a tensor is read.
 
     raw: Meta's folder. side_folder: an empty folder; config.json and the tokenizer are written there, for
-    code that reads these files. model_type: llama or mistral. positions: the value of
-    `max_position_embeddings`, which Meta's files lack. Raises CheckpointError for missing or
-    damaged files.
+        code that reads these files. model_type: llama or mistral. positions: the value of
+        `max_position_embeddings`, which Meta's files lack. Raises CheckpointError for missing or damaged
+        files.
     """
 
     is_transformers_format = False
@@ -102,7 +104,7 @@ class RawLlama(HFFolder):
         expected = [f"consolidated.{i:02d}.pth" for i in range(max(len(files), 1))]
         if [file.name for file in files] != expected:
             raise CheckpointError(f"{raw}: holds {', '.join(f.name for f in files) or 'no consolidated.NN.pth'}; "
-                                  f"wanted {', '.join(expected)}")  # fmt: skip
+                                  f"expected {', '.join(expected)}")  # fmt: skip
         self._parts: list[Mapping[str, Tensor]] = [load_named(file) for file in files]
         try:
             layers, heads, dim = (int(params[key]) for key in ("n_layers", "n_heads", "dim"))
@@ -114,8 +116,10 @@ class RawLlama(HFFolder):
         except (KeyError, TypeError, ValueError) as problem:
             if isinstance(problem, CheckpointError):
                 raise
-            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; is it Meta's?") from problem
-        if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # with one file both are the same
+            raise CheckpointError(
+                f"{raw / PARAMS}: cannot be used ({type(problem).__name__}: {problem}); is it Meta's file?"
+            ) from problem
+        if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # sharded along dimension 0, or a single file
             name = "model.embed_tokens.weight"
             self._table[name] = _Tensor("tok_embeddings.weight", 0)
         self.shapes = {name: self._shape(name) for name in self._table}
@@ -132,8 +136,8 @@ class RawLlama(HFFolder):
             stored_names = {name for name in part if not _UNUSED.fullmatch(name)}
             if stored_names != names:
                 lacks, extra = sorted(names - stored_names), sorted(stored_names - names)
-                problems = [f"lacks {lacks[0]}"] if lacks else []
-                problems += [f"holds unknown {extra[0]}"] if extra else []
+                problems = [f"lacks tensor {lacks[0]}"] if lacks else []
+                problems += [f"holds unknown tensor {extra[0]}"] if extra else []
                 raise CheckpointError(f"{self.raw / f'consolidated.{i:02d}.pth'}: {' and '.join(problems)}")
 
     def _check_sizes(self, dim: int, heads: int, kv_heads: int) -> None:
@@ -149,8 +153,8 @@ class RawLlama(HFFolder):
             right = expected.get(name.split(".")[-2], (dim,))
             if shape != right:
                 raise CheckpointError(
-                    f"{self.raw}: {self._table[name].meta} has shape {shape} in {len(self._parts)} files together, but "
-                    f"{right} by {PARAMS}; is a consolidated.NN.pth missing?"
+                    f"{self.raw}: {self._table[name].meta} has shape {shape} over {len(self._parts)} files, but "
+                    f"{PARAMS} implies {right}; is a consolidated.NN.pth missing?"
                 )
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -177,7 +181,7 @@ def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: i
     inner, rows: width of the MLP and size of the vocabulary, which params.json does not always give."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
         raise CheckpointError(
-            f"{PARAMS}: mixtures of experts and image models are not supported here; convert the HuggingFace version"
+            f"{PARAMS}: mixtures of experts and image models are not supported; convert the HuggingFace version instead"
         )
     scaled = {"rope_type": "llama3", "factor": float(params.get("rope_scaling_factor") or 8.0), **_SCALED}
     config = {
@@ -213,7 +217,7 @@ def _params(folder: HFFolder) -> dict[str, Any]:
         for text, applies in (
             (f"model_type {config.get('model_type')}", config.get("model_type") not in ("llama", "mistral")),
             (f"rotary scaling {rope['rope_type']}", not scaled and scaling != {"rope_type": "default"}),
-            ("a score in the place of logits", gives_score(config)),
+            ("a score instead of logits", gives_score(config)),
             ("tied embeddings", config.get("tie_word_embeddings", False)),
             (f"activation {config.get('hidden_act')}", config.get("hidden_act", "silu") != "silu"),
             (f"head_dim {head}", head * heads != dim and not mistral),
@@ -238,15 +242,16 @@ def _params(folder: HFFolder) -> dict[str, Any]:
 def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     """Write a HuggingFace LLaMA or Mistral in Meta's format: `output`/params.json and consolidated.NN.pth.
 
-    shards: number of consolidated.NN.pth files, as tensor-parallel ranks read them. One file's tensors are in
-    memory at a time; the folder appears when it is complete. Raises CheckpointError.
-    """
+    shards: number of consolidated.NN.pth files, one per tensor-parallel rank that will read them. One file's
+        tensors are in memory at a time. The folder appears when it is complete. Raises CheckpointError."""
     output, params = Path(output).resolve(), _params(folder)
     table = _table(params["n_layers"], params["n_heads"], params["n_kv_heads"])
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
         verb = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(f"{folder.origin}: {verb} {strange[0]}, which Meta's format does not allow")
+        raise CheckpointError(
+            f"{folder.origin}: {verb} tensor {strange[0]}; Meta's format has exactly the tensors of a LLaMA"
+        )
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:
@@ -261,12 +266,12 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
             f"{folder.origin}: {uneven[0]} cannot be split evenly over {shards} files; choose another number of files"
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: already exists; remove it, or give another folder")
+        raise CheckpointError(f"{output}: already exists; remove it, or choose another folder")
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         check_space(output.parent, weight_bytes(folder.shapes.values(), dtype))
-        shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted call
         temporary.mkdir()
         for rank in range(shards):
             state = {tensor.meta: _shard(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
@@ -275,7 +280,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
         if (folder.path / TOKENIZER).is_file():
             write_bytes((folder.path / TOKENIZER).read_bytes(), temporary / TOKENIZER)
         sync(temporary)
-        os.rename(temporary, output)  # of an empty folder too
+        os.rename(temporary, output)  # this also replaces an empty folder
         sync(output.parent)
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem

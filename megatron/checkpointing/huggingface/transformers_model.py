@@ -1,9 +1,10 @@
-"""Loads a HuggingFace folder with transformers, compares it with its files' tensors, and runs it in fp32.
+"""Loads a HuggingFace folder with transformers, compares the loaded tensors with the files, and runs it in
+fp32.
 
-Only one module's weights are in memory at a time. `from_pretrained` maps the files if it uses tensors as they
-are stored. If it converts them (stacked experts, quantised weights, several dtypes), all are in memory. If
-they do not fit, or for Meta's files, which it cannot read, modules get their tensors from the files directly,
-and the result says so.
+Only one module's weights are in memory at a time, because `from_pretrained` maps the files. If it converts
+tensors (stacked experts, quantised weights, several dtypes), all are in memory. If they do not fit, or for
+Meta's files, which `from_pretrained` cannot read, modules get their tensors directly from the files, and the
+result says so.
 """
 
 import re
@@ -27,12 +28,12 @@ from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.tensor_files import readable_size
 from megatron.mpu.memory import free_host_memory
 
-# Modules whose weights transformers' Mamba mixers read without calling the module.
+# transformers' Mamba mixers read the weights of these modules without calling them.
 _READ_BY_PARENT = ("conv1d", "dt_proj")
 _MAX_NAMED = 4
 
 Stored = Mapping[str, list[list[str]]]
-"""The names in files of each tensor in memory: a list for each expert of a stacked tensor, else one list."""
+"""{tensor name in memory: [its names in files]}; for stacked experts one inner list for each expert."""
 
 
 def transformers_logits(folder: HFFolder, tokens: Tensor) -> tuple[Tensor, str | None]:
@@ -40,8 +41,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> tuple[Tensor, str |
 
     For a reward model, the logits are the scores at the last token, `[batch, 1]`. The reason is None if
     `from_pretrained` loaded the folder. tokens: ids, `[batch, seq]`. No code of the folder is run. Raises
-    CheckpointError if transformers cannot load the model, or loads other weights than the files hold.
-    """
+    CheckpointError if transformers cannot load the model, or loads other weights than the files hold."""
     transformers: Any
     try:
         import transformers
@@ -95,7 +95,7 @@ def auto_class(transformers: Any, config: Config, scores: bool) -> Any:
 
 
 def _without_weights(auto: Any, config: Any) -> Any:
-    """Builds the model in fp32, with parameters without memory (meta device) and real buffers.
+    """Builds the model in fp32: parameters take no memory (meta device), buffers are real.
 
     auto: an auto class. config: transformers' configuration object."""
 
@@ -113,22 +113,22 @@ def _without_weights(auto: Any, config: Any) -> Any:
     finally:
         handle.remove()
     if "SequenceClassification" in type(model).__name__:
-        model.config.pad_token_id = -1  # none of the tokens
+        model.config.pad_token_id = -1  # no token has this id
     return model.eval()
 
 
 def _load_obstacle(folder: HFFolder, stored: Stored) -> str | None:
     if not folder.is_transformers_format:
-        return "from_pretrained reads no files of this format"
+        return "from_pretrained cannot read files of this format"
     if folder.has_edge_blocks:
-        return "from_pretrained reads quantised blocks at the edge of a weight otherwise"
+        return "from_pretrained dequantises smaller blocks at the edge of a weight differently"
     dtypes = set(folder.stored_dtypes.values())
     as_stored = folder.quantised is None and len(dtypes) == 1 and all(len(names) == 1 for names in stored.values())
     size = weight_bytes(folder.shapes.values(), _dtype(folder))
     free = free_host_memory(size)
     if as_stored or size <= free:
         return None
-    return f"from_pretrained takes {readable_size(size)} of memory, {readable_size(free)} are free"
+    return f"from_pretrained needs {readable_size(size)} of memory, but only {readable_size(free)} are free"
 
 
 def _dtype(folder: HFFolder) -> torch.dtype:
@@ -153,16 +153,15 @@ def _loaded(auto: Any, config: Any, folder: HFFolder) -> Mapping[str, Tensor]:
         if info[kind]:
             names = sorted(str(name) for name in info[kind])
             raise CheckpointError(
-                f"{folder.origin}: transformers finds {kind.replace('_', ' ')}: {shortened(names, _MAX_NAMED)}"
+                f"{folder.origin}: transformers reports {kind.replace('_', ' ')}: {shortened(names, _MAX_NAMED)}"
             )
     return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _stored_names(folder: HFFolder, model: Any) -> Stored:
-    """Maps the name of each tensor of transformers' model to its names in the files.
+    """Returns {tensor name in transformers' model: its names in the files}.
 
-    Raises CheckpointError for a parameter that the files lack, and for a file's tensor that the model does
-    not use."""
+    Raises CheckpointError if the files lack a parameter, or hold a tensor that the model does not use."""
     family, tensors = FAMILIES[family_of(folder.config)], dict(model.state_dict(keep_vars=True))
     head = model.get_output_embeddings()
     is_wrapped = is_multimodal(model.config.to_dict())
@@ -186,13 +185,13 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
     for name, tensor in tensors.items():
         if is_wrapped and text_name(name) is None:
             continue
-        # Its own name first, because files may also have the tensor it is tied to.
+        # The tensor's own name comes first, because files may also hold the tensor that it is tied to.
         candidates = map(groups, (name, *aliases[id(tensor)]))
         files = next((candidate for candidate in candidates if candidate and candidate[0]), None)
         if files is not None:
             stored[name] = files
         elif isinstance(tensor, nn.Parameter):
-            raise CheckpointError(f"{folder.origin}: the tensor {name}, which transformers needs, is missing")
+            raise CheckpointError(f"{folder.origin}: the files lack {name}, which transformers needs")
     _refuse_unread(folder, family, stored)
     return stored
 
@@ -204,7 +203,8 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread -= {family.head} if gives_score(folder.config) else set()
     if unread:
         raise CheckpointError(
-            f"{folder.origin}: transformers' model does not use {shortened(sorted(unread), _MAX_NAMED)}"
+            f"{folder.origin}: holds tensors that transformers' model does not use: "
+            f"{shortened(sorted(unread), _MAX_NAMED)}"
         )
 
 
@@ -215,17 +215,16 @@ def _compare_loaded(folder: HFFolder, loaded: Mapping[str, Tensor], stored: Stor
             value = folder.get(file_tensor)
             if part.shape != value.shape or not same_values(part.to(value.dtype), value):
                 raise CheckpointError(
-                    f"{folder.origin}: transformers loads another {name} than {file_tensor} in the files; "
+                    f"{folder.origin}: {name}, as loaded by transformers, differs from {file_tensor} in the files; "
                     "does config.json fit the weights (tie_word_embeddings)?"
                 )
 
 
 def _parts(folder: HFFolder, tensor: Tensor, groups: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in files, tensor) for the parts of a tensor in transformers' memory.
+    """Yields (name in files, tensor) for each part of a tensor in transformers' memory.
 
-    groups: its names in files. Stacked experts (`[experts, rows, columns]`) are split into each expert's
-    tensors.
-    """
+    groups: the names in files, in a list for each expert. Stacked experts (`[experts, rows, columns]`) are
+        split into the tensors of each expert."""
     if len(groups) == 1 and len(groups[0]) == 1:
         yield groups[0][0], tensor
         return
@@ -276,8 +275,7 @@ def lend(
     open_layer: called before each forward pass; returns a function from a parameter's name in the module to
         its value.
     own_only: leave out the parameters of submodules.
-    reader: the module whose forward pass needs the parameters; None: `module`.
-    """
+    reader: the module whose forward pass needs the parameters; None: `module`."""
     empty: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def take(*_: Any) -> None:
@@ -289,7 +287,9 @@ def lend(
                 empty[part, param_name] = param
                 value = get(f"{path}.{param_name}" if path else param_name).float()
                 if value.shape != param.shape:
-                    raise CheckpointError(f"{path}.{param_name}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
+                    raise CheckpointError(
+                        f"{path}.{param_name}: has shape {tuple(value.shape)}, but the model needs {tuple(param.shape)}"
+                    )
                 part._parameters[param_name] = nn.Parameter(value, requires_grad=False)
 
     def give_back(*_: Any) -> None:

@@ -1,6 +1,7 @@
 """Writes weights in HuggingFace's format: one safetensors file, or several with an index.
 
-One tensor is in memory at a time."""
+One tensor is in memory at a time.
+"""
 
 import json
 import math
@@ -26,7 +27,7 @@ def weight_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> int:
 
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
-"""One dtype for all tensors, or dtypes by name."""
+"""One dtype for all tensors, or a dtype for each tensor, by name."""
 
 
 def _dtype_of(dtypes: Dtypes, name: str) -> torch.dtype:
@@ -37,8 +38,8 @@ def _dtype_of(dtypes: Dtypes, name: str) -> torch.dtype:
 class _PlannedFile:
     """A safetensors file that is yet to be written.
 
-    header: the first bytes of the file. begins: byte offset of each tensor, by name. size: of the file, in
-    bytes.
+    header: the first bytes of the file. begins: byte offset of each tensor in the file, by name. size: of the
+        file, in bytes.
     """
 
     name: str
@@ -103,11 +104,12 @@ def write_weights(
 ) -> None:
     """Write model.safetensors into folder `path`, or several files of at most `limit` bytes and their index.
 
-    A tensor above `limit` has its own file. shapes, dtypes: of all tensors, by name. tensors: yields (name,
-    tensor), in any order; one is written while the next is computed. single_name: the file's name if there
-    is only one. to_disk: called with the path of each complete file, to sync it now or later
-    (`BackgroundSync`). Raises CheckpointError.
-    """
+    A tensor larger than `limit` has its own file.
+    shapes, dtypes: of all tensors, by name.
+    tensors: yields (name, tensor), in any order; one is written while the next is computed.
+    single_name: the file's name if there is only one.
+    to_disk: called with the path of each complete file, to sync it now or later (`BackgroundSync`).
+    Raises CheckpointError."""
     plan = _plan(shapes, dtypes, limit, single_name)
     file_of = {name: file for file in plan for name in file.begins}
 
