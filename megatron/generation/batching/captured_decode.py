@@ -38,7 +38,7 @@ def captures_decode(model: Model, log: Callable[[str], None] | None = None) -> b
     problem = _problem(model)
     if setting is True:
         if problem is not None:
-            raise model.args.error("decode_cuda_graphs", f"true is not possible: {problem}; set it to false or auto")
+            raise model.args.error("decode_cuda_graphs", f"true: not possible: {problem}; set it to false or auto")
         return True
     problem = problem or not_run_on("decode_cuda_graphs: true", capability_of(model.groups.device))
     if log is not None and model.groups.device.type == "cuda":
