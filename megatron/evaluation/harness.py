@@ -164,7 +164,9 @@ def run_task(
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, reason: str) -> None:
     if args.eval_failures == "stop":
-        raise args.error("eval_tasks", f"{name}: {reason} (eval_failures: stop; report skips tasks that fail)")
+        raise args.error(
+            "eval_tasks", f"{name}: {reason} (eval_failures: stop; to go on without this task, set report)"
+        )
     logger.warning(f"evaluation: task {name} is skipped: {reason}")
 
 

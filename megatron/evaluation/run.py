@@ -151,7 +151,7 @@ def _compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationRe
             largest = max(largest, difference)
             logger.info(f"{name:<50} {neox_metrics[name]:>14.6f} {value:>14.6f} {difference:>12.2e}")
     seconds = time.perf_counter() - start_time
-    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
+    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (the comparison took {seconds:.1f} s)")
 
 
 @contextmanager

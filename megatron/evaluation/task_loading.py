@@ -251,7 +251,7 @@ def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iter
     for name in names:
         close_names = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
         if name in manager.task_index:
-            yield f"{place}: eval_tasks: the group {name} lists tasks that do not exist"
+            yield f"{place}: eval_tasks: the group {name} lists tasks that do not exist; correct its file"
         else:
             hint = f"; similar names: {', '.join(close_names)}" if close_names else ""
             yield (
@@ -264,10 +264,10 @@ def _failure_reason(name: str, manager: TaskManager, problem: Exception) -> str:
     reason = " ".join(str(problem).split()) or type(problem).__name__
     datasets = ", ".join(sorted(_datasets(name, manager)))
     if datasets and (disk := disk_problem(problem)) is not None:
-        return f"the cache of its data ({datasets}) cannot be written ({disk}); set HF_HOME to a writable folder"
+        return f"the cache of the task's data ({datasets}) cannot be written ({disk}); set HF_HOME to a writable folder"
     if datasets and _is_absent(problem):
         return (
-            f"its data ({datasets}) cannot be fetched: {reason}; without a network, load the data once on a connected "
+            f"the task's data ({datasets}) cannot be fetched: {reason}; without a network, load it once on a connected "
             "machine (datasets.load_dataset) and copy the cache from there (HF_HOME), or write a task that reads a "
             "local JSON-lines file"
         )

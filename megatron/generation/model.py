@@ -121,7 +121,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     )  # fmt: skip
     if len(model.stop_token_ids) > 1:
         token_texts = [f"{i} {tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
-        logger.info(f"texts end at the tokens {', '.join(token_texts)}")
+        logger.info(f"generated texts end at the tokens {', '.join(token_texts)}")
     return model
 
 

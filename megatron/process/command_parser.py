@@ -22,7 +22,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{**as_written, **options})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses like argparse. The error for an unknown flag suggests the nearest known flags."""
+        """Parses arguments like argparse. The error for an unknown flag suggests the most similar known
+        flags."""
         return self._refuse_unknown(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:

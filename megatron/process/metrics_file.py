@@ -64,8 +64,8 @@ def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
 
 
 def read_lines_backwards(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the same as `read_lines`, but from the last line backwards. Reads only as much of the file as
-    the caller consumes."""
+    """Yields the same pairs as `read_lines`, but from the last line backwards. Reads only as much of the file
+    as the caller consumes."""
     with open_file(path) as file:
         start = end = file.seek(0, os.SEEK_END)
         partial_line = b""  # a line whose beginning is not read yet
@@ -89,7 +89,7 @@ def _row(path: Path, line: bytes, problems: Problems) -> dict[str, Any] | None:
     except (ValueError, Unfit) as problem:
         if line.endswith(b"\n") and line.strip():
             reason = "has no iteration" if isinstance(problem, Unfit) else problem
-            problems.note(path, "", f"a line is not a valid row ({reason}); skipped")
+            problems.note(path, "", f"a line is not a valid row ({reason}) and was skipped")
         return None
     return row
 

@@ -44,7 +44,7 @@ class Problems:
         self._entries[str(file), name] = (count + 1, first_reason)
 
     def lines(self) -> list[str]:
-        """Returns a line for each file and name, with the first reason and the number of occurrences."""
+        """Returns a line of text for each file and name that was noted: the first reason, and how often."""
         return [
             f"{file}: {name}{': ' if name else ''}{reason}{f' ({count} times)' if count > 1 else ''}"
             for (file, name), (count, reason) in self._entries.items()

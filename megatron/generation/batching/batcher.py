@@ -102,12 +102,12 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """How many requests run, each in a row of the batch."""
+        """The number of requests that run, each in a row of the batch."""
         return len(self.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a free row or for free KV-cache blocks."""
+        """The number of requests that wait for a free row or for free KV-cache blocks."""
         return len(self.scheduler.waiting)
 
     def step(self) -> list[Event]:

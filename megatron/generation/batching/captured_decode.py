@@ -60,7 +60,8 @@ def _problem(model: Model) -> str | None:
         "weights are sharded over ranks (ZeRO 3, expert parallelism, fully_shard)": sharded,
         "FP8 and quantised weights cannot be captured (precision_fp8, lora.quantization)": not unquantized,
         "each row has its own LoRA adapter": model.adapter_rows is not None,
-        "LongRoPE copies its factors from the host": (args.rope_scaling or {}).get("rope_type") == "longrope",
+        "LongRoPE copies its factors from the host in each step": (args.rope_scaling or {}).get("rope_type")
+        == "longrope",
     }
     return next((problem for problem, applies in problems.items() if applies), None)
 

@@ -11,7 +11,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class RequestError(UserError, ValueError):
-    """Raised for a request that cannot be served. The message says why, and which values are allowed."""
+    """Raised for a request to the model that cannot be served. The message says why, and which values are
+    allowed."""
 
 
 @dataclass(frozen=True)

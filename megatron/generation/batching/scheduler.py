@@ -10,8 +10,8 @@ from megatron.generation.batching.sequence import SequenceState
 
 
 class Scheduler:
-    """Holds the running sequences, at most `maximum_rows`, and the sequences that wait for a row or for
-    KV-cache blocks."""
+    """Holds the requests, called sequences here: those that run, at most `maximum_rows`, and those that wait
+    for a row or for KV-cache blocks."""
 
     def __init__(self, blocks: BlockAllocator, maximum_rows: int) -> None:
         self.blocks, self.maximum_rows = blocks, maximum_rows
@@ -52,8 +52,8 @@ class Scheduler:
     def grow(self) -> None:
         """Allocates a KV-cache block for every row whose blocks have no room for its last token.
 
-        If no block is free, the youngest row is preempted: it frees its blocks, and waits in front of all
-        others to be run again.
+        If no block is free, the youngest row is preempted: it frees its blocks, and is put first in the queue
+        of waiting requests.
         """
         for sequence in [row for row in self.running if row.paged]:
             while len(sequence.tokens) > len(sequence.blocks) * BLOCK_SIZE and sequence in self.running:
@@ -64,12 +64,13 @@ class Scheduler:
                     self.preempt(max((row for row in self.running if row.paged), key=lambda row: row.id))
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Stops a sequence, frees its blocks and slot, and puts it first in the queue, to be recomputed."""
+        """Stops a running sequence, frees its blocks and state slot, and puts it first in the queue, so that
+        it is recomputed later."""
         self.finish(sequence)
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: SequenceState) -> None:
-        """Removes a running sequence, and frees its blocks and state slot."""
+        """Removes a sequence from the running ones, and frees its KV-cache blocks and state slot."""
         self.running.remove(sequence)
         self.release(sequence)
 

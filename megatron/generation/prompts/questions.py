@@ -42,7 +42,8 @@ class Question:
             tokens = tokenizer.tokenize(self.text)
         if len(tokens) > max_prompt_tokens:
             raise RequestError(
-                f"has {len(tokens)} tokens; at most {max_prompt_tokens} fit beside the maximum_tokens of the answer"
+                f"the prompt has {len(tokens)} tokens; at most {max_prompt_tokens} fit beside the maximum_tokens of "
+                "the answer"
             )
         return tokens
 

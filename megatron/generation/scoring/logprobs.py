@@ -141,7 +141,7 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
         return None
     if overlong == "refuse" or excess >= len(context):
         lengths = f"a context of {len(context)} tokens and {len(continuation)} to be scored"
-        fix = "set it to truncate_left or skip" if excess < len(context) else "set it to skip"
+        fix = "set eval_overlong to truncate_left or skip" if excess < len(context) else "set eval_overlong to skip"
         raise ConfigError(
             [f"eval_overlong: {overlong}: text {number} has {lengths}, but the model has {positions} positions; {fix}"]
         )
@@ -161,7 +161,7 @@ def _report(truncated: Sequence[int], requests: int, positions: int) -> None:
             + [f"{num_skipped} were skipped"] * (num_skipped > 0)
         )
         logging.getLogger("megatron").info(
-            f"eval_overlong: of {requests} texts, {done}, being longer than the model's {positions} positions"
+            f"eval_overlong: of {requests} texts, {done}, as they are longer than the model's {positions} positions"
         )
 
 

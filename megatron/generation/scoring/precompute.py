@@ -86,7 +86,7 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
             done = last
             progress.advance_to(int(ends[done]))
     on_rank_zero(groups, lambda: _finish(growing, final, dataset, fingerprint))
-    logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
+    logger.info(f"{final}: holds the log-probabilities of {len(dataset)} documents, {total} tokens")
 
 
 def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:

@@ -153,7 +153,7 @@ def _finish(job: ScoreJob, reader: "_Reader | None", lines: Sequence[dict[str, A
 
 
 class _Reader:
-    """Reads the rows of a job and tokenizes them."""
+    """Reads the rows of a scoring job's input and tokenizes them."""
 
     def __init__(self, model: Model, job: ScoreJob) -> None:
         self.job, self.counts = job, Counter[str]()

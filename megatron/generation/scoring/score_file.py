@@ -91,7 +91,9 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[dict[str, Any]]:
                 expected = 'expected {"text": STRING} or {"prompt": STRING, "completion": STRING}'
                 raise args.error("sample_input_file", f"{file}:{number}: {expected}")
             if not row[keys[-1]]:
-                raise args.error("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
+                raise args.error(
+                    "sample_input_file", f"{file}:{number}: {keys[-1]} is empty, so there is nothing to score"
+                )
             yield row
 
 
@@ -166,7 +168,7 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
     num_truncated = sum(score.truncated for score in scored)
     message = None
     if num_truncated:
-        message = f"the first {num_truncated} tokens of the prompt were left out: longer than the model's positions"
+        message = f"the first {num_truncated} tokens of the prompt were left out, to fit the model's positions"
     total = math.fsum(logprobs)
     greedy = all(is_greedy for text_score in scored for is_greedy in text_score.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))

@@ -65,7 +65,7 @@ def _messages(value: Any) -> list[Message]:
     for number, message in enumerate(messages):
         unknown = message.keys() - _MESSAGE_FIELDS
         if unknown:
-            raise ValueError(f"message {number}: {', '.join(sorted(unknown))} is not supported; leave it out")
+            raise ValueError(f"message {number}: unsupported fields: {', '.join(sorted(unknown))}; leave them out")
     return messages
 
 

@@ -29,7 +29,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Updated:
-    """The outcome of a job that replaced the weights. version: the number of the new weights."""
+    """The outcome of a job that replaced the model's weights. version: the number of the new weights."""
 
     version: int
     finish_reason: str = "stop"
@@ -39,7 +39,8 @@ class Updated:
 class StepCommands:
     """Commands that a replica executes before its next step.
 
-    new: (job id, request) to add. cancelled: job ids to cancel. updates: (job id, weights) to load.
+    new: (job id, request) pairs to add. cancelled: job ids to cancel. updates: (job id, new weights) pairs to
+        load.
     """
 
     new: tuple[tuple[int, Request], ...] = ()
@@ -182,7 +183,7 @@ class RequestQueue:
         self.deliver([(job_id, rejection) for job_id in list(self.streams)], Load())
 
     def wake(self) -> None:
-        """Makes a waiting `take` return at once."""
+        """Makes a call of `take` that is waiting in another thread return at once."""
         self._inbox.put(None)
 
     def take(self, seconds: float) -> StepCommands:

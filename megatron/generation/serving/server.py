@@ -132,10 +132,12 @@ def _serve_on_rank0(
     rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):
         try:
-            clients = "whoever shows the token" if server_socket.token is not None else "this machine"
+            clients = "clients with the token" if server_socket.token is not None else "clients on this machine"
             names = ", ".join(parser.names)
             logger.info(f"{names} answer{'s' * (len(parser.names) == 1)} {clients} at {server_socket.address}/v1")
-            logger.info(setup.no_template_reason if setup.chat is None else f"chat template of {setup.chat.source}")
+            logger.info(
+                setup.no_template_reason if setup.chat is None else f"chat template: that of {setup.chat.source}"
+            )
             queue.wake()  # after the first round /health knows the size of the KV cache
             run_serving_loop(replica, channel, dispatcher)
         except Exception:
