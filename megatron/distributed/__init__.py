@@ -1,9 +1,9 @@
-"""Brings the ranks of a run together: store, rendezvous and its checks, process group, watchdog.
+"""Connects the ranks of a run: key-value store, rendezvous, startup checks, process group and watchdog.
 
-Launchers and ranks share it at the start and end of a run. It also has the work that all ranks do together.
+It also has helpers that run a function on rank 0 or on every rank (`on_rank_zero`, `run_on_all_ranks`).
 
-Launchers import `distributed.store` alone; the other names import torch, which takes seconds, when they are
-first used.
+Importing this package does not import torch, which takes seconds: torch is imported when one of the names in
+`__all__` is first used. So launchers can import `distributed.store` without torch.
 """
 
 from importlib import import_module

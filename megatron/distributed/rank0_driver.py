@@ -1,5 +1,4 @@
-"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do
-it."""
+"""Lets a thread of rank 0 decide which operation all ranks run next in their main threads."""
 
 import pickle
 import queue
@@ -18,14 +17,14 @@ IDLE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class RunOperation(Protocol):
-    """Runs the named operation on every rank. Returns rank 0's result, or raises the exception of the lowest
-    rank that failed."""
+    """Runs the operation named `operation` with these arguments on every rank. Returns rank 0's result, or
+    raises the exception of the lowest failing rank."""
 
     def __call__(self, operation: str, /, *arguments: Any) -> Any: ...
 
 
 class Rank0Error(RuntimeError):
-    """Replaces an exception of rank 0 whose class other ranks cannot import."""
+    """Raised on other ranks in place of an exception of rank 0 whose class they may be unable to import."""
 
 
 def run_rank0_driver(
@@ -35,16 +34,16 @@ def run_rank0_driver(
     *,
     on_beat: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Runs `work(call)` in a thread of rank 0. With `call`, the thread runs operations on every rank.
+    """Runs `work(call)` in a thread of rank 0, which can run operations on every rank through `call`.
 
     Returns the result of `work` on rank 0, None on other ranks. An exception of `work` is raised on every
-    rank. All ranks call it together.
+    rank. All ranks call this function together.
 
-    operations: functions by name. `call("name", ...)` runs one in the main thread of every rank, with rank
-        0's arguments (picklable), and returns rank 0's result. After a stop signal to any rank, `call` raises
-        StopRequested.
-    on_beat: called on every rank at each message of rank 0. Rank 0 sends one every few seconds while `work`
-        calls nothing, so no collective times out.
+    operations: {name: function}. `call("name", ...)` runs the function in the main thread of every rank, with
+        rank 0's arguments (picklable), and returns rank 0's result. After a stop signal to any rank, `call`
+        raises StopRequested.
+    on_beat: called on every rank for each message that rank 0 broadcasts. While `work` calls no operation,
+        rank 0 broadcasts a message every few seconds, so that no collective times out.
     """
     if world.world_size == 1:
         return work(lambda name, *arguments: operations[name](*arguments))
@@ -66,7 +65,8 @@ def run_rank0_driver(
                     driver.answer(*outcome)
     finally:
         if driver is not None:
-            driver.answer(None, Rank0Error("this rank has stopped leading"))  # lets a thread that waits end
+            # Ends the thread if it waits for an answer
+            driver.answer(None, Rank0Error("rank 0's main thread has stopped running operations for this thread"))
 
 
 class _DriverThread:
@@ -77,7 +77,7 @@ class _DriverThread:
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self.result: Any = None
         self.problem: Exception | None = None
-        # A daemon: what it reads may take for ever, and the process ends without it.
+        # A daemon thread: the process can end even if a read in this thread blocks for ever.
         threading.Thread(target=self._work, args=(work,), name="rank0-driver", daemon=True).start()
 
     def next_message(self) -> tuple[Any, ...]:
@@ -110,19 +110,19 @@ class _DriverThread:
 def _run(world: World, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return run_on_each_rank(world, partial(_unless_stopped, work)), None
-    except Exception as problem:  # rank 0's thread decides what it means
+    except Exception as problem:  # raised again in rank 0's thread
         return None, problem
 
 
 def _unless_stopped(work: Callable[[], T]) -> T:
     result = work()
-    look_for_stop()  # of this rank, which rank 0's thread may not have heard of
+    look_for_stop()  # a stop signal to this rank may not have reached rank 0
     return result
 
 
 def _portable(problem: Exception) -> Exception:
-    """Returns the exception if other ranks can unpickle it without importing a library, else a Rank0Error
-    with its text."""
+    """Returns the exception if other ranks can unpickle it without importing a third-party library, else a
+    Rank0Error with its text."""
     if type(problem).__module__.partition(".")[0] in ("builtins", "megatron"):
         try:
             if isinstance(pickle.loads(pickle.dumps(problem)), type(problem)):

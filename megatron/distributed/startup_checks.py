@@ -1,5 +1,7 @@
-"""Before ranks are connected: all have come, run the same configuration, code and libraries, and share
-`save`."""
+"""Checks, before the process group is initialised, that all ranks are present and start alike.
+
+They must have the same configuration, code and libraries, and see the same folder `save`.
+"""
 
 import hashlib
 import json
@@ -23,22 +25,22 @@ from megatron.neox_arguments.keys.declaration import keys_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")
-# May differ, as may RunnerKeys: how ranks are started
+# Only these keys, and RunnerKeys (how ranks are started), may differ between ranks
 _MACHINE_KEYS = ("config_files", "log_dir", "remote_staging")
 _PROBE_S = 15.0  # NFS may take a while to show a new file to another machine
-_MAX_ITEMS = 5  # differences of one kind
+_MAX_ITEMS = 5  # most differences or hosts that a message lists
 
 
 def rendezvous_and_check(
     args: NeoXArgs, process: Process, logger: logging.Logger, shared: str | Path | None = None
 ) -> dist.Store | None:
-    """Waits for all ranks, checks that they agree, and returns the store for their process group.
+    """Waits for all ranks, checks that they start alike, and returns the store for their process group.
 
-    Returns None for a single rank, or if torch.distributed is already initialised. Downloads that each
-    machine makes for itself belong between this call and `init_process_group`. Raises StartError on every
-    rank.
+    Returns None for a single rank, or if torch.distributed is already initialised. Raises StartError on every
+    rank if ranks are missing, or differ in configuration, code or libraries. Files that each machine must
+    download for itself are downloaded between this call and `init_process_group`.
 
-    shared: a folder, created if missing, that must be the same on all machines.
+    shared: a folder that must be the same on all machines, created if missing; None: no folder is checked.
     """
     if process.world_size == 1 or dist.is_initialized():
         return None
@@ -52,14 +54,15 @@ def rendezvous_and_check(
         return rendezvous.release(timedelta(minutes=args.first_step_timeout_mins))
     except dist.DistError as problem:
         raise StartError(
-            f"rank {process.rank} (host {rendezvous.host}) lost rank 0 at {process.master_addr}:{process.master_port} "
-            f"at the start: rank 0 ended, see the output of rank 0 ({str(problem).splitlines()[0]})"
+            f"rank {process.rank} (host {rendezvous.host}) lost its connection to rank 0 at "
+            f"{process.master_addr}:{process.master_port} during the start, probably because rank 0 has ended; see the "
+            f"output of rank 0 ({str(problem).splitlines()[0]})"
         ) from None
 
 
 def rank_info(args: NeoXArgs, process: Process) -> dict[str, Any]:
-    """Returns the facts that a rank reports on arrival. All but `first` (is it the first rank of its
-    machine?) must be equal on all ranks."""
+    """Returns what this rank reports about itself at the rendezvous. All values must be equal on all ranks,
+    except `first`: whether this is the first rank of its machine."""
     return {
         "first": process.local_rank == 0,  # of its machine
         "configuration": digest(configuration(args)),
@@ -69,7 +72,7 @@ def rank_info(args: NeoXArgs, process: Process) -> dict[str, Any]:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a mapping's JSON, in hexadecimal."""
+    """Returns the SHA-256 of `content` written as JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -84,7 +87,10 @@ def configuration(args: NeoXArgs) -> dict[str, str]:
 
 
 def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[str, str]:
-    """Returns {file name: SHA-256} of our source files and of the entry script."""
+    """Returns {file name: SHA-256} of the Python files in the folder `package` and of the entry script.
+
+    script: path of the entry script; None: the script that Python runs.
+    """
     if script is None:
         script = getattr(sys.modules["__main__"], "__file__", None)
     prefix = f"{package.parent}/"
@@ -101,8 +107,7 @@ def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[s
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of Python, CUDA, NCCL and the libraries on which results and collectives depend,
-    by name."""
+    """Returns {name: version} of Python, CUDA, NCCL and the libraries that affect results and collectives."""
     versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in _LIBRARIES:
         try:
@@ -115,12 +120,12 @@ def library_versions() -> dict[str, str]:
 
 
 def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) -> None:
-    """On rank 0, aborts the start if ranks differ in libraries, configuration or code, or if `shared` is not
-    the same folder on all machines."""
+    """Aborts the start if ranks differ in libraries, configuration or code, or if `shared` is not the same
+    folder on all machines. Only rank 0 calls it."""
     compared = {
-        "libraries": (_library_differences, "use one environment, or one constraints.txt, on every machine"),
-        "configuration": (configuration_differences, "start all ranks with the same files and flags"),
-        "code": (code_differences, "install the same version on every machine"),
+        "libraries": (_library_differences, "install the same versions on every machine (one constraints.txt)"),
+        "configuration": (configuration_differences, "start all ranks with the same configuration files and flags"),
+        "code": (code_differences, "install the same version of the code on every machine"),
     }
     infos = rendezvous.rank_infos()
     problems = []
@@ -131,7 +136,7 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
                 ranks_by_info.setdefault(json.dumps(info[kind]), []).append(rank)
         for ranks in list(ranks_by_info.values())[:_MAX_ITEMS]:
             remote, local = infos[ranks[0]][kind], infos[0][kind]
-            if kind != "libraries":  # else the rank infos say all
+            if kind != "libraries":  # of configuration and code, rank infos hold only digests
                 remote, local = rendezvous.ask({kind: None}, ranks[:1])[ranks[0]], _answer({kind: None}, args)
             differences = differences_of(remote, local)
             omitted = [f"and {len(differences) - _MAX_ITEMS} more"] if len(differences) > _MAX_ITEMS else []
@@ -148,8 +153,8 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
 
 
 def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:
-    """Returns this rank's answer to a question of rank 0: its configuration, its source files, or whether it
-    sees a file."""
+    """Returns this rank's answer to a question of rank 0: its configuration, the digests of its source files,
+    or whether it sees a file."""
     if "configuration" in question:
         values = configuration(args)
         return {path: [value, args.origin(path)] for path, value in values.items()}
@@ -160,17 +165,19 @@ def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:
 
 def _library_differences(remote: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
     return [
-        f"{name} {remote.get(name, 'not installed')} against {local.get(name, 'not installed')}"
+        f"{name} {remote.get(name, 'not installed')}, but {local.get(name, 'not installed')} on rank 0"
         for name in dict.fromkeys([*local, *remote])
         if remote.get(name) != local.get(name)
     ]
 
 
 def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]) -> list[str]:
-    """Describes the differences of two configurations, one line each.
+    """Returns one line of text for each key whose value differs between another rank and rank 0.
 
-    remote, local: {dotted path: (value, where it is set)}. If some differing values were written in a file or
-        flag, differing values that are only derived or defaults are omitted.
+    remote, local: the configurations of the other rank and of rank 0: {dotted path: (value, where it is
+        set)}.
+
+    If a value that was set in a file or flag differs, differences in defaults and derived values are omitted.
     """
     unset = ("unset", "default")
     differ = [
@@ -181,15 +188,17 @@ def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mappin
     implicit = ("default", "derived")
     written = [row for row in differ if row[1][1] not in implicit or row[2][1] not in implicit]
     return [
-        f"{path} is {_short(remote_value[0])} ({remote_value[1]}) against {_short(local_value[0])} ({local_value[1]})"
+        f"{path} is {_short(remote_value[0])} ({remote_value[1]}), but {_short(local_value[0])} ({local_value[1]}) on "
+        "rank 0"
         for path, remote_value, local_value in written or differ
     ]
 
 
 def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> list[str]:
-    """Describes the differences of two ranks' source files, one line each.
+    """Returns one line of text for each source file that differs between another rank and rank 0.
 
-    remote, local: {"package": folder, "files": {name: SHA-256}}.
+    remote, local: the source files of the other rank and of rank 0: {"package": folder, "files": {name:
+        SHA-256}}.
     """
     lines = []
     for name in sorted({*remote["files"], *local["files"]}):
@@ -198,25 +207,30 @@ def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> lis
             one_sided = "is missing on rank 0" if remote_value else "is only on rank 0"
             lines.append(f"{name} {'differs' if remote_value and local_value else one_sided}")
     if remote["package"] != local["package"]:
-        lines[0] = f"{remote['package']} is not {local['package']}: {lines[0]}"
+        lines[0] = f"the package is {remote['package']}, but {local['package']} on rank 0: {lines[0]}"
     return lines
 
 
 def _probe(
     rendezvous: Rendezvous, folder: Path, ranks: Sequence[int], infos: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Writes a file to `folder` and asks `ranks`, of other machines, whether they see it. Only rank 0 calls
+    """Checks that `folder` is the same on all machines: writes a file there and asks `ranks` whether they see
     it.
 
-    Returns None if they all see it, else a message about the ranks that do not.
+    Returns None if all of them see the file, else an error message. Only rank 0 calls it.
+
+    ranks: one rank of each other machine. infos: the mapping that each rank reported, in rank order.
     """
     file = folder.resolve() / f".probe-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as problem:
-        return f"save: {folder} cannot be written on host {rendezvous.host} ({problem.strerror}); set another save"
-    # Asked for by the path as configured: a relative one must lead to the same place.
+        return (
+            f"save: {folder} cannot be written on host {rendezvous.host} ({problem.strerror}); set save to a writable "
+            "folder"
+        )
+    # Ranks look under the path as configured: a relative path must lead to the same folder everywhere.
     try:
         answers = rendezvous.ask({"probe": str(folder / file.name)}, ranks)
     finally:
@@ -227,9 +241,9 @@ def _probe(
     remote_folder = answers[blind_ranks[0]]["folder"]
     blind = f"{format_ranks(blind_ranks)} (host {_hosts(infos, blind_ranks)})"
     return (
-        f"save: {folder} is not one folder for all machines: what rank 0 wrote into {folder.resolve()} (host "
-        f"{rendezvous.host}) is not in {remote_folder} of {blind}; save on storage that "
-        "every machine mounts there, or s3://BUCKET/FOLDER"
+        f"save: {folder} is not the same folder on all machines: a file that rank 0 wrote into {folder.resolve()} "
+        f"(host {rendezvous.host}) is not visible in {remote_folder} on {blind}; set save to a folder on storage that "
+        "every machine mounts at the same path, or to s3://BUCKET/FOLDER"
     )
 
 
@@ -238,7 +252,7 @@ def _look_for(file: Path) -> dict[str, Any]:
     while not (is_visible := file.exists()) and time.monotonic() < end:
         time.sleep(0.1)
         if file.parent.is_dir():
-            os.listdir(file.parent)  # a network file system looks anew
+            os.listdir(file.parent)  # makes a network file system refresh its cache
     return {"seen": is_visible, "folder": str(file.parent.resolve())}
 
 

@@ -1,7 +1,7 @@
-"""A torch TCPStore: hosting one, reaching one and waiting on it, always in bounded time.
+"""Hosts a torch TCPStore, connects to one and waits for values in one, always within a time limit.
 
-Launchers and ranks both find each other through such a store. This module imports torch only when a store is
-made, so that a launcher which needs none starts without the seconds that torch takes.
+Launchers find each other through such a store, and so do ranks. This module imports torch, which takes
+seconds, only when it makes a store. So a launcher that needs no store starts fast.
 """
 
 import errno
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ""
-"""The address of a store that listens on every interface."""
-REMIND_EVERY_S = 15.0  # between two lines that say whom we wait for
+"""The address to pass for a store that listens on every network interface."""
+REMIND_EVERY_S = 15.0  # seconds between two log lines about waiting
 _CONNECT_S = 5.0
-_LONGEST_PAUSE_S = 0.5  # between two attempts to reach a store
+_LONGEST_PAUSE_S = 0.5  # longest pause between two attempts to connect
 
 
 class StoreUnreachable(RuntimeError):
-    """No store answers at an address. The message holds only the reason, not the address."""
+    """Raised when no store answers at an address. The message gives the reason, but not the address."""
 
 
 def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool = False) -> "TCPStore":
-    """Returns a store hosted by this process. Raises RuntimeError, as torch does, if the port is not
+    """Starts a store in this process and returns it. Raises RuntimeError, as torch does, if the port is not
     available.
 
-    address: an address of this machine. The store listens at this address alone (`listening_address`),
-        because torch would listen on every interface, where anyone may read and write.
-    timeout_s: for connecting, and for each answer of the store.
-    multi_tenant: share a store that this process already hosts at the port.
+    address: the address of this machine to listen at (see `listening_address`), or EVERYWHERE. By default
+        torch listens on every network interface, where anyone may read and write.
+    timeout_s: time limit for connecting, and for each reply of the store.
+    multi_tenant: reuse the store that this process already hosts at the port, if there is one.
     """
     listener = None if address == EVERYWHERE else _listen(address, port, multi_tenant)
     if listener is not None:
@@ -48,12 +48,14 @@ def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool 
 
 
 def listening_address(host: str, on_one_machine: bool) -> str:
-    """Returns the address of this machine at which the store of a run listens.
+    """Returns the address of this machine at which the store of a run should listen.
 
-    It is loopback if the whole run is on this machine. Else it is the address of `host`, the name by which
-    other machines know this one. It is EVERYWHERE if `host` does not name exactly one address of this
-    machine: its own hosts file may give the name a loopback address, or NAT or a Service of Kubernetes may
-    stand before it.
+    host: the name or address by which other machines reach this machine (MASTER_ADDR).
+    on_one_machine: whether all ranks of the run are on this machine.
+
+    The result is loopback if all ranks are on this machine, else the address that `host` resolves to. It is
+    EVERYWHERE if `host` does not resolve to exactly one address of this machine, as behind NAT or a
+    Kubernetes Service, or if /etc/hosts maps the name to loopback.
     """
     if on_one_machine or host == "localhost":
         return LOOPBACK
@@ -69,20 +71,20 @@ def listening_address(host: str, on_one_machine: bool) -> str:
 
 
 def says_everywhere(host: str) -> str:
-    """Returns the line for the log about a store that listens EVERYWHERE. host: as in `listening_address`."""
+    """Returns a log line that warns of a store that listens on every network interface. host: MASTER_ADDR."""
     return (
-        f"the store of this run listens on every interface: MASTER_ADDR {host} is not one address of this machine "
-        "(docs/launch.md, Security)"
+        f"the store of this run listens on every network interface, because MASTER_ADDR {host} is not exactly one "
+        "address of this machine; see docs/launch.md, Security"
     )
 
 
 def connect_store(address: str, port: int, connect_s: float, timeout_s: float) -> "TCPStore":
     """Makes one attempt to connect to the store that another process hosts at `address:port`.
 
-    Raises OSError or torch's RuntimeError if nobody answers within `connect_s`. Raises StoreUnreachable if
-    another program is there, which gives no answer of a store within `timeout_s`.
+    Raises OSError or torch's RuntimeError if nothing accepts the connection within `connect_s`. Raises
+    StoreUnreachable if a program accepts it but does not reply as a store does within `timeout_s`.
     """
-    # First a bare connection: torch's own attempts print warnings while the host is not there yet.
+    # A plain connection comes first, because torch prints a warning for each attempt that fails.
     socket.create_connection((address, port), timeout=connect_s).close()
     return _make_store(address, port, timeout_s, is_master=False)
 
@@ -99,11 +101,12 @@ def reach_store(
     """Connects to the store at `address:port`, with retries for `patience_s` seconds, since its host may
     start later.
 
-    timeout_s: for each answer of the store.
+    timeout_s: time limit for each reply of the store.
     pause_s: seconds between the first two attempts; the pause then doubles, up to half a second.
-    remind: called every REMIND_EVERY_S with the reason of the last failure.
+    remind: called every REMIND_EVERY_S seconds with the reason why the last attempt failed.
 
-    Raises StoreUnreachable with the reason of the last failure, or at once if another program answers.
+    Raises StoreUnreachable with the reason of the last failure. It does so without retries if the program at
+    the address is not a store.
     """
     start = reminded = time.monotonic()
     reason = ""
@@ -125,17 +128,17 @@ def reach_store(
 
 
 def claim(store: "Store", key: str, value: str) -> str | None:
-    """Writes `value` under `key` if the key has no value yet. Returns None, or the value that another process
-    wrote first."""
+    """Writes `value` under `key` if the key has no value yet. Returns None if the key now holds `value`, else
+    the value that another process wrote before."""
     present = store.compare_set(key, "", value).decode()
     return None if present == value else present
 
 
 def wait_for_condition(ready: Callable[[], bool], seconds: float, pause_s: float) -> bool:
-    """Calls `ready` every `pause_s` seconds until it returns true. Returns False if that takes longer than
-    `seconds`.
+    """Calls `ready` every `pause_s` seconds until it returns true, then returns True. Returns False if that
+    takes longer than `seconds`.
 
-    The store's own wait is not used: it blocks other threads and prints at a timeout.
+    Callers use it in place of the store's own wait, which blocks other threads and prints at a timeout.
     """
     end = time.monotonic() + seconds
     while not ready():
@@ -148,11 +151,11 @@ def wait_for_condition(ready: Callable[[], bool], seconds: float, pause_s: float
 def wait_for_arrivals(
     arrived: Callable[[], int], expected: int, patience_s: float, pause_s: float, remind: Callable[[], None]
 ) -> bool:
-    """Waits until `expected` members have arrived. Returns False if nobody arrives for `patience_s` after the
-    latest arrival.
+    """Waits until `expected` members have arrived, then returns True. Returns False if no further member
+    arrives for `patience_s` seconds.
 
-    arrived: returns the number of members so far; called every `pause_s`.
-    remind: called every REMIND_EVERY_S while waiting.
+    arrived: returns the number of members that have arrived; called every `pause_s` seconds.
+    remind: called every REMIND_EVERY_S seconds while waiting.
     """
     present, latest = 0, time.monotonic()
     reminded = latest
@@ -170,14 +173,15 @@ def wait_for_arrivals(
 
 
 def _listen(address: str, port: int, multi_tenant: bool) -> socket.socket | None:
-    """Returns a socket that listens at this address alone. Raises RuntimeError if the port is not available.
+    """Returns a socket that listens only at this address. Raises RuntimeError if the port is not available.
 
-    Returns None if the port is in use and `multi_tenant`: torch then finds the store of this process there.
+    If the port is in use and `multi_tenant` is true, returns None: torch then reuses this process's store
+    there.
     """
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=4096)
-    except (OSError, OverflowError) as problem:  # the latter: no port has this number
+    except (OSError, OverflowError) as problem:  # OverflowError: the port number is too large
         number = getattr(problem, "errno", None)
         if number == errno.EADDRINUSE and multi_tenant:
             return None
@@ -185,9 +189,12 @@ def _listen(address: str, port: int, multi_tenant: bool) -> socket.socket | None
 
 
 def _make_store(address: str, port: int, timeout_s: float, **options: Any) -> "TCPStore":
-    """Creates a TCPStore in a thread, within the given time. options: passed to torch.
+    """Creates a TCPStore in a thread. Raises StoreUnreachable if that takes more than a second longer than
+    `timeout_s`.
 
-    Without a thread torch would wait for ever if the other side is not a store.
+    Without the thread, torch would wait for ever if the program at the address is not a store.
+
+    options: passed to TCPStore.
     """
     from torch.distributed import TCPStore
 
@@ -204,7 +211,7 @@ def _make_store(address: str, port: int, timeout_s: float, **options: Any) -> "T
     thread.start()
     thread.join(timeout_s + 1)
     if not outcome:
-        raise StoreUnreachable("another program answers at this address")
+        raise StoreUnreachable("another program answers at this address, which is not a torch store")
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]

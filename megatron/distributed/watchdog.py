@@ -1,4 +1,4 @@
-"""No rank waits for ever, and no run is silent for long."""
+"""Ends a rank that makes no progress, and logs which activities take long."""
 
 import faulthandler
 import logging
@@ -22,16 +22,16 @@ STDERR = 2
 class Watchdog:
     """Ends this rank when it stops making progress, and logs on rank 0 which activity takes long.
 
-    The limit is `first_step_timeout_mins` before the end of the first step and in a `phase`. In later steps
-    it is `collective_timeout_s`, or three times the longest step so far if that is more. Collectives of all
-    process groups get this limit as their timeout.
+    The time limit is `first_step_timeout_mins` until the end of the first step and in a `phase`. In later
+    steps it is `collective_timeout_s`, or three times the longest step so far if that is more. Collectives of
+    all process groups get this limit as their timeout.
 
     A rank without progress for 1.5 times the limit writes the stacks of its threads to stderr and exits with
     code 1. A thread of faulthandler does that, so it works while the interpreter is blocked. This catches
-    waits that the collectives' timeout does not (gloo's send and receive, deadlocks). A run of a single rank
-    is not watched.
+    waits that have no collective timeout (gloo's send and receive, deadlocks). A run of a single rank is not
+    watched.
 
-    activity: the current activity.
+    activity: text that names the current activity.
     listener: called with each activity as it begins, in the calling thread.
     """
 
@@ -51,7 +51,8 @@ class Watchdog:
             threading.Thread(target=self._say_what_takes_long, name="watchdog", daemon=True).start()
 
     def now(self, activity: str) -> None:
-        """Records that the rank now begins `activity`, such as `loading the model`, with the long limit."""
+        """Records that this rank begins `activity`, such as "loading the model". Its time limit is
+        `first_step_timeout_mins`."""
         self._enter(activity, self._long)
 
     def step_done(self, iteration: int) -> None:
@@ -62,14 +63,16 @@ class Watchdog:
 
     @contextmanager
     def phase(self, activity: str) -> Iterator[None]:
-        """Runs the block of the `with` statement as `activity`, such as saving between two steps, with the
-        long limit. If a stop signal ends the block, it logs that."""
+        """Records `activity`, such as saving, as the current activity during the `with` block.
+
+        Its time limit is `first_step_timeout_mins`. If a stop signal ends the block, a line is logged.
+        """
         previous = self.activity
         self.now(activity)
         try:
             yield
         except StopRequested as stop:
-            self._logger.info(f"{activity}: given up, {stop} ends the run")
+            self._logger.info(f"{activity}: abandoned, because {stop} ends the run")
             raise
         finally:
             self._enter(previous, self._limit)
@@ -89,7 +92,7 @@ class Watchdog:
             return
         faulthandler.dump_traceback_later(1.5 * seconds, exit=True, file=STDERR)
         if changed and dist.is_initialized():
-            # Of later collectives, in every process group of this process, including DeepSpeed's
+            # The limit of later collectives in every process group of this process, including DeepSpeed's
             for group in list(distributed_c10d._world.pg_map):
                 distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -1,9 +1,10 @@
-"""Evaluation: tasks of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on a model in any
-layout, after training and during it. Only rank 0 knows lm-eval: it asks for log-probabilities and text, which
-all ranks give.
+"""Evaluates a model in any parallel layout on lm-eval's tasks, during training and after it.
 
-`run_evaluation(args, process)` is what eval.py does; `InTraining` is the callback that train.py gives the
-loop."""
+Only rank 0 runs lm-eval (https://github.com/EleutherAI/lm-evaluation-harness). All ranks compute the
+log-probabilities and the text that lm-eval requests.
+
+eval.py calls `run_evaluation(args, process)`. train.py adds the callback `InTraining` to the training loop.
+"""
 
 from megatron.evaluation.harness import evaluate
 from megatron.evaluation.run import run_evaluation

@@ -1,4 +1,4 @@
-"""An evaluation: rank 0 runs lm-eval in a thread, all ranks give it log-probabilities and text."""
+"""Runs an evaluation: rank 0 runs lm-eval in a thread, and all ranks compute what lm-eval requests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def load_tasks_on_rank0(
     logger: logging.Logger,
     on_beat: Callable[[], None] = lambda: None,
 ) -> LoadedTasks | None:
-    """Loads the tasks of `eval_tasks` on rank 0 and returns them there; other ranks return None.
+    """Loads the tasks of `eval_tasks` on rank 0 and returns them on rank 0. Returns None on other ranks.
 
-    All ranks call it together, and wait for rank 0 without a time limit. Raises ConfigError on all ranks, for
-    example for unknown tasks.
+    All ranks call this function together, and wait for rank 0 without a time limit. Raises ConfigError on all
+    ranks, for example for unknown tasks.
 
-    on_beat: called on every rank at each message from rank 0, which sends one every few seconds.
+    on_beat: called on every rank for each message that rank 0 sends, at least every few seconds.
     """
 
     def work(call: RunOperation) -> LoadedTasks:
@@ -64,19 +64,22 @@ def evaluate(
     bootstrap: int = 0,
     on_beat: Callable[[], None] = lambda: None,
 ) -> EvaluationResults | None:
-    """Runs the tasks that rank 0 loaded. Returns the results on rank 0, None on other ranks.
+    """Evaluates the model on the tasks that rank 0 loaded. Returns the results on rank 0, None on other
+    ranks.
 
-    All ranks call it together. On all ranks it raises StopRequested after a stop signal (before the next task
-    or chunk of requests), and ConfigError for the first task that fails with `eval_failures: stop`.
+    All ranks call this function together. On all ranks it raises StopRequested after a stop signal (before
+    the next task or chunk of requests), and, with `eval_failures: stop`, ConfigError for the first task that
+    fails.
 
-    identity: a hash of the weights, for `eval_cache`; None: no cache.
-    bootstrap: resamples for the standard errors that need them; 0: no standard errors at all.
-    on_beat: called on every rank at each message from rank 0, which sends one every few seconds.
+    loaded_tasks: the result of `load_tasks_on_rank0`.
+    identity: a hash of the weights, by which `eval_cache` finds earlier answers; None: no cache.
+    bootstrap: number of bootstrap resamples for standard errors; 0: no standard errors are computed.
+    on_beat: called on every rank for each message that rank 0 sends, at least every few seconds.
     """
 
     def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
-        # As lm-eval seeds them. In training, `run.inference` restores their states afterwards.
+        # The seeds of lm-eval. In training, `run.inference` restores the random states afterwards.
         random.seed(RANDOM_SEED)
         np.random.seed(NUMPY_SEED)
         logger.info(f"{DESCRIPTION} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
@@ -104,17 +107,17 @@ def _run(
     language_model = NeoXLM(model, call, progress, loaded_tasks.template)
     with _cached(language_model, args, identity) as cached_model:
         for name, tasks in loaded_tasks.tasks.items():
-            look_for_stop()  # its requests are made at once
+            look_for_stop()  # lm-eval makes all requests of a task at once
             try:
                 evaluation.add(run_task(cached_model, tasks, loaded_tasks, args, bootstrap))
             except StopRequested:
                 raise
-            except Exception as problem:  # of a task, which others wrote, or of the model on its requests
+            except Exception as problem:  # raised by the task's own code, or by the model for its requests
                 evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
                 _report(args, logger, name, evaluation.failures[name])
     too_long, skipped = language_model.num_too_long, language_model.num_skipped
     if too_long:
-        done = f"{skipped} of them were skipped" if skipped else "their beginnings were left out"
+        done = f"{skipped} of them were skipped" if skipped else "they were truncated on the left"
         logger.info(f"{too_long} requests were longer than the model's {model.positions} positions: {done}")
     evaluation.results["too_long"] = {"requests": too_long, "skipped": skipped}
     return evaluation
@@ -123,15 +126,17 @@ def _run(
 def run_task(
     language_model: Any, tasks: dict[str, Any], loaded_tasks: LoadedTasks, args: NeoXArgs, bootstrap: int
 ) -> dict[str, Any]:
-    """Runs lm-eval's `evaluate` for a task, or for the tasks of a group. Returns its results with
-    `task_hashes`.
+    """Runs lm-eval's `evaluate` for one task, or for the tasks of one group, and returns lm-eval's results.
 
-    Without `eval_log_samples` the results hold no samples.
+    `task_hashes` are added to the results. Unless `eval_log_samples` is set, the samples are removed.
+
+    tasks: the task or group in the form that lm-eval's `evaluate` takes. bootstrap: number of resamples for
+        standard errors.
     """
     import lm_eval
 
     for task in tasks["tasks"].values():
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # so that it chooses the same examples each time
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # so that a task chooses the same examples each time
     try:
         results = lm_eval.evaluate(
             language_model,
@@ -146,10 +151,10 @@ def run_task(
         )
     finally:
         for task in tasks["tasks"].values():
-            task._instances = None  # requests and answers, which would stay until the next evaluation
+            task._instances = None  # frees requests and answers
     assert results is not None
     with_hashes: dict[str, Any] = {**results, "task_hashes": {}}
-    for task, rows in results["samples"].items():  # as lm-eval's EvaluationTracker has them
+    for task, rows in results["samples"].items():  # as lm-eval's EvaluationTracker computes them
         joined = "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
         with_hashes["task_hashes"][task] = hashlib.sha256(joined.encode()).hexdigest()
     if not args.eval_log_samples:
@@ -159,16 +164,18 @@ def run_task(
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, reason: str) -> None:
     if args.eval_failures == "stop":
-        raise args.error("eval_tasks", f"{name}: {reason} (eval_failures: stop)")
+        raise args.error(
+            "eval_tasks", f"{name}: {reason} (eval_failures: stop; to go on without this task, set report)"
+        )
     logger.warning(f"evaluation: task {name} is skipped: {reason}")
 
 
 @contextmanager
 def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Iterator[Any]:
-    """Yields the model, wrapped in lm-eval's cache of answers if `eval_cache` is set.
+    """Yields `language_model`, wrapped in lm-eval's cache of answers if `eval_cache` and `identity` are set.
 
-    The file's name is a hash of the weights' identity, precision, maximum length, `eval_overlong` and
-    tokenizer.
+    The cache is a file in the folder `eval_cache`. Its name is a hash of the weights' identity, the
+    precision, the maximum length, `eval_overlong` and the tokenizer.
     """
     if args.eval_cache is None or identity is None:
         yield language_model
@@ -189,13 +196,14 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
 
 @contextmanager
 def quiet(bars: bool = False) -> Iterator[None]:
-    """Silences lm-eval's log lines and progress bars within the context, and keeps lm-eval from starting
-    processes.
+    """Within the `with` block, silences lm-eval's log lines and progress bars, and keeps lm-eval from
+    starting processes.
 
-    Its bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a process
-    that uses a GPU.
+    lm-eval's bars would be drawn over the run's own bar and fill the log. Its processes would be forks of a
+    process that uses a GPU.
 
-    bars: True: new progress bars are shown, such as a download's. Bars that have begun are shown in any case.
+    bars: True: progress bars that are created in the block are shown, such as those of downloads. Bars
+        created before are shown in any case.
     """
     from lm_eval.api import metrics
 

@@ -1,5 +1,7 @@
-"""NeoXLM, a model as lm-eval's `LM`, in rank 0's lm-eval thread. Its rules are those of lm-eval's `hf`
-backend."""
+"""Defines NeoXLM, through which lm-eval, in a thread of rank 0, uses our model.
+
+It tokenizes, truncates and scores requests by the rules of lm-eval's `hf` backend.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,22 +23,22 @@ from megatron.mpu import mix_seed
 from megatron.neox_arguments import ConfigError
 from megatron.process import look_for_stop
 
-MAXIMUM_TOKENS = 256  # of an answer, where a task does not say
-_FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
-# What text generation is told under another name here, or what says nothing about a causal model.
+MAXIMUM_TOKENS = 256  # most tokens of an answer if the task sets no limit
+_FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests per data rank in the first chunk; intended seconds per chunk
+# The generation_kwargs of a task that are accepted
 _IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 TokenizedRequest = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 
 
 class NeoXLM(TemplateLM):
-    """The model as lm-eval's `LM`. It runs lm-eval's requests on all ranks, by `call("score" or "generate",
-    ...)`.
+    """Implements lm-eval's `LM` class for our model, by running lm-eval's requests on all ranks.
 
-    Requests run in chunks; each answer is passed to lm-eval's cache (`cache_hook`) after its chunk.
+    It calls `call("score", requests)` and `call("generate", requests)`. Requests run in chunks; after each
+    chunk its answers are passed to lm-eval's cache (`cache_hook`).
 
-    num_too_long: how many requests had more tokens than the model has positions.
-    num_skipped: how many of these were not run.
+    num_too_long: how many requests so far had more tokens than the model has positions.
+    num_skipped: how many of the requests that were too long were not run (`eval_overlong: skip`).
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class NeoXLM(TemplateLM):
         self.model, self.call, self.progress, self.template = model, call, progress, template
         self.num_too_long = self.num_skipped = 0
         self._tokenizer = model.tokenizer
-        self._token_cache: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
+        self._token_cache: dict[str, list[int]] = {}  # token ids of the texts of the current requests
 
     # -- what lm-eval asks about the model -------------------------------------------------------------------
 
@@ -74,17 +76,17 @@ class NeoXLM(TemplateLM):
         options: Any = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
         try:
             return self.template.render(chat_history, **options)
-        except RequestError:  # some templates know no system; as the hf backend does it
+        except RequestError:  # some templates reject system messages; the hf backend drops them too
             messages = [message for message in chat_history if message["role"] != "system"]
             return self.template.render(messages, **options)
 
     # -- tokens ----------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the token ids of a text, the same as lm-eval's hf backend.
+        """Returns the token ids of a text. They equal those of lm-eval's hf backend.
 
-        add_special_tokens: whether the tokenizer adds its special tokens; None: it does, unless the text
-            begins with the name of BOS.
+        add_special_tokens: whether the tokenizer adds its special tokens; None: it adds them unless the text
+            begins with the text of the BOS token.
         """
         if add_special_tokens is False or (add_special_tokens is None and self._begins(string)):
             return self._tokenizer.tokenize_bare(string)
@@ -97,7 +99,8 @@ class NeoXLM(TemplateLM):
 
     @contextmanager
     def _tokenized(self, strings: Iterator[str]) -> Iterator[None]:
-        """Tokenizes `strings` in one batch and caches their ids within the context."""
+        """Tokenizes `strings` in one batch and keeps their token ids for `tok_encode` during the `with`
+        block."""
         texts = list(dict.fromkeys(strings))
         self._token_cache = dict(zip(texts, self._tokenizer.tokenize_batch(texts), strict=True))
         try:
@@ -111,7 +114,9 @@ class NeoXLM(TemplateLM):
         for request in requests:
             if request.args == ("", ""):
                 place = f"{request.task_name}: document {request.doc_id}"
-                raise ValueError(f"{place} has an empty question and an empty choice, so nothing can be scored")
+                raise ValueError(
+                    f"{place} has an empty question and an empty choice, so nothing can be scored; remove this document"
+                )
         pairs = [request.args for request in requests if request.args[0]]
         texts = (text for context, continuation in pairs for text in (context + continuation, context.rstrip()))
         with self._tokenized(texts):
@@ -169,24 +174,24 @@ class NeoXLM(TemplateLM):
         return [answers[i] for i in range(len(requests))]
 
     def _request(self, number: int, context: str, gen_kwargs: dict[str, Any]) -> Request | None:
-        """Converts lm-eval's request for generated text to the batcher's; None if it is too long and skipped.
+        """Converts lm-eval's request for generated text to a `Request` of the batcher.
 
-        number: the request's index, which its seed depends on. context: the prompt. gen_kwargs: the task's
-            settings.
+        Returns None for a prompt that is too long if `eval_overlong` is `skip`. Raises ConfigError for such a
+        prompt if it is `refuse`, and ValueError for unsupported gen_kwargs.
 
-        Raises ValueError for unknown gen_kwargs, ConfigError for a request that is too long with
-        `eval_overlong: refuse`.
+        number: the request's index, on which its seed depends. context: the prompt. gen_kwargs: the task's
+            settings for generation.
         """
         kwargs = dict(normalize_gen_kwargs(gen_kwargs, MAXIMUM_TOKENS))
         unknown = sorted(name for name in kwargs if name not in _IGNORED)
         if unknown:
-            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not supported; take it out of the task file")
+            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not supported; remove from the task file")
         maximum = int(kwargs["max_gen_toks"])
         room = self.max_length - maximum
         if room < 1:
             raise ValueError(
                 f"max_gen_toks: an answer of {maximum} tokens leaves no room for a question in the model's "
-                f"{self.max_length} positions; lower it in the task file"
+                f"{self.max_length} positions; lower max_gen_toks in the task file"
             )
         tokens = self.tok_encode(context) or [self.prefix_token_id]
         if len(tokens) > room:
@@ -195,7 +200,8 @@ class NeoXLM(TemplateLM):
                 raise ConfigError(
                     [
                         f"eval_overlong: refuse: question {number} has {len(tokens)} tokens, but an answer of "
-                        f"{maximum} leaves {room} of the model's {self.max_length} positions; set truncate_left or skip"
+                        f"{maximum} leaves only {room} of the model's {self.max_length} positions for it; set "
+                        "eval_overlong to truncate_left or skip"
                     ]
                 )
             if self.model.args.eval_overlong == "skip":
@@ -214,14 +220,15 @@ class NeoXLM(TemplateLM):
             stop_token_ids=(*self.model.stop_token_ids, self._tokenizer.eos),
         )
 
-    # -- parts -----------------------------------------------------------------------------------------------
+    # -- chunks of requests ----------------------------------------------------------------------------------
 
     def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yields chunks of request numbers, sized to take about 10 seconds. Requests of one group stay in one
-        chunk.
+        """Yields lists of request numbers, each of a size that should take about 10 seconds to run.
 
-        When the caller asks for the next chunk, it counts the last one as done. Raises StopRequested after a
-        stop signal.
+        When the caller takes the next list, the last one is added to the progress. Raises StopRequested after
+        a stop signal.
+
+        groups: lists of request numbers; the numbers of one group are yielded in one list.
         """
         size, start = _FIRST_PART * self.model.groups.size("data"), 0
         while start < len(groups):
@@ -238,8 +245,11 @@ class NeoXLM(TemplateLM):
 
 
 def _longest_first(tokens: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Returns lists of request numbers: requests with the same context are in one list, and the longest texts
-    come first."""
+    """Groups requests by context, and returns a list of request numbers for each context, longest texts
+    first.
+
+    tokens: (context, continuation) of each request.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(tokens):
         groups.setdefault(tuple(context), []).append(i)

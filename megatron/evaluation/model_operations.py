@@ -1,4 +1,4 @@
-"""The operations that all ranks run for an evaluation: score continuations, generate text."""
+"""Defines the operations that all ranks run for an evaluation: score continuations and generate text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -13,10 +13,11 @@ from megatron.model import Model
 
 
 def model_operations(model: Model) -> Mapping[str, Callable[..., Any]]:
-    """Returns the operations that rank 0's lm-eval thread calls on all ranks, by name.
+    """Returns {name: function} for the operations that rank 0's lm-eval thread runs on all ranks.
 
-    They are `score` of `ScoreRequest`s and `generate` of `Request`s. The first `score` measures how many
-    tokens fit a forward pass.
+    `score` takes a list of `ScoreRequest`s and returns their `ContinuationScore`s. `generate` takes a list of
+    `Request`s and returns their texts. The first call of `score` measures how many tokens fit in a forward
+    pass.
     """
     args = model.args
 
@@ -31,10 +32,10 @@ def model_operations(model: Model) -> Mapping[str, Callable[..., Any]]:
 
 
 def _generate(model: Model, requests: Sequence[Request]) -> list[str]:
-    """Generates a text for each request, without its stop text, and returns all texts on every rank.
+    """Generates a text for each request, without its stop string, and returns all texts on every rank.
 
-    Data-parallel ranks divide the requests. In lockstep (ZeRO 3, expert parallelism) each rank runs all of
-    them.
+    Data-parallel ranks share the requests between them. In lockstep (ZeRO 3, expert parallelism) each rank
+    runs all requests.
     """
     groups = model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))

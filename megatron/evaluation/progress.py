@@ -1,5 +1,4 @@
-"""Shows the progress of an evaluation: a bar on a terminal, elsewhere a line in the log at least every half
-minute."""
+"""Shows the progress of an evaluation: a bar on a terminal, elsewhere a log line every half minute."""
 
 from __future__ import annotations
 
@@ -10,13 +9,15 @@ import time
 
 from tqdm import tqdm
 
-DESCRIPTION = "Running evaluation harness"  # GPT-NeoX's words, which people look for
-LOG_INTERVAL_S = 30.0  # whoever reads the log waits a minute
+DESCRIPTION = "Running evaluation harness"  # GPT-NeoX logs these words
+LOG_INTERVAL_S = 30.0
 
 
 class EvaluationProgress:
-    """Counts finished requests against the number expected so far. A context manager, used by the thread that
-    runs lm-eval."""
+    """Counts finished and expected requests, and shows them in a bar or in log lines.
+
+    It is a context manager, used by the thread that runs lm-eval.
+    """
 
     def __init__(self, logger: logging.Logger, interval_s: float = LOG_INTERVAL_S) -> None:
         self._logger, self._interval_s = logger, interval_s
@@ -53,7 +54,8 @@ class EvaluationProgress:
             self._bar.update(requests)
 
     def line(self) -> str:
-        """Returns a line such as ` 45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]`."""
+        """Returns the progress as a line such as ` 45%|####5     | 450/1000 [00:30<00:36,
+        15.00request/s]`."""
         seconds = time.perf_counter() - self._start_time
         return tqdm.format_meter(
             self._done, max(self._total, 1), seconds, ncols=100, prefix=DESCRIPTION, ascii=True, unit="request"

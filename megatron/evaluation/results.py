@@ -1,6 +1,6 @@
-"""The tasks of an evaluation, and their results as files and as a table.
+"""Holds the tasks and results of an evaluation, and writes the results as files and as a table.
 
-With them go lm-eval's metadata: the model, the settings, the tokenizer, the machine.
+The files also hold lm-eval's metadata: model, settings, tokenizer and machine.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.process.run_files import to_json
 
-TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
-RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last chooses examples
-# What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
+TIME = "%m-%d-%Y-%H-%M-%S"  # in file names, as in GPT-NeoX
+RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last one chooses few-shot examples
+# The entries of lm-eval's results that are dictionaries by task or group
 _PARTS = (
     "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
     "task_hashes",
@@ -30,24 +30,24 @@ _PARTS = (
 
 @dataclass
 class EvaluationResults:
-    """The results of tasks, in the form in which lm-eval returns and writes them.
+    """The results of an evaluation, in the form in which lm-eval returns and writes them.
 
-    failures: why a task could not be run, by the task's name.
+    failures: {task name: the reason why the task could not be run}.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, results: dict[str, Any]) -> None:
-        """Merges lm-eval's results of another task, or group of tasks, into these."""
+        """Merges what lm-eval's `evaluate` returned for another task, or group of tasks, into this object."""
         for part in _PARTS:
             if part in results:
                 self.results.setdefault(part, {}).update(results[part] or {})
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}.
+        """Returns the metrics of tasks and groups as {"TASK_METRIC": value}, such as {"piqa_acc": 0.7}.
 
-        The filter's name is appended ("TASK_METRIC_FILTER") unless it is `none`, lm-eval's default.
+        If a metric has a filter other than lm-eval's default `none`, its name is "TASK_METRIC_FILTER".
         """
         metrics: dict[str, float] = {}
         for task, values in self.results.get("results", {}).items():
@@ -60,11 +60,12 @@ class EvaluationResults:
 
 @dataclass
 class LoadedTasks:
-    """The tasks of an evaluation, by requested name, in the form that lm-eval's `evaluate` takes.
+    """The tasks of an evaluation that could be loaded, and the reasons why others could not.
 
-    failures: why the data of a task could not be fetched, by requested name.
-    template: chat template, if `eval_apply_chat_template` is set.
-    system_prompt: the text that begins every prompt.
+    tasks: {requested name: its tasks, in the form that lm-eval's `evaluate` takes}.
+    failures: {requested name: the reason why the task could not be loaded}.
+    template: the chat template if `eval_apply_chat_template` is set, else None.
+    system_prompt: the text that begins every prompt; None: no such text.
     """
 
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class LoadedTasks:
 
 
 def table(evaluation: EvaluationResults) -> list[str]:
-    """Returns the lines of a Markdown table of every task's and group's metrics."""
+    """Returns the lines of a Markdown table with the metrics of all tasks and groups; [] if there are
+    none."""
     results = evaluation.results
     rows = [("Task", "Version", "n-shot", "Filter", "Metric", "Value", "Stderr")]
     directions = results.get("higher_is_better", {})
@@ -97,8 +99,10 @@ def table(evaluation: EvaluationResults) -> list[str]:
 
 
 def output_folder(args: NeoXArgs) -> Path:
-    """Creates and returns the folder of results; called before the evaluation. Raises ConfigError if it
-    cannot be written to."""
+    """Creates the folder `eval_output_dir` (default: the working folder) and returns it.
+
+    Call it before the evaluation, because it raises ConfigError if the folder cannot be written to.
+    """
     folder = Path(args.eval_output_dir or ".").expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,18 +110,22 @@ def output_folder(args: NeoXArgs) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as problem:
-        raise args.error("eval_output_dir", f"{folder}: cannot be written to ({problem.strerror})") from problem
+        raise args.error(
+            "eval_output_dir", f"{folder}: cannot be written to ({problem.strerror}); set it to a writable folder"
+        ) from problem
     return folder
 
 
 def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
-    """Writes `{prefix_}eval_results_NAME.json` to the output folder, and returns its path. name: NAME.
+    """Writes the results to `eval_results_NAME.json` in the output folder and returns the file's path.
 
-    With `eval_log_samples` it also writes `{prefix_}eval_samples_TASK_NAME.jsonl` for each task. It removes
-    the samples from `evaluation`.
+    With `eval_log_samples` it also writes `eval_samples_TASK_NAME.jsonl` for each task. `eval_results_prefix`
+    and `_` come before these names. The samples are removed from `evaluation`.
+
+    name: the NAME in the file names. If the file exists, NAME-2, NAME-3 and so on are tried.
     """
     folder, prefix = output_folder(args), f"{args.eval_results_prefix}_" if args.eval_results_prefix else ""
-    other_names = (f"{name}-{number}" for number in itertools.count(2))  # of the same second
+    other_names = (f"{name}-{number}" for number in itertools.count(2))  # for results written in the same second
     name = next(
         candidate
         for candidate in itertools.chain([name], other_names)
@@ -142,8 +150,8 @@ def _jsonable(value: Any) -> Any:
 
 @cache
 def _machine_info() -> dict[str, Any]:
-    """Returns the machine, Python and package versions and the git hash, under lm-eval's names. The
-    first call takes a second or two."""
+    """Returns facts about the machine, versions of Python and packages, and the git hash, under lm-eval's
+    names. The first call takes a second or two."""
     from lm_eval.loggers.utils import add_env_info
 
     info: dict[str, Any] = {"git_hash": _git_hash()}
@@ -161,10 +169,12 @@ def add_metadata(
     seconds: float,
     bootstrap: int,
 ) -> None:
-    """Adds to the results the metadata that lm-eval's own command writes, under its names, and the failures.
+    """Adds metadata (model, settings, tokenizer, machine) and the failures to `evaluation.results`.
 
-    source: the name of the model. start_date: seconds since 1970; seconds: how long the evaluation took;
-        bootstrap: resamples of the standard errors.
+    The names are those that lm-eval's own command writes.
+
+    source: folder or Hub name of the model. start_date: start of the evaluation, in seconds since 1970.
+        seconds: how long the evaluation took. bootstrap: number of resamples for standard errors.
     """
     from lm_eval.utils import sanitize_model_name
 
@@ -211,9 +221,9 @@ def add_metadata(
 
 
 def _name(source: str) -> tuple[str, str | None]:
-    """Returns the model's name, and its commit if the model is in the Hub's cache, else None.
+    """Returns the model's name, and its Hub commit if the model is in the cache of the Hub, else None.
 
-    source: a folder, or a name.
+    source: the model's folder, or its name.
     """
     path = Path(source).resolve()
     if path.parent.name != "snapshots":  # of the Hub's cache
@@ -222,8 +232,8 @@ def _name(source: str) -> tuple[str, str | None]:
 
 
 def _parameters(model: Model) -> int:
-    """Returns the number of parameters as HuggingFace counts them: tied weights once, and no rows that pad
-    the vocabulary."""
+    """Returns the number of parameters as HuggingFace counts them: tied weights once, and without the rows
+    that pad the vocabulary."""
     args: NeoXArgs = model.args.replace(padded_vocab_size=model.columns or model.args.padded_vocab_size)
     sizes = {
         (spec.name if spec.shared else (layer, spec.name)): math.prod(spec.shape)
@@ -247,7 +257,7 @@ def _hash(text: str | None) -> str | None:
 
 
 def _git_hash() -> str | None:
-    """Returns the git commit of the working folder, as lm-eval records it; None without git."""
+    """Returns the git commit of the working folder, as lm-eval records it; None if git cannot tell."""
     try:
         return subprocess.run(
             ["git", "describe", "--always"], capture_output=True, text=True, timeout=10, check=True

@@ -1,4 +1,4 @@
-"""Runs eval.py: loads tasks and model, scores, and writes files, table and trackers."""
+"""Implements eval.py: loads tasks and model, evaluates, and writes result files, a table and tracker rows."""
 
 import hashlib
 import logging
@@ -29,11 +29,11 @@ Track = Callable[[NeoXArgs, Mapping[str, float]], None]
 
 
 def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args, row: None) -> bool:
-    """Evaluates the configuration's model on its tasks. Returns whether all tasks could be run. All ranks
-    call it together.
+    """Evaluates the model of a configuration on `eval_tasks`. Returns whether all tasks could be run.
 
-    track: called on rank 0 with the configuration and {metric name: value}. Raises ConfigError,
-        CheckpointError, TokenizerError.
+    All ranks call this function together. Raises ConfigError, CheckpointError, TokenizerError.
+
+    track: called on rank 0 with the configuration and {metric name: value}.
     """
     logger = configure_logging(process.rank)
     args = args.check_evaluation().for_inference(process.world_size)
@@ -48,7 +48,9 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     on_rank_zero(groups, lambda: _need_any(args, loaded_tasks))
     watchdog.now("loading the model")
     if args.zero_stage == 3 and groups.size("data") > 1:
-        logger.info("zero_optimization.stage 3: eval.py keeps the weights whole on every data-parallel rank")
+        logger.info(
+            "zero_optimization.stage 3: eval.py does not shard the weights: every data-parallel rank holds a full copy"
+        )
     model = load_model(args, groups, tokenizer, logger)
     source = str(args.load or args.save)
     identity = on_rank_zero(groups, lambda: weights_identity(model)) if args.eval_cache is not None else None
@@ -75,8 +77,9 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
 
 def _need_any(args: ModelArgs, loaded_tasks: LoadedTasks | None) -> None:
-    """Raises ConfigError if none of the tasks could be loaded. Called before the model is loaded."""
-    assert loaded_tasks is not None  # of rank 0
+    """Raises ConfigError if no task could be loaded. It is called before the model is loaded, to fail
+    early."""
+    assert loaded_tasks is not None  # on rank 0
     if not loaded_tasks.tasks:
         place = f"{args.origin('eval_tasks')}: eval_tasks"
         raise ConfigError([f"{place}: {name}: {reason}" for name, reason in loaded_tasks.failures.items()])
@@ -102,8 +105,8 @@ def weights_identity(model: Model) -> str:
 def fingerprint(path: Path) -> str:
     """Returns a hash that identifies the weights in a folder.
 
-    It is the hash of `manifest.json`, or, if there is none, of the names, sizes and modification times of all
-    files.
+    It is the hash of the folder's `manifest.json`. If there is no such file, it is a hash of the names, sizes
+    and modification times of all files.
     """
     manifest = path / "manifest.json"
     if manifest.is_file():
@@ -117,16 +120,16 @@ def fingerprint(path: Path) -> str:
 
 
 def _compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationResults, logger: logging.Logger) -> None:
-    """Runs the tasks through lm-eval's hf backend too. Logs both scores of every metric and their difference.
+    """Runs the tasks through lm-eval's hf backend too, and logs both values of every metric and their
+    difference.
 
-    Differences are relative for values above 1. Only rank 0 calls it.
-
-    A checkpoint is exported to a temporary folder first. Raises CheckpointError for a model that no family of
-    HuggingFace has.
+    Differences are relative for values above 1. A checkpoint is first exported to a temporary HuggingFace
+    folder. Only rank 0 calls this function. Raises CheckpointError for a model that fits no HuggingFace
+    architecture.
     """
     hf_results = EvaluationResults()
     start_time = time.perf_counter()
-    logger.info("the same tasks through lm-eval's hf backend")
+    logger.info("running the same tasks through lm-eval's hf backend (--compare-hf)")
     with _hf_folder(model) as folder, quiet():
         language_model = _hf_language_model(folder, model)
         for name, tasks in loaded_tasks.tasks.items():
@@ -140,15 +143,18 @@ def _compare(model: Model, loaded_tasks: LoadedTasks, neox_results: EvaluationRe
             largest = max(largest, difference)
             logger.info(f"{name:<50} {neox_metrics[name]:>14.6f} {value:>14.6f} {difference:>12.2e}")
     seconds = time.perf_counter() - start_time
-    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
+    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (the comparison took {seconds:.1f} s)")
 
 
 @contextmanager
 def _hf_folder(model: Model) -> Iterator[Path]:
-    """Yields the folder of the HuggingFace model that is evaluated; exports a checkpoint first."""
+    """Yields the HuggingFace folder of the evaluated model. A checkpoint is exported to a temporary folder
+    first."""
     source = Path(model.source)
     if model.adapters or not is_hf(source) and is_adapter_checkpoint(source):
-        raise CheckpointError(f"{source}: has adapters; for --compare-hf merge them first, by tools/ckpts/adapter.py")
+        raise CheckpointError(
+            f"{source}: has adapters; for --compare-hf, merge them into the weights first: tools/ckpts/adapter.py merge"
+        )
     if is_hf(source):
         yield source
         return
@@ -161,7 +167,7 @@ def _hf_language_model(folder: Path, model: Model) -> Any:
     import transformers
     from lm_eval.models.huggingface import HFLM
 
-    # Built here: the backend itself would take the ranks of this run for its own.
+    # The model is built here, because the backend would take the ranks of this run for ranks of its own.
     hf_model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[model.args.params_dtype])
     size = model.args.eval_batch_size
     return HFLM(

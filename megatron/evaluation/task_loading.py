@@ -1,7 +1,7 @@
-"""Loads tasks of folders and lm-eval's own. Errors name what cannot be loaded and the fix.
+"""Loads the tasks of an evaluation: lm-eval's own tasks, and those in task folders.
 
-Folders of tasks are the shipped one, those of `eval_include_path`, and `lm_eval_tasks` and `eval_tasks` in
-the repository and the working folder.
+Task folders are the shipped folder `tasks`, the folders in `eval_include_path`, and folders named
+`lm_eval_tasks` or `eval_tasks` in the repository and in the working folder.
 """
 
 import difflib
@@ -27,21 +27,31 @@ from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"
-# Beside the package, where the geodesic fork has its tasks, and in the working folder.
+# Names of task folders beside the package (as in the geodesic fork) and in the working folder
 _UNNAMED = ("lm_eval_tasks", "eval_tasks")
 _YAML = (".yaml", ".yml")
-_LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
-_ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
+_LOCAL = {
+    "arrow",
+    "csv",
+    "json",
+    "pandas",
+    "parquet",
+    "text",
+    "xml",
+}  # values of dataset_path with which `datasets` reads local files
+_ROW = "eval_tasks/"  # prefix of the metrics of tasks in a run's metrics
 _HUB_SECONDS, _HUB_TRIES = 5.0, 2
-# Kinds of exceptions of datasets and the Hub that mean: not here.
+# Exceptions of datasets and the Hub that mean: not found, or not reachable
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
 
 
 def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
-    """Loads the tasks of `eval_tasks`, ready to be evaluated. log: called with a line if the Hub is needed
-    and does not answer.
+    """Loads the tasks of `eval_tasks`. A task whose data cannot be loaded is noted in the result's
+    `failures`.
 
     Raises ConfigError for unknown names, with the most similar known names, and for YAML files with mistakes.
+
+    log: called with a line of text if the Hub is needed and does not answer.
     """
     assert args.eval_tasks is not None
     manager, names = _manager(args, args.eval_tasks)
@@ -63,10 +73,13 @@ def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
 
 @contextmanager
 def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, HuggingFace's libraries use only the local cache if the Hub does not answer.
+    """Makes HuggingFace's libraries use only the local cache during the `with` block if the Hub does not
+    answer.
 
-    It is asked once, so that nothing waits for retries without a network. A file missing in the cache then
-    fails at once, as with HF_HUB_OFFLINE. Any answer counts, also that of a proxy or a mirror (HF_ENDPOINT).
+    The Hub is tried only at the start, so that later requests do not wait for retries without a network: a
+    file that is missing in the cache then fails at once, as with HF_HUB_OFFLINE. An answer of a proxy or a
+    mirror (HF_ENDPOINT) counts as the Hub's answer.
+
     log: called with a line of text if the Hub does not answer.
     """
     from huggingface_hub import constants
@@ -75,7 +88,7 @@ def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
     if problem is None:
         yield
         return
-    log(f"{constants.ENDPOINT} does not answer ({problem}): only files in its local cache can be used")
+    log(f"{constants.ENDPOINT} does not answer ({problem}): only files in the local cache (HF_HOME) can be used")
     constants.HF_HUB_OFFLINE = True
     try:
         yield
@@ -84,7 +97,8 @@ def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Returns why the Hub at `endpoint` does not answer; None if it does. Uses the Hub library's proxies."""
+    """Returns the reason why the Hub at `endpoint` does not answer; None if it answers. It uses the proxies
+    that huggingface_hub uses."""
     from huggingface_hub.utils import get_session
 
     problem = None
@@ -100,10 +114,10 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
-    """Raises ConfigError if `save_best` names a metric that no task has.
+    """Raises ConfigError if `save_best` names a metric of tasks that no loaded task has.
 
-    Metrics are unknown in advance for groups, tasks with scoring code of their own, and tasks that could not
-    be loaded: any metric that begins with the name of one of these is allowed.
+    The metrics of groups, of tasks with their own scoring code, and of tasks that could not be loaded are not
+    known in advance. So any metric that begins with the name of such a group or task is allowed.
     """
     metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
     if not metric.startswith(_ROW):
@@ -124,8 +138,8 @@ def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
 
 
 def _metrics(task: Task) -> list[str] | None:
-    """Returns the names of a task's metrics, as in `EvaluationResults.metrics`; None if the task's own code
-    names them."""
+    """Returns the names of a task's metrics, as in `EvaluationResults.metrics`; None if only the task's own
+    code knows them."""
     declared = task.config.metric_list or []
     custom = (
         type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
@@ -137,7 +151,8 @@ def _metrics(task: Task) -> list[str] | None:
 
 
 def _system_prompt(args: NeoXArgs) -> str | None:
-    """Returns `eval_system_prompt` or the content of its file. Raises ConfigError."""
+    """Returns the content of `eval_system_prompt_file` if that is set, else `eval_system_prompt`. Raises
+    ConfigError if the file cannot be read."""
     if args.eval_system_prompt_file is None:
         return args.eval_system_prompt
     return read_key_file(args, "eval_system_prompt_file").rstrip("\n")
@@ -146,7 +161,8 @@ def _system_prompt(args: NeoXArgs) -> str | None:
 def _set_num_fewshot(task: Task, examples: int | None) -> None:
     """Sets the number of few-shot examples of a task, as lm-eval's `simple_evaluate` does.
 
-    examples: `eval_num_fewshot`, which a task that declares 0 ignores; None: the task's own number, else 0.
+    examples: `eval_num_fewshot`. It is ignored for a task that declares `num_fewshot: 0`. None: the task's
+        own number is kept; it becomes 0 if the task declares none.
     """
     declared = task.get_config("num_fewshot")
     if examples is not None and declared != 0:
@@ -156,13 +172,13 @@ def _set_num_fewshot(task: Task, examples: int | None) -> None:
 
 
 def _manager(args: NeoXArgs, requested: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    # As in lm-eval: of tasks with one name, that of the later folder is used.
+    # If several folders have a task of one name, lm-eval uses that of the last folder.
     folders = [SHIPPED, *reversed(_unnamed_folders()), *_named_folders(args)]
     place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in requested if name.endswith(_YAML)]
     missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
     if missing or (missing := [f"{place}: {line}" for line in broken([Path(name) for name in files])]):
         raise ConfigError(missing)
-    # lm-eval's own 15,000 tasks take seconds to look through: only where they are needed.
+    # Indexing lm-eval's own 15,000 tasks takes seconds, so they are included only if they are needed.
     local = TaskManager(include_path=list(folders), include_defaults=False, metadata=_metadata(args))
     names = _expand(requested, local)
     if not _missing(names, local):
@@ -177,7 +193,8 @@ def _manager(args: NeoXArgs, requested: Sequence[str]) -> tuple[TaskManager, lis
 
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
-    """Returns `eval_task_args` with the tokenizer's folder added, because RULER's tasks count tokens."""
+    """Returns `eval_task_args`. Unless it is empty, the tokenizer's folder is added as `tokenizer`, because
+    RULER's tasks count tokens."""
     task_args: dict[str, Any] = thaw(args.eval_task_args or {})
     if task_args and args.vocab_file is not None and "tokenizer" not in task_args:
         folder = Path(args.vocab_file)
@@ -186,8 +203,8 @@ def _metadata(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _expand(requested: Sequence[str], manager: TaskManager) -> list[str]:
-    """Returns the requested names, with patterns such as `arc_*` replaced by the matching names and tags by
-    their tasks.
+    """Returns the requested task names, with patterns such as `arc_*` replaced by the names that match, and
+    tags by their tasks.
 
     Tags are replaced so that a task that fails does not affect the other tasks of its tag.
     """
@@ -202,8 +219,8 @@ def _expand(requested: Sequence[str], manager: TaskManager) -> list[str]:
 
 
 def _missing(names: Sequence[str], manager: TaskManager) -> list[str]:
-    """Returns the names of which lm-eval knows no task, group or tag and which are no files, and groups with
-    unknown members."""
+    """Returns the names that are neither a file nor a task, group or tag known to lm-eval. Groups with
+    unknown members are returned too."""
     return [name for name in names if not Path(name).is_file() and not _exists(name, manager, set())]
 
 
@@ -218,13 +235,14 @@ def _exists(name: str, manager: TaskManager, visited: set[str]) -> bool:
 
 
 def _group_members(entry: Any) -> list[Any] | None:
-    """Returns the members of a group, names or definitions; None if the entry is no group of several."""
+    """Returns the members of a group, which are names or definitions of tasks; None if `entry` is not a group
+    with a list of members."""
     members = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
     return members if isinstance(members, list) else None
 
 
 def _defines_task(member: Any) -> bool:
-    """Returns whether a group's member is the definition of a task, not a reference to another task."""
+    """Returns whether a member of a group defines a task itself, instead of referring to a task by name."""
     return isinstance(member, dict) and ("dataset_path" in member or isinstance(member.get("task"), list))
 
 
@@ -233,27 +251,31 @@ def _unknown(args: ModelArgs, names: Sequence[str], manager: TaskManager) -> Ite
     for name in names:
         close_names = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
         if name in manager.task_index:
-            yield f"{place}: eval_tasks: the group {name} lists tasks that do not exist"
+            yield f"{place}: eval_tasks: the group {name} lists tasks that do not exist; correct its file"
         else:
             hint = f"; similar names: {', '.join(close_names)}" if close_names else ""
-            yield f"{place}: eval_tasks: no task, group or tag {name}{hint} (your own tasks: eval_include_path)"
+            yield (
+                f"{place}: eval_tasks: there is no task, group or tag {name}{hint}; for tasks of your own, set "
+                "eval_include_path to their folder"
+            )
 
 
 def _failure_reason(name: str, manager: TaskManager, problem: Exception) -> str:
     reason = " ".join(str(problem).split()) or type(problem).__name__
     datasets = ", ".join(sorted(_datasets(name, manager)))
     if datasets and (disk := disk_problem(problem)) is not None:
-        return f"the cache for its data ({datasets}) cannot be written ({disk}); set HF_HOME to a writable folder"
+        return f"the cache of the task's data ({datasets}) cannot be written ({disk}); set HF_HOME to a writable folder"
     if datasets and _is_absent(problem):
         return (
-            f"its data ({datasets}) cannot be fetched: {reason}; without a network, load it once on a connected "
-            "machine (datasets.load_dataset) and copy its cache (HF_HOME), or write a task over local JSON lines"
+            f"the task's data ({datasets}) cannot be fetched: {reason}; without a network, load it once on a connected "
+            "machine (datasets.load_dataset) and copy the cache from there (HF_HOME), or write a task that reads a "
+            "local JSON-lines file"
         )
     return f"{type(problem).__name__}: {reason}"
 
 
 def _is_absent(problem: BaseException | None) -> bool:
-    """Returns whether an exception, or one of its causes, says that data was not found or not reachable."""
+    """Returns whether an exception, or one of its causes, means that data was not found or not reachable."""
     while problem is not None:
         kinds = {kind.__name__ for kind in type(problem).__mro__}
         if kinds & _ABSENT:
@@ -263,8 +285,10 @@ def _is_absent(problem: BaseException | None) -> bool:
 
 
 def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
-    """Yields the configuration of a task, or of all tasks of a group or tag. Reads a task file given by
-    path."""
+    """Yields the configuration of a task, or of all tasks of a group or tag.
+
+    name: of the task, group or tag, or the path of a task file, which is read.
+    """
     entry = manager.task_index.get(name)
     if entry is None:
         yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
@@ -278,8 +302,8 @@ def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
 
 
 def _may_need_hub(name: str, manager: TaskManager) -> bool:
-    """Returns whether data of a task may have to be downloaded; False only if all of it is clearly on this
-    machine."""
+    """Returns whether data of the task, group or tag `name` may have to be downloaded. False only if all of
+    the data is certainly on this machine."""
     return not all(
         config.get("custom_dataset") or path in _LOCAL or path and Path(path).exists()
         for config in _configs(name, manager)
@@ -288,7 +312,7 @@ def _may_need_hub(name: str, manager: TaskManager) -> bool:
 
 
 def _datasets(name: str, manager: TaskManager) -> set[str]:
-    """Returns the names of the datasets of a task, or of all tasks of a group or tag."""
+    """Returns the names of the datasets that the task, group or tag `name` reads."""
     return {data for config in _configs(name, manager) for data in _dataset_names(config)}
 
 
@@ -304,8 +328,8 @@ def _dataset_names(config: Mapping[str, Any]) -> set[str]:
 
 
 def searched_folders(args: NeoXArgs) -> str:
-    """Returns a line that says which folders are searched for tasks, and which do not exist. Raises
-    ConfigError."""
+    """Returns a line of text that says which folders are searched for tasks, and which of them do not exist.
+    Raises ConfigError if a folder of `eval_include_path` does not exist."""
     folders = [*_named_folders(args), *_unnamed_folders()]
     absent = [folder for folder in _places() if folder not in folders]
     searched = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
@@ -313,21 +337,23 @@ def searched_folders(args: NeoXArgs) -> str:
 
 
 def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
-    """Logs a warning for each task file of the user that cannot be read; lm-eval would skip it silently."""
+    """Logs a warning for each of the user's task files that cannot be read, because lm-eval skips them
+    silently."""
     for line in broken([*_named_folders(args), *_unnamed_folders()]):
         logger.warning(line)
 
 
 def broken(folders: Sequence[Path]) -> Iterator[str]:
-    """Yields a line for each task file that cannot be read: lm-eval skips such files silently.
+    """Yields an error message for each task file that cannot be read, because lm-eval skips such files
+    silently.
 
-    folders: folders to search for task files, or task files.
+    folders: folders to search for task files, or paths of task files.
     """
     for folder in folders:
         for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
             try:
                 load_yaml(file, resolve_func=False, recursive=True)
-            except Exception as problem:  # of YAML, of an include that is not there
+            except Exception as problem:  # invalid YAML, or a file it includes is missing
                 yield f"{file}: cannot be read as a task: {' '.join(str(problem).split())}"
 
 

@@ -1,5 +1,7 @@
-"""Evaluation during training: at iteration 0 and every `eval_interval`. It does not change the training's
-results."""
+"""Evaluates tasks during training, at iteration 0 and every `eval_interval` steps.
+
+The evaluation does not change the training's results.
+"""
 
 import time
 
@@ -13,8 +15,8 @@ from megatron.model import Model
 class InTraining(Callback):
     """Evaluates `eval_tasks` after each validation of a run.
 
-    Creating it loads the tasks, on all ranks together. It raises ConfigError before the first step for
-    unknown tasks, and for a `save_best` that names no metric of the tasks.
+    The constructor, which all ranks call together, loads the tasks. So unknown tasks, or a `save_best` that
+    names no metric of the tasks, raise ConfigError before the first step.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -30,10 +32,10 @@ class InTraining(Callback):
         check_best_metric(self.run.args, self._catalogue)
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Evaluates, and adds metrics named `eval_tasks/<task>_<metric>` (the fork's name) to the step's row.
+        """Evaluates the tasks and adds their metrics to the step's row, as `eval_tasks/<task>_<metric>`.
 
-        Raises StopRequested after a stop signal: the evaluation is abandoned so that the checkpoint is saved
-        in time.
+        The geodesic fork uses this name. Raises StopRequested after a stop signal: the evaluation is
+        abandoned, so that the checkpoint is saved in time.
         """
         start_date = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
@@ -46,8 +48,8 @@ class InTraining(Callback):
         self.run.watchdog.now("evaluating")
 
     def _tell(self, step: Step, model: Model, results: EvaluationResults | None, start_date: float) -> None:
-        """On rank 0, adds the metrics to the step's row, logs a line, and writes result files if the
-        configuration asks for them."""
+        """Adds the metrics to the step's row and logs them. With `eval_output_dir` or `eval_log_samples` it
+        also writes result files. Only rank 0 calls it."""
         args, logger = self.run.args, self.run.logger
         assert results is not None
         row = {f"eval_tasks/{name}": value for name, value in results.metrics().items()}

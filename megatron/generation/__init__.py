@@ -1,8 +1,8 @@
 """Generates text from a checkpoint, in any parallel layout.
 
-The model is built for inference only (no optimizer, no engine) and samples with a KV cache. Prompts come from
-a file or a terminal. `generate(args, process)` runs generate.py; `complete` continues prompts; a `Batcher`
-accepts requests while others run.
+The model is built for inference only (no optimizer, no training engine) and samples with a KV cache. Prompts
+come from a file or a terminal. generate.py calls `generate(args, process)`. `complete` continues a list of
+prompts. A `Batcher` accepts requests while other requests run.
 """
 
 from megatron.generation.batching.batcher import Batcher

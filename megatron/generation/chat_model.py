@@ -1,5 +1,7 @@
-"""Models with their chat templates, by name and in one process: HuggingFace folders, names on the Hub,
-checkpoints."""
+"""Loads a model and its chat template by name, in one process.
+
+The name is a HuggingFace folder, a name on the Hub, an adapter's folder or a folder of checkpoints.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -27,7 +29,8 @@ _TOKENIZERS_FROM_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model with the chat template that renders its prompts. name: the model's name as the user gave it."""
+    """A model with the chat template that renders its prompts. name: the model's name, as the user wrote
+    it."""
 
     name: str
     model: Model
@@ -36,11 +39,12 @@ class ChatModel:
     def answer(
         self, questions: Sequence[Question], sampling: SamplingParams, maximum_tokens: int, seed: int
     ) -> list[Completion]:
-        """Returns an answer to each question, in order. An answer depends only on its question, its index and
-        `seed`.
+        """Returns an answer to each question, in order.
 
-        maximum_tokens: most tokens of an answer. Raises RequestError for a question that is too long or that
-            the template refuses.
+        An answer depends only on its question, the question's index and `seed`. Raises RequestError for a
+        question that is too long or that the chat template rejects.
+
+        maximum_tokens: most tokens of an answer.
         """
         max_prompt_tokens = self.model.positions - maximum_tokens
         return complete(
@@ -56,12 +60,12 @@ class ChatModel:
 def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     """Returns the configuration of the model `name`, for one tensor rank and one pipeline stage.
 
-    name: a HuggingFace folder, ORG/NAME on the Hub, an adapter's folder in peft's format, or a folder of
-        checkpoints (also a single `global_stepN`). A checkpoint's configuration is the one saved in it, with
-        the tokenizer saved in it if `vocab_file` is gone.
-    iteration: which checkpoint of a folder; None: the latest.
+    For a checkpoint it is the configuration saved in the checkpoint. If `vocab_file` no longer exists, the
+    tokenizer saved in the checkpoint is used. Raises ConfigError, CheckpointError.
 
-    Raises ConfigError, CheckpointError.
+    name: a HuggingFace folder, ORG/NAME on the Hub, an adapter's folder in peft's format, or a folder of
+        checkpoints or of a single one (`global_stepN`).
+    iteration: the checkpoint to take from a folder of checkpoints; None: the latest.
     """
     path = Path(name)
     if is_peft(path):
@@ -69,7 +73,7 @@ def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     if path.is_dir() and not is_hf(path):
         return _checkpoint_args(path, iteration)
     if iteration is not None:
-        raise CheckpointError(f"{name}: is a HuggingFace model, which has no iterations; leave out --iteration")
+        raise CheckpointError(f"{name}: this is a HuggingFace model, which has no iterations; leave out --iteration")
     find_hf(name)
     return load([], hf_model_keys(name), origin="--model")
 
@@ -90,20 +94,30 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
 
 
 def with_options(args: NeoXArgs, adapter: Sequence[str], precision: str | None) -> NeoXArgs:
-    """Returns the configuration with `adapter` appended to its key `adapter`, and with another precision
-    unless that is None. Raises CheckpointError if the checkpoint already holds adapters."""
+    """Returns the configuration with more adapters and another precision.
+
+    Raises CheckpointError if adapters are to be added to a checkpoint that already holds adapters.
+
+    adapter: paths to append to the configuration key `adapter`. precision: None: the configuration's own.
+    """
     if adapter and args.lora is not None:
-        raise CheckpointError(f"{args.load}: has its own adapters; name its base model, and all adapters by --adapter")
+        raise CheckpointError(
+            f"{args.load}: this checkpoint holds adapters itself; name its base model instead, and every adapter by "
+            "--adapter"
+        )
     if adapter:
         args = args.replace(adapter=[*args.adapter, *adapter])
     return args if precision is None else args.replace(precision=precision, fp16=None, bf16=None)
 
 
 def _peft_args(path: Path, iteration: int | None) -> NeoXArgs:
-    """Returns the configuration of a folder in peft's format: its base model with its adapter."""
+    """Returns the configuration for an adapter's folder in peft's format: the base model with this adapter
+    merged."""
     base = PeftFolder(path).base
     if base is None:
-        raise CheckpointError(f"{path}: does not name its base model; name that model, with --adapter {path}")
+        raise CheckpointError(
+            f"{path}: this adapter does not name its base model; name the base model instead, with --adapter {path}"
+        )
     args = chat_model_args(base if Path(base).exists() or base.startswith("/") else f"hf://{base}", iteration)
     tokenizer = tokenizer_keys(path) if (path / "tokenizer.json").is_file() else {}
     return args.replace(**tokenizer, adapter=[str(path)])
@@ -119,17 +133,18 @@ def load_chat_model(
     precision: str | None = None,
     adapter: Sequence[str] = (),
 ) -> ChatModel:
-    """Loads a model and its chat template, in this process alone. Raises ConfigError, CheckpointError,
-    TokenizerError.
+    """Loads a model and its chat template in a single process.
+
+    Raises ConfigError, CheckpointError, TokenizerError.
 
     name, iteration: as in `chat_model_args`.
-    chat_template: file of a template, instead of the model's own.
-    precision: instead of the model's own.
+    chat_template: path of a template file; None: the model's own template.
+    precision: precision to load the weights in; None: the model's own.
     adapter: adapters to merge into the weights, as in the configuration key `adapter`.
     """
     args = chat_model_args(name, iteration)
     if args.score_head:
-        raise CheckpointError(f"{name}: is a reward model, which gives scores and no text; use tools/score.py")
+        raise CheckpointError(f"{name}: this is a reward model, which gives scores and no text; use tools/score.py")
     args = with_options(args, adapter, precision)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
@@ -138,5 +153,5 @@ def load_chat_model(
     try:
         template = find_template(args, tokenizer)
     except ConfigError as problem:
-        raise ConfigError([f"{name}: {problem} (or --chat-template FILE)"]) from problem
+        raise ConfigError([f"{name}: {problem} (or pass --chat-template FILE)"]) from problem
     return ChatModel(name, load_model(args, init_model_parallel(args, process, logger), tokenizer, logger), template)

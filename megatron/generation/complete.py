@@ -1,4 +1,4 @@
-"""Continuing a list of prompts, in batches, until all have ended."""
+"""Continues a list of prompts, in batches, until all texts have ended."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ MAXIMUM_ROWS = 64
 class Completion:
     """The continuation of one prompt.
 
-    tokens: generated ids without the stop token.
-    text: their text, up to a stop string.
-    finished: whether a stop token or a stop string ended it.
-    seconds: from the call of `complete` to its last token.
+    tokens: generated token ids, without the stop token.
+    text: the generated text, which ends before a stop string.
+    finished: whether a stop token or a stop string ended the text; False: it has `maximum_tokens` tokens.
+    seconds: time from the call of `complete` to the last token of this completion.
     logprobs: log-probabilities of `tokens`; empty if not requested.
     """
 
@@ -47,17 +47,17 @@ def complete(
     maximum_rows: int = MAXIMUM_ROWS,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> list[Completion]:
-    """Continues prompts until each ends or has `maximum_tokens` new tokens, at most `maximum_rows` at a time.
+    """Continues prompts, at most `maximum_rows` at a time, and returns a completion for each, in order.
 
-    maximum_tokens: for every prompt, or one value per prompt.
-    seeds: one per prompt; a completion depends on its own seed, not on the other prompts.
+    All ranks of a model call this function together with the same arguments. Raises RequestError for a prompt
+    that is empty or too long, CheckpointError for NaN logits.
+
+    maximum_tokens: most tokens to generate, one value for all prompts or one per prompt.
+    seeds: one per prompt; a completion depends on its own seed, not on other prompts.
     stop: strings that end a text.
     stop_token_ids: tokens that end a text; None: the model's.
     logprobs, processed_logprobs: as in `Request`.
-    on_event: called with every event; its id is the prompt's index in `prompts`.
-
-    All ranks of a model call it together with the same arguments. Raises RequestError for a prompt that is
-    empty or too long, CheckpointError for NaN logits.
+    on_event: called with every event; `event.id` is the prompt's index in `prompts`.
     """
     start_time = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -93,9 +93,13 @@ def complete(
 
 
 def prompts_of_all_ranks(model: Model, prompts: list[T]) -> tuple[list[T], slice]:
-    """Returns the prompts that this data rank has to continue, and where its own are among them.
+    """Returns the prompts that this data-parallel rank must run, and the slice of them that are its own
+    prompts.
 
-    With `model.lockstep` they are the prompts of all data ranks, which call it together.
+    A rank usually runs only its own prompts. With `model.lockstep` every data-parallel rank must run the
+    prompts of all of them, so all call this function together.
+
+    prompts: this rank's own prompts.
     """
     if not model.lockstep:
         return prompts, slice(None)

@@ -1,4 +1,4 @@
-"""`demo_prompts`: what a model answers before it is trained and after, in `<save>/demo_outputs`."""
+"""Implements `demo_prompts`: writes a model's answers before and after training to `<save>/demo_outputs`."""
 
 import html
 import json
@@ -22,8 +22,8 @@ FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 
 
 def demo_questions(args: NeoXArgs) -> list[Question]:
-    """Reads the questions of `demo_prompts`. Raises ConfigError if the file, or that of the system prompt,
-    cannot be read."""
+    """Reads the questions in the file `demo_prompts`. Raises ConfigError if this file or the file of the
+    system prompt cannot be read."""
     system = system_prompt(args)
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
@@ -32,12 +32,14 @@ def demo_questions(args: NeoXArgs) -> list[Question]:
 
 
 class Demos(Callback):
-    """Answers `demo_prompts` before and after training, as a callback of the run. All ranks construct it
-    together."""
+    """A callback of training that lets the model answer `demo_prompts` before and after training.
+
+    All ranks construct it together.
+    """
 
     def __init__(self, run: TrainingRun) -> None:
         """Reads and tokenizes the prompts. Raises ConfigError if a prompt is invalid or too long, or if a
-        conversation has no chat template."""
+        prompt is a conversation and no chat template is found."""
         self.run, args = run, run.args
         self.questions = on_rank_zero(run.groups, lambda: demo_questions(args))
         template = None
@@ -54,11 +56,12 @@ class Demos(Callback):
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Answers the prompts before the first and after the last step, and writes the answers to
+        """Generates answers before the first and after the last step, and writes them to
         `<save>/demo_outputs`.
 
-        The keys of text generation apply. A resumed run reads the answers from before training in their file.
-        Raises StopRequested if a stop signal comes while answers are generated.
+        Sampling follows the configuration keys of text generation, such as `temperature`. A resumed run reads
+        the answers from before training from `step0.jsonl`. Raises StopRequested if a stop signal arrives
+        while answers are generated.
         """
         if step.iteration not in (0, run.args.train_iters):
             return
@@ -94,10 +97,10 @@ def comparison(
     lines: Sequence[Mapping[str, Any]],
     iteration: int,
 ) -> str:
-    """Returns Markdown that shows, below each question, the answers before and after training.
+    """Returns a Markdown page that shows, below each question, the answers before and after training.
 
-    earlier_answers: answers before training; None for a question that was not asked then.
-    lines: {"answer": text, ...} for each answer after training.
+    earlier_answers: the answer before training to each question; None for a question that was not asked then.
+    lines: {"answer": text, ...} with the answer after training to each question.
     iteration: number of training steps.
     """
     parts = [f"# Answers before training and after {iteration} steps\n"]
@@ -111,17 +114,19 @@ def comparison(
 
 
 def _cell(text: str) -> str:
-    """Returns `text` escaped for a cell of a Markdown table, so that all its characters are shown."""
+    """Returns `text` escaped for a cell of a Markdown table, so that all characters are shown as they are."""
     return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
 
 
 def _prompt_key(line: Mapping[str, Any]) -> str:
-    """Returns a dictionary key for the prompt or messages of a line of answers."""
+    """Returns the prompt or messages of a line of an answers file as a JSON string, to find the same question
+    again."""
     return json.dumps(line.get("messages", line.get("prompt")), sort_keys=True)
 
 
 def _answers(file: Path) -> dict[str, str]:
-    """Returns the answers in `file`, by `_prompt_key` of their questions; {} if there is no such file."""
+    """Returns {`_prompt_key` of the question: answer} for the lines of `file`; {} if there is no such
+    file."""
     if not file.is_file():
         return {}
     return {_prompt_key(line): line["answer"] for line in map(json.loads, file.read_text().splitlines())}

@@ -1,4 +1,5 @@
-"""`text_gen_type: interactive`: prompts typed at the terminal of rank 0, text shown as it comes."""
+"""Implements `text_gen_type: interactive`: reads prompts from rank 0's terminal and shows text as it is
+generated."""
 
 import codecs
 import os
@@ -16,30 +17,31 @@ from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
 
-PROMPT = "Context prompt >>> "  # GPT-NeoX's
+PROMPT = "Context prompt >>> "  # as in GPT-NeoX
 _HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class TypedPrompts:
-    """Prompts read from a file descriptor as they are typed, each ended by `prompt_end`."""
+    """Reads prompts from a file descriptor while they are typed. The text `prompt_end` ends each prompt."""
 
     def __init__(self, descriptor: int, prompt_end: str) -> None:
         self.descriptor, self.prompt_end = descriptor, prompt_end
-        self.text = ""  # read, not yet used
+        self.text = ""  # text that was read and is not yet returned
         self.open = True
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, patience: float | None) -> str | None:
-        """Returns the next prompt, stripped, or None if it is not complete after `patience` seconds.
+        """Returns the next prompt, stripped, or None if nothing is typed for `patience` seconds (None: waits
+        for ever).
 
-        Returns "" at the end: after an empty prompt, the line `stop`, or the end of input.
+        Returns "" if there are no more prompts: after an empty prompt, the line `stop`, or the end of input.
         """
         while self.open and self.prompt_end not in self.text and not self._stopped():
             if not select.select([self.descriptor], [], [], patience)[0]:
                 return None
             try:
                 data = os.read(self.descriptor, 64 * 1024)
-            except OSError:  # a terminal that is gone
+            except OSError:  # the terminal was closed
                 data = b""
             self.open = bool(data)
             self.text += self.decoder.decode(data, final=not data)
@@ -54,17 +56,21 @@ class TypedPrompts:
 
 
 class Conversation:
-    """A conversation of a user and a model. The chat template makes each prompt from all turns so far."""
+    """A conversation between a user and the model. The chat template renders each prompt from all turns so
+    far."""
 
     def __init__(self, template: ChatTemplate, system: str | None, max_prompt_tokens: int) -> None:
-        """system: the system prompt; None: no system prompt. max_prompt_tokens: most tokens of a prompt."""
+        """Starts a conversation without turns.
+
+        system: the system prompt; None: no system prompt. max_prompt_tokens: most tokens of a prompt.
+        """
         self.template, self.max_prompt_tokens = template, max_prompt_tokens
         self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Message] = []
 
     def ask(self, text: str) -> tuple[list[int], str | None]:
-        """Adds a user's turn. Returns the tokens of the prompt, and a warning if the oldest turns were
-        dropped to fit.
+        """Adds a user's turn. Returns the token ids of the prompt, and a warning if the oldest turns were
+        dropped so that the prompt fits (else None).
 
         Raises RequestError, without adding the turn, if the turn alone is too long.
         """
@@ -74,12 +80,12 @@ class Conversation:
             if len(turns) < 3:
                 raise RequestError(
                     f"this message (with template and system prompt) has {len(tokens)} tokens, but at most "
-                    f"{self.max_prompt_tokens} fit; shorten it"
+                    f"{self.max_prompt_tokens} fit; shorten the message"
                 )
             del turns[:2]
             dropped_turns += 2
         self.turns = turns
-        warning = f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
+        warning = f"WARNING: the first {dropped_turns} turns were left out, because the conversation is too long"
         return tokens, warning if dropped_turns else None
 
     def answer(self, text: str) -> None:
@@ -97,8 +103,8 @@ def _conversation(model: Model) -> Conversation | None:
 
 
 def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:
-    """Runs the only request of `batcher` to its end, passes its text to `write` as it is generated, and
-    returns the text."""
+    """Runs the only request of `batcher` to its end. Passes each new piece of text to `write`, and returns
+    the full text."""
     answer, count = "", 0
     while batcher.busy:
         for event in batcher.step():
@@ -111,10 +117,11 @@ def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:
 
 
 def converse(model: Model) -> int:
-    """Answers prompts from rank 0's standard input on its standard output. Returns the number of answers.
+    """Reads prompts from rank 0's standard input and writes answers to its standard output. Returns their
+    number.
 
-    Without `chat`, a prompt is continued as it would be in the file of `text_gen_type: input-file`. All ranks
-    call it together. Raises ConfigError if input that is not a terminal ends before the first prompt.
+    Without `chat`, the model continues each prompt, as with `text_gen_type: input-file`. All ranks call this
+    function together. Raises ConfigError if the input is not a terminal and ends before the first prompt.
     """
     args, groups = model.args, model.groups
     conversation = _conversation(model)

@@ -1,5 +1,5 @@
-"""A model for inference: this rank's stage with a checkpoint's or a HuggingFace model's weights, in any
-layout."""
+"""Loads a model for inference: this rank's part of it, with the weights of a checkpoint or HuggingFace
+model."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -58,13 +58,13 @@ __all__ = ["Model", "for_inference", "load_model"]
 def start_inference(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: Store | None
 ) -> tuple[NeoXArgs, ParallelGroups, Tokenizer]:
-    """Makes the parallel groups of a command that trains nothing, and logs the startup notes. All ranks call
-    it together.
+    """Prepares a command that does not train: makes the parallel groups and the tokenizer, and logs startup
+    notes.
 
-    Returns the configuration with local folders, the groups, and the tokenizer. Raises ConfigError,
-    CheckpointError, TokenizerError.
+    Returns the configuration (with remote folders replaced by local copies), the groups and the tokenizer.
+    All ranks call this function together. Raises ConfigError, CheckpointError, TokenizerError.
 
-    store: what `rendezvous_and_check` returned.
+    store: the result of `rendezvous_and_check`.
     """
     args = with_local_model(args)
     groups = init_model_parallel(args, process, logger, store)
@@ -74,12 +74,12 @@ def start_inference(
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    """Loads a model for inference from the checkpoint or HuggingFace model that `load` (else `save`) and
-    `iteration` name.
+    """Loads a model for inference from the checkpoint or HuggingFace model that the configuration names.
 
-    Adapters that the checkpoint holds, or that `adapter` names, are merged into the weights. Files of a
-    checkpoint, except optimizer state, are verified against its manifest. All ranks call it together. Raises
-    CheckpointError, or ConfigError for a vocabulary that does not fit.
+    That is `load` (else `save`) with `iteration`. Adapters that the checkpoint holds, or that the key
+    `adapter` names, are merged into the weights. Files of a checkpoint, except optimizer state, are verified
+    against its manifest. All ranks call this function together. Raises CheckpointError, or ConfigError for a
+    vocabulary that does not fit.
     """
     source = args.load or args.save
     assert source is not None
@@ -87,7 +87,10 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     path = on_rank_zero(groups, lambda: find_hf(source) if from_hf else find_checkpoint(source, args.iteration))
     holds_adapters = not from_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))
     if holds_adapters and adapters:
-        raise args.error("adapter", f"{path}: has its own adapters; set load to its base model, list all in adapter")
+        raise args.error(
+            "adapter",
+            f"the checkpoint {path} holds adapters itself; set load to its base model and list all adapters in adapter",
+        )
     checkpoint = None
     if not (from_hf or holds_adapters or adapters):
         checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
@@ -118,7 +121,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     )  # fmt: skip
     if len(model.stop_token_ids) > 1:
         token_texts = [f"{i} {tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
-        logger.info(f"texts end at the tokens {', '.join(token_texts)}")
+        logger.info(f"generated texts end at the tokens {', '.join(token_texts)}")
     return model
 
 
@@ -126,10 +129,12 @@ def _read_vocabulary(
     path: Path, from_hf: bool, adapter_rows: int, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
     logger: logging.Logger,
 ) -> tuple[NeoXArgs, Mapping[str, Any], Mapping[str, bytes], int | None]:  # fmt: skip
-    """Returns the configuration with the model's `padded_vocab_size`, the model keys that a checkpoint
-    records, the model's companion files, and `Model.columns`.
+    """Reads how large the model's vocabulary is.
 
-    adapter_rows: vocabulary of the adapters that are merged, if they have one.
+    Returns the configuration with the model's `padded_vocab_size`, the model keys that a checkpoint records
+    (else {}), the model's companion files, and `Model.columns`.
+
+    adapter_rows: largest vocabulary of the adapters that are merged; 0: none of them has one.
     """
     rows = max(adapter_rows, tokenizer.vocab_size)
     saved: Mapping[str, Any] = {}
@@ -155,11 +160,14 @@ def _merging_loader(
     groups: ParallelGroups,
     tokenizer: Tokenizer,
 ) -> tuple[LoadLayers, str, list[tuple[AdapterSource, float]]]:
-    """Returns (loader of weights with merged adapters, words that name the weights, adapters with factors).
+    """Returns a loader of weights with merged adapters, a text that names the weights, and (adapter, factor)
+    pairs.
 
     Adapters are merged one layer at a time, in fp32.
 
-    adapters: (path, factor) of each; empty: those in the checkpoint `path`, trained on the weights `base`.
+    path: the base weights; if `adapters` is empty, a checkpoint of adapters. base: the weights on which this
+        checkpoint was trained.
+    adapters: (path, factor) of each adapter.
     """
 
     def open_all() -> tuple[BaseWeights, list[AdapterSource]]:
@@ -186,7 +194,7 @@ def _sharded_loader(args: ModelArgs, read: Callable[[int], Mapping[str, Tensor]]
     """Returns a function that loads layers and returns a tensor rank's shards: {layer: {parameter name:
     shard}}.
 
-    read: returns the full parameters of a layer, by name.
+    read: takes a layer index and returns the layer's full parameters by name.
     """
     specs = {layer: {spec.name: spec for spec in layer_specs} for layer, layer_specs in layer_params(args).items()}
 
@@ -200,12 +208,14 @@ def _sharded_loader(args: ModelArgs, read: Callable[[int], Mapping[str, Tensor]]
 
 
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """Returns the model keys that a checkpoint records. Ours record all of `model_keys`, GPT-NeoX's a few.
-    Raises CheckpointError if the checkpoint was trained with another tokenizer."""
+    """Returns the configuration keys of the model that a checkpoint records. Checkpoints of GPT-NeoX record
+    only a few. Raises CheckpointError if the checkpoint was trained with another tokenizer."""
     _check_tokenizer(path, read_manifest(path), tokenizer)
     return saved_model(path)
 
 
 def _check_tokenizer(path: Path, manifest: Manifest | None, tokenizer: Tokenizer) -> None:
     if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint()):
-        raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to that tokenizer")
+        raise CheckpointError(
+            f"{path}: was trained with another tokenizer; set vocab_file to the one it was trained with"
+        )

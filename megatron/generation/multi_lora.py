@@ -1,4 +1,4 @@
-"""Several adapters over one model, of which each row of a batch takes its own."""
+"""Adds several LoRA adapters to one model, so that each row of a batch can use another adapter."""
 
 import logging
 from collections.abc import Mapping
@@ -25,11 +25,12 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
     """Returns the model with several LoRA adapters. `Request.adapter` chooses one of them for each row of a
     batch.
 
-    adapter_paths: path of each adapter by its name, of our checkpoints or in peft's format; the first is
-        adapter number 1. All ranks call it together.
+    All ranks call this function together. Raises CheckpointError for an adapter that was trained on other
+    base weights, or that has full trained copies of embedding or head (modules_to_save), which rows of one
+    batch cannot have.
 
-    Raises CheckpointError for an adapter of other base weights, or with trained copies of embedding or head
-    (modules_to_save), which a batch cannot mix.
+    adapter_paths: {name: path} of each adapter, which is a checkpoint of ours or a folder in peft's format.
+        The first one is adapter number 1.
     """
     chosen = AdapterRows()
 
@@ -47,7 +48,7 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
             if copies := copied_modules(source.args):
                 raise CheckpointError(
                     f"{source.path}: adapter {name} has full copies of {', '.join(sorted(copies))} (modules_to_save), "
-                    "so it cannot be served beside other adapters; serve it alone: --adapter PATH"
+                    "so it cannot be served beside other adapters; serve it alone, without a name: --adapter PATH"
                 )
         modules, specs = [source.modules() for source in sources], named_params(model.args)
         for index in (spec.index for spec in model.stage.blocks):
@@ -70,16 +71,18 @@ def with_adapters(model: Model, adapter_paths: Mapping[str, str], logger: loggin
 
     run_on_each_rank(model.groups, attach)
     logger.info(
-        f"adapters, by the name of a model: {', '.join(f'{name} of {path}' for name, path in adapter_paths.items())}"
+        f"adapters that clients can name: {', '.join(f'{name} (from {path})' for name, path in adapter_paths.items())}"
     )
     return replace(model, adapter_rows=chosen)
 
 
 def _stack(model: Model, linear: Linear, spec: ParamSpec, parts: _Parts, chosen: AdapterRows) -> AdapterStack:
-    """Returns this rank's shards of all adapters of one linear layer, stacked by adapter number. Number 0
-    changes nothing.
+    """Returns this rank's shards of all adapters of one linear layer, stacked by adapter number.
+
+    Adapter number 0, for rows without an adapter, is zero and changes nothing.
 
     parts: (A, B, gain or None) of each adapter; None for an adapter without weights for this layer.
+    chosen: holds the adapter number of each row.
     """
     (rows, columns), groups = spec.shape, model.groups
     rank, size = groups.rank("tensor"), groups.size("tensor")

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, a line in the log every ten seconds elsewhere."""
+"""Shows the progress of a command: a bar on a terminal, elsewhere a log line every ten seconds."""
 
 import logging
 import sys
@@ -15,8 +15,8 @@ class ProgressBar:
 
     It is a context manager.
 
-    unit: the singular of the unit's name.
-    done: number of units that were finished before.
+    unit: name of the unit in the singular, such as "token".
+    done: number of units that are already finished at the start.
     visible: whether this rank may draw a bar.
     """
 
@@ -39,8 +39,8 @@ class ProgressBar:
         self.bar.close()
 
     def advance_to_share(self, done_before: int, count: int, share: float) -> None:
-        """Sets the number of finished units to `done_before` plus `share` (0 to 1) of the next `count`
-        units."""
+        """Sets the number of finished units to `done_before` plus a `share` (0 to 1) of the `count` units
+        that follow."""
         self.advance_to(done_before + int(count * share))
 
     def advance_to(self, done: int) -> None:

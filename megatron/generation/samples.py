@@ -1,4 +1,4 @@
-"""Runs generate.py: prompts in, completions as JSON lines out, or a conversation at the terminal."""
+"""Implements generate.py: writes completions of prompts to a file, or answers prompts at the terminal."""
 
 import logging
 import os
@@ -30,15 +30,16 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A line of the output file, with GPT-NeoX's fields.
+    """A generated text, which is one line of the output file. The fields have GPT-NeoX's names.
 
     context: the prompt.
     text: the generated text; None if the first token ended the document or the prompt was skipped.
     length: number of generated tokens.
-    finished: whether the document ended or a stop string came.
-    duration_seconds: from the start of all samples to this one's last token.
-    logprobs: with `return_logprobs`, id and log-probability of each token, and `top`, the most likely ids
-        with theirs.
+    finished: whether a stop token or a stop string ended the text.
+    message: a warning, such as that the prompt was truncated; None: no warning.
+    duration_seconds: time from the start of generation to this sample's last token.
+    logprobs: with `return_logprobs`, for each token {"token": id, "logprob": value, "top": (id,
+        log-probability) pairs of the most likely tokens}.
     """
 
     context: str
@@ -58,10 +59,10 @@ class GeneratedSample:
 
 
 def generate(args: NeoXArgs, process: Process) -> None:
-    """Runs what `text_gen_type` names: writes samples, scores or log-probabilities to files, or answers typed
+    """Does what `text_gen_type` says: writes samples, scores or log-probabilities to files, or answers typed
     prompts.
 
-    All ranks call it together. Raises ConfigError, CheckpointError, TokenizerError, DataError.
+    All ranks call this function together. Raises ConfigError, CheckpointError, TokenizerError, DataError.
     """
     logger = configure_logging(process.rank)
     args = args.check_generation().for_inference(process.world_size)
@@ -107,8 +108,10 @@ def _log_unused_keys(args: NeoXArgs, logger: logging.Logger) -> None:
 
 
 def output_file(args: NeoXArgs) -> Path:
-    """Returns the path of the file for samples or scores. Raises ConfigError if it cannot be written; called
-    before generation starts."""
+    """Returns the path of the output file for samples or scores.
+
+    Call it before generation starts, because it raises ConfigError if the file cannot be written.
+    """
     file = Path(args.sample_output_file or "")
     ending = {"input-file": "output", "score": "scores"}.get(str(args.text_gen_type))
     if ending is not None and args.user_values.get("sample_output_file") is None:
@@ -129,7 +132,7 @@ def _write(args: ModelArgs, file: Path, text: str) -> None:
     try:
         replace_text(file, text)
     except OSError as cause:
-        raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_output_file", f"{file}: cannot be written ({cause.strerror})") from cause
 
 
 # -- generating ----------------------------------------------------------------------------------------------
@@ -142,12 +145,13 @@ def generate_samples(
     stop_token_ids: tuple[int, ...] | None = None,
     look_for_stop: Callable[[Event], None] = lambda event: None,
 ) -> list[GeneratedSample]:
-    """Returns a sample for every prompt, in order, the same on every rank and in every layout.
+    """Generates a sample for every prompt and returns the samples in order.
 
-    Data-parallel ranks divide the prompts. All ranks call it together.
+    The samples are the same on every rank and in every parallel layout. Data-parallel ranks share the prompts
+    between them. All ranks call this function together.
 
     stop_token_ids: tokens that end a text; None: the model's.
-    look_for_stop: called with every event. If it raises on one rank, all ranks raise its exception.
+    look_for_stop: called with every event. If it raises an exception on one rank, all ranks raise it.
     """
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
@@ -207,16 +211,16 @@ class _SampleProgress(ProgressBar):
     def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, visible: bool) -> None:
         super().__init__("", samples * maximum_tokens, "token", logger, visible=visible)
         self.samples, self.maximum_tokens, self.num_ended = samples, maximum_tokens, 0
-        self.written: dict[int, int] = {}  # tokens of each sample
+        self.written: dict[int, int] = {}  # number of tokens of each sample so far
 
     def update(self, event: Event) -> None:
-        """Adds the tokens of an event to the progress."""
+        """Adds the tokens of an event to the progress, and counts the sample if the event ends it."""
         count = len(event.tokens)
         self.written[event.id] = self.written.get(event.id, 0) + count
         if event.finish_reason is not None:
             self.num_ended += 1
             self.bar.set_postfix_str(f"{self.num_ended}/{self.samples} samples", refresh=False)
-            self.bar.total -= self.maximum_tokens - self.written[event.id]  # what it need not write
+            self.bar.total -= self.maximum_tokens - self.written[event.id]  # tokens that this sample did not need
         self.advance_to(self.done + count)
 
     def line(self, speed: float) -> str:

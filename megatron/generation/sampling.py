@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Chooses the next token of each row from logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from megatron.neox_arguments import NeoXArgs
 
-_CANDIDATES = 512  # most likely tokens that a nucleus is first looked for in, where sorting all is slow
+_CANDIDATES = 512  # on a CPU, top-p first sorts only so many most likely tokens, because sorting all is slow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters for choosing the next token, named as in vLLM and transformers.
 
-    temperature: divides the logits; 0: the most likely token.
+    temperature: divides the logits; 0: the most likely token is chosen.
     top_k, top_p, min_p: as in `filter_logits`; 0: no filter.
-    logit_bias: (id, bias) pairs, added to the logits of these tokens first (OpenAI).
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and text (arXiv
-        1909.05858, transformers).
-    frequency_penalty: subtracted from a token's logit once per occurrence in the generated text (OpenAI).
-    presence_penalty: subtracted once if the token occurs in the generated text (OpenAI).
+    logit_bias: (token id, bias) pairs; before all else, each bias is added to the token's logit (OpenAI).
+    repetition_penalty: divides positive logits and multiplies negative logits of tokens that occur in the
+        prompt or the generated text (arXiv 1909.05858, transformers); 1: no penalty.
+    frequency_penalty: subtracted from a token's logit for each time the token occurs in the generated text
+        (OpenAI).
+    presence_penalty: subtracted once from a token's logit if the token occurs in the generated text (OpenAI).
     """
 
     temperature: float = 0.0
@@ -38,7 +39,7 @@ class SamplingParams:
 
     @staticmethod
     def from_args(args: NeoXArgs) -> SamplingParams:
-        """Returns the sampling parameters of a configuration."""
+        """Returns the sampling parameters that a configuration sets."""
         return SamplingParams(
             args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.frequency_penalty,
             args.presence_penalty,
@@ -46,22 +47,22 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty changes logits."""
+        """Whether a repetition, frequency or presence penalty is set."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 def filter_logits(
     logits: Tensor, top_k: Sequence[int] = (), top_p: Sequence[float] = (), min_p: Sequence[float] = ()
 ) -> Tensor:
-    """Returns logits `[rows, vocab]` with -inf for tokens that cannot be chosen.
+    """Returns logits `[rows, vocab]` in which tokens that must not be chosen have -inf.
 
-    Filters apply in GPT-NeoX's order: top-k, top-p of the remaining tokens, min-p. Each has one value a row;
-    an empty sequence turns it off.
+    Filters apply in GPT-NeoX's order: top-k, top-p of the remaining tokens, min-p. Each filter has one value
+    per row; an empty sequence turns the filter off.
 
     top_k keeps the k largest logits. top_p keeps the most likely tokens, just enough for their probabilities
-    to sum to top_p (nucleus sampling, arXiv 1904.09751). min_p drops tokens less likely than min_p times the
-    most likely one (arXiv 2407.01082). Tokens as likely as the last one kept are kept too, so that a row
-    depends on its own values alone.
+    to sum to top_p (nucleus sampling, arXiv 1904.09751). min_p drops tokens whose probability is below min_p
+    times that of the most likely token (arXiv 2407.01082). Tokens that are as likely as the least likely
+    token kept are kept too, so that the result of a row depends only on its own values.
     """
     vocab, device = logits.shape[-1], logits.device
     threshold = torch.full((len(logits), 1), float("-inf"), dtype=logits.dtype, device=device)
@@ -80,8 +81,11 @@ def filter_logits(
 
 
 def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the smallest logit that top-p keeps in each row, `[rows, 1]`; -inf where top_p is above 1 (no
-    filter)."""
+    """Returns the smallest logit that top-p keeps in each row, `[rows, 1]`; -inf for rows whose top_p is
+    above 1, which means no filter.
+
+    top_p: `[rows, 1]`.
+    """
     total, vocab = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
     width = vocab if logits.is_cuda else min(_CANDIDATES, vocab)
     while True:
@@ -96,10 +100,10 @@ def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 class TokenSampler:
-    """Chooses a token for each row of a batch; rows may have different sampling parameters.
+    """Chooses a token for each row of a batch. Rows may have different sampling parameters.
 
-    It counts the tokens of each row for the penalties, so it is used only as long as the same rows run
-    together.
+    It counts the tokens of each row for the penalties, so it can be used only as long as the batch has the
+    same rows.
     """
 
     def __init__(
@@ -110,10 +114,12 @@ class TokenSampler:
         device: torch.device,
         minimums: Sequence[tuple[int, Collection[int]]] = (),
     ) -> None:
-        """Puts the parameters of all rows on the device.
+        """Copies the sampling parameters of all rows to the device.
 
-        texts: (prompt length, all tokens) of each row. vocab: size of the vocabulary without padding.
-            minimums: (number of generated tokens before which stop tokens are forbidden, stop tokens) of each
+        samplings: the parameters of each row.
+        texts: (prompt length, all tokens so far) of each row.
+        vocab: size of the vocabulary without padding.
+        minimums: (number of generated tokens before which stop tokens are forbidden, stop tokens) of each
             row; empty: no minimum.
         """
         self.device, self.vocab = device, vocab
@@ -124,7 +130,7 @@ class TokenSampler:
         self.minimums_left = [(minimum - len(tokens) + start, ends) for (minimum, ends), (start, tokens) in pairs]
         self.banned = self._stop_tokens_too_early()
         sampled = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0.0]
-        self.sampled_rows = sampled  # the others take the most likely token
+        self.sampled_rows = sampled  # other rows take the most likely token
         self.all_sampled = len(sampled) == len(samplings)
         self.rows = self._tensor(sampled)
         params = [samplings[i] for i in sampled]
@@ -158,10 +164,10 @@ class TokenSampler:
         return torch.tensor(list(chain.from_iterable(values)), dtype=torch.long, device=self.device)
 
     def sample(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
-        """Returns the next token id of each row, `[rows]` int64; -1 where logits are NaN.
+        """Returns the next token id of each row, `[rows]` int64; -1 for rows whose logits are NaN.
 
         logits: fp32 `[rows, vocab]`, without padding of the vocabulary. uniforms: a random number in [0, 1)
-            for each of `sampled_rows`, the rows with temperature above 0.
+            for each row with temperature above 0 (`sampled_rows`).
         """
         if self.bias is not None:
             logits = logits.index_put(self.biased, self.bias, accumulate=True)
@@ -180,8 +186,11 @@ class TokenSampler:
         return tokens if self.all_sampled else _most_likely(logits).index_copy(0, self.rows, tokens)
 
     def _stop_tokens_too_early(self) -> tuple[Tensor, Tensor] | None:
-        """Returns (rows, ids), `[n]` each: the stop tokens that rows may not choose yet, because their texts
-        are too short. None if there are none."""
+        """Returns the stop tokens that rows may not choose yet, because their texts are still too short.
+
+        They are n pairs of row and token id, as two tensors `[n]`: (rows, ids). Returns None if there are
+        none.
+        """
         pairs = [
             (row, token)
             for row, (left, ends) in enumerate(self.minimums_left) if left > 0
@@ -200,8 +209,8 @@ class TokenSampler:
         return logits.index_copy(0, self.penalised_rows, penalised)
 
     def update(self, tokens: Tensor) -> None:
-        """Records the chosen tokens, `[rows]` int64, which penalties and minimums of later steps depend
-        on."""
+        """Records the tokens that were chosen for the rows, `[rows]` int64, for penalties and minimum lengths
+        in later steps."""
         if self.banned is not None:
             self.minimums_left = [(left - 1, ends) for left, ends in self.minimums_left]
             if any(left == 0 for left, _ in self.minimums_left):
@@ -214,5 +223,5 @@ class TokenSampler:
 
 def _most_likely(logits: Tensor) -> Tensor:
     """Returns the id of the largest logit of each row, -1 for a row that holds NaN."""
-    best, ids = logits.max(-1)  # which counts NaN as the largest
+    best, ids = logits.max(-1)  # max returns NaN for a row that holds NaN
     return ids.masked_fill(best.isnan(), -1)

@@ -1,4 +1,5 @@
-"""Stop signals while texts are written: the ranks that write together agree every so many tokens."""
+"""Checks for stop signals while training generates texts, so that all ranks that generate together stop
+together."""
 
 import itertools
 from collections.abc import Callable
@@ -10,13 +11,16 @@ from megatron.generation.batching.requests import Event
 from megatron.model import Model
 from megatron.process import StopRequested, stop_signal
 
-LOOKS = 256  # tokens, of all texts, after which the ranks that write them look for a stop signal
+LOOKS = 256  # events between two checks for a stop signal
 
 
 def signal_to(run: TrainingRun, *axes: str) -> int:
-    """Returns the number of the stop signal that a rank of this model replica received; 0 if none did.
+    """Returns the number of the stop signal that any rank of this model replica has received; 0 if there is
+    none.
 
-    axes: further parallel groups whose ranks are asked. All these ranks call it together.
+    All ranks of the model replica, and of the groups `axes`, call this function together.
+
+    axes: further parallel groups whose ranks count too, such as "data".
     """
     number = torch.tensor(float(stop_signal()), device=run.groups.device)
     for axis in ("context", "tensor", "pipe", *axes):
@@ -25,9 +29,10 @@ def signal_to(run: TrainingRun, *axes: str) -> int:
 
 
 def looks_for_stop(run: TrainingRun, model: Model) -> Callable[[Event], None]:
-    """Returns an `on_event` function for `complete` that raises StopRequested after a stop signal.
+    """Returns an `on_event` function for `complete` that raises StopRequested if a stop signal has arrived.
 
-    Every `LOOKS` events it asks all ranks of the model replica (with `model.lockstep`, of all replicas).
+    Every `LOOKS` events it checks for signals to any rank of the model replica (with `model.lockstep`: of all
+    replicas).
     """
     events, axes = itertools.count(1), ("data",) if model.lockstep else ()
 

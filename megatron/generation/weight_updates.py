@@ -1,4 +1,4 @@
-"""Other weights for a model that goes on serving, as reinforcement learning makes them."""
+"""Replaces the weights of a model that is being served, as reinforcement learning does after its steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ from megatron.model.init import stage_parameters
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights for the same model.
+    """New weights for a model that is being served.
 
-    path: a HuggingFace folder of safetensors.
-    version: the number of these weights, which answers report.
-    sha256: expected digests of files of the folder, by name.
+    path: a HuggingFace folder with safetensors files.
+    version: the number of the new weights, which later answers report.
+    sha256: {file name: expected SHA-256} of files in the folder.
     """
 
     path: str
@@ -31,9 +31,10 @@ class WeightUpdate:
 
 
 def update_weights(model: Model, update: WeightUpdate) -> None:
-    """Replaces the weights of a model that runs no request. All ranks call it together.
+    """Replaces the weights of a model while it runs no requests. All ranks call this function together.
 
-    Raises CheckpointError, and keeps the weights, if the folder does not fit the model or a file is damaged.
+    If the folder does not fit the model or a file is damaged, it raises CheckpointError and keeps the old
+    weights.
     """
     groups, parameters = model.groups, stage_parameters(model.stage)
     on_rank_zero(groups, lambda: _check(update))
@@ -48,9 +49,13 @@ def update_weights(model: Model, update: WeightUpdate) -> None:
 def _check(update: WeightUpdate) -> None:
     folder = Path(update.path)
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; does rank 0's machine see this folder?")
+        raise CheckpointError(
+            f"{folder}: has neither {WEIGHTS} nor {INDEX}; name a HuggingFace folder that rank 0's machine can see"
+        )
     for name, digest in update.sha256.items():
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: no such file, but sha256 lists it")
+            raise CheckpointError(f"{folder / name}: no such file, but sha256 names it; correct the folder or sha256")
         if (actual := sha256(folder / name)) != digest:
-            raise CheckpointError(f"{folder / name}: has SHA-256 {actual}, not {digest}: it is damaged or was replaced")
+            raise CheckpointError(
+                f"{folder / name}: has SHA-256 {actual}, not {digest}: the file is damaged or was replaced"
+            )

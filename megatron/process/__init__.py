@@ -1,10 +1,11 @@
-"""Begins and ends every process of a run: its signals, streams, logs and status files.
+"""Starts and ends the processes of a run, and handles their signals, streams, logs and status files.
 
-`begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
-launcher ask a rank where it is; `look_for_stop` is called between the batches of whatever takes long.
-`run_command` around a command ends it when nobody reads what it writes; a run goes on (`outlive_readers`).
-`LogFile` and `say` never raise: a log that cannot be written ends no run.
-This package imports nothing but a few modules that Python itself has loaded.
+Call `begin_process` before slow imports and `end_process` last. `show_stacks_on_signal` lets a launcher see
+what a rank is doing. Long work calls `look_for_stop` between its batches. `run_command` ends a command if the
+reader of its output has gone; a training run calls `outlive_readers` and continues. `LogFile` and `say` do
+not raise if a log cannot be written.
+
+Importing this package is fast: it imports only a few modules of the standard library.
 """
 
 from megatron.process.commands import outlive_readers, run_command

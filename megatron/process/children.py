@@ -9,7 +9,7 @@ def children(parent: int) -> set[int]:
     pids: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            # After the name, which may hold anything, come state and parent.
+            # The state and the parent's id follow the name, which may hold any characters.
             if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == parent:
                 pids.add(int(stat.parent.name))
     return pids

@@ -1,6 +1,6 @@
-"""The parser of command-line arguments for all commands.
+"""Parses the command-line arguments of all commands.
 
-It is not imported in the package's `__init__`, because only commands need argparse.
+The package's `__init__` does not import this module, because only commands need argparse.
 """
 
 import argparse
@@ -12,8 +12,9 @@ from typing import Any
 class CommandParser(argparse.ArgumentParser):
     """An argparse parser whose flags cannot be abbreviated and whose help keeps line breaks.
 
-    argparse accepts any unique prefix of a flag. So a flag meant for another script could be read as one of
-    ours. Subcommands get parsers of this class too. Arguments of the constructor override both changes.
+    By default argparse accepts any unique prefix of a flag, so a flag meant for another script could be taken
+    for one of ours. Subcommands get parsers of this class too. Pass `allow_abbrev` or `formatter_class` to
+    override.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -21,12 +22,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{**as_written, **options})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses like argparse. The error for an unknown flag suggests the nearest known flags."""
+        """Parses arguments like argparse. The error for an unknown flag suggests the most similar known
+        flags."""
         return self._refuse_unknown(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments in which positional ones may stand between flags. The errors are those of
-        `parse_args`."""
+        """Parses arguments in which positional arguments may stand between flags. Reports unknown flags as
+        `parse_args` does."""
         return self._refuse_unknown(*self.parse_known_intermixed_args(args, namespace))
 
     def _refuse_unknown(self, parsed: Any, unknown: Sequence[str]) -> Any:

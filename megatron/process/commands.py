@@ -1,4 +1,5 @@
-"""Runs a command and ends its process, also if the reader of its output has closed the pipe."""
+"""Runs a command and ends its process cleanly, even if the reader of its output closes the pipe (`|
+head`)."""
 
 import atexit
 import io
@@ -18,14 +19,14 @@ from megatron.process.early_signals import discard_output, open_streams
 def run_command(main: Callable[[], object]) -> NoReturn:
     """Runs `main`, then ends this process with its return value, as `sys.exit` does.
 
-    If the reader of stdout or stderr closes the pipe (`| head`), the next write raises _PipeBroken. So the
-    command removes its temporary files and ends its child processes. Then this process ends silently by
-    SIGPIPE, like other Unix programs. Any other exception of the command is reported as usual.
+    If the reader of stdout or stderr closes the pipe (`| head`), the next write raises _PipeBroken, so that
+    `main` can remove its temporary files and end its child processes. Then this process ends silently by
+    SIGPIPE, like other Unix programs. Any other exception of `main` is reported as usual.
     """
     open_streams()
     _notice_closed_pipes()
     threading.excepthook = _silent_threads
-    os.register_at_fork(after_in_child=outlive_readers)  # its parent is told of a BrokenPipeError, and ends
+    os.register_at_fork(after_in_child=outlive_readers)  # a forked child raises BrokenPipeError instead
     result: object = None
     problem: BaseException | None = None
     is_broken = False
@@ -37,29 +38,29 @@ def run_command(main: Callable[[], object]) -> NoReturn:
         result = ending.code
     except BaseException as error:
         problem, is_broken = error, isinstance(error, BrokenPipeError) and bool(_broken_pipes())
-    with suppress(OSError, _PipeBroken):  # OSError: a full disk, which the interpreter tells of
+    with suppress(OSError, _PipeBroken):  # OSError: a full disk, which the interpreter reports at exit
         sys.stdout.flush()
     broken_pipes = _broken_pipes()
     if is_broken or broken_pipes and problem is None and not result:
         _end_by_sigpipe(broken_pipes)
-    _leave(broken_pipes)  # what went wrong comes first
+    _leave(broken_pipes)  # so that only the command's own error is reported
     if problem is not None:
         raise problem
     sys.exit(result)  # type: ignore[arg-type]
 
 
 def outlive_readers() -> None:
-    """Keeps this process running if the reader of its output closes the pipe, as a training run must.
+    """Keeps this process running if the reader of its output closes the pipe; training runs call it.
 
-    Writes to stdout and stderr then raise BrokenPipeError instead of ending the command.
+    Writes to the closed pipe then raise BrokenPipeError, which can be caught, instead of _PipeBroken.
     """
     for pipe in _pipes():
         pipe.ends_command = False
 
 
 class _PipeBroken(SystemExit):
-    """Raised by a write to a closed output pipe; ends the command. `except Exception` and `except OSError` do
-    not catch it."""
+    """Raised by a write to stdout or stderr whose reader has closed the pipe; it ends the command. `except
+    Exception` and `except OSError` do not catch it."""
 
 
 class _Pipe(io.FileIO):
@@ -111,13 +112,13 @@ def _pipes() -> list[_Pipe]:
 
 
 def _broken_pipes() -> list[_Pipe]:
-    """Returns those of stdout and stderr whose reader has closed the pipe, without pipes that
-    `outlive_readers` has excused."""
+    """Returns the pipes of stdout and stderr whose reader has closed them. Returns none after
+    `outlive_readers`."""
     broken_pipes = []
     for pipe in _pipes():
         if pipe.ends_command:
             poll = select.poll()
-            poll.register(pipe.fileno(), 0)  # of errors alone: its other end is closed
+            poll.register(pipe.fileno(), 0)  # reports only errors, such as a reader that has closed the pipe
             if pipe.is_broken or poll.poll(0):
                 broken_pipes.append(pipe)
     return broken_pipes
@@ -140,9 +141,10 @@ def _leave(pipes: Sequence[_Pipe]) -> None:
 
 
 def _end_by_sigpipe(pipes: Sequence[_Pipe]) -> NoReturn:
-    """Runs Python's exit functions, then ends this process by SIGPIPE, in a shell exit code 141."""
+    """Runs the functions registered with `atexit`, then ends this process by SIGPIPE (exit code 141 in a
+    shell)."""
     _leave(pipes)  # threads and functions of `atexit` may still write
-    threading._shutdown()  # type: ignore[attr-defined]  # as `end_process`
+    threading._shutdown()  # type: ignore[attr-defined]  # as in `end_process`
     atexit._run_exitfuncs()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})

@@ -1,7 +1,7 @@
-"""A keeper process waits for a child process and then kills all of its descendants (Linux).
+"""Turns a process into a keeper, which waits for its child to end and then kills all descendants (Linux).
 
-They include processes in sessions of their own, which signals to a process group do not reach. Only Linux
-makes orphans children of an ancestor that asks for it (PR_SET_CHILD_SUBREAPER).
+The descendants include processes in sessions of their own, which signals to a process group do not reach. It
+works only on Linux, where an ancestor can become the parent of orphaned processes (PR_SET_CHILD_SUBREAPER).
 """
 
 import ctypes
@@ -17,23 +17,23 @@ from typing import NoReturn
 from megatron.process.children import children
 
 END = signal.SIGRTMIN
-"""Tells a keeper to end; schedulers send others."""
+"""The signal that tells a keeper to end. Schedulers do not send this signal."""
 _LOOKS_S = 1.0
-_KILLING_S = 10.0  # what does not end within is another user's, or waits for a disk
+_KILLING_S = 10.0  # a process that survives longer belongs to another user, or waits for a disk
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
 def keep_this_process(let_go: Callable[[], None]) -> None:
-    """Forks: the child returns from this call and continues, this process stays behind as its keeper. Call it
-    before threads are started.
+    """Forks: the child returns from this call and continues the program; this process stays as its keeper.
+    Call it before threads are started.
 
-    The keeper ends when the child ends, when its own parent ends, or on the signal `END`. Then it kills the
-    child and all of its descendants, and takes the exit code or signal of the child.
+    The keeper waits until the child ends, the keeper's own parent ends, or the signal `END` arrives. Then it
+    kills the child and all of its descendants, and ends with the exit code or signal of the child.
 
-    let_go: called in the keeper, closes the files that only the child may hold open.
+    let_go: called in the keeper; it must close the files that only the child may hold open.
     """
     parent, keeper = os.getppid(), os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     prctl(_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
@@ -53,15 +53,15 @@ def keep_this_process(let_go: Callable[[], None]) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls prctl(2) of Linux. Raises OSError if it fails."""
+    """Calls the Linux system call prctl(2) with `option` and `value`. Raises OSError if the call fails."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl: {os.strerror(code)}")
 
 
 def _wait(child: int, parent: int) -> int | None:
-    """Waits for the child and returns its wait status; None if the keeper must end first (`END`, or its
-    parent has ended)."""
+    """Waits for the process `child` and returns its wait status. Returns None if the signal `END` arrives
+    first, or the process `parent` of this process ends first."""
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOKS_S)
         if received is not None and received.si_signo == END:
@@ -74,7 +74,7 @@ def _wait(child: int, parent: int) -> int | None:
 
 
 def _kill_all(child: int) -> int:
-    """Kills all descendants of this process, and returns the wait status of `child`.
+    """Kills all descendants of this process, and returns the wait status of the process `child`.
 
     When a process is killed, its children become children of this process, and are killed next.
     """
@@ -91,7 +91,7 @@ def _kill_all(child: int) -> int:
             return status
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
     left = ", ".join(map(str, children(os.getpid())))
-    sys.stderr.write(f"process {os.getpid()}: could not end processes {left} that were started here\n")
+    sys.stderr.write(f"process {os.getpid()}: could not kill its descendants, processes {left}; kill them yourself\n")
     return status
 
 
@@ -99,7 +99,7 @@ def _end_as(status: int) -> NoReturn:
     """Ends this process with the exit code, or by the signal, that the wait status `status` contains."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core file beside the child's
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

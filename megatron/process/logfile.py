@@ -1,4 +1,4 @@
-"""Writes logs and messages for people. A write error is reported and does not end the run."""
+"""Writes log files and messages on stderr. A write error does not end the run."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-MAX_BYTES = 1 << 20  # bytes of one file
+MAX_BYTES = 1 << 20  # most bytes of one file that are kept in memory
 
 
 class LogFile:
@@ -15,8 +15,8 @@ class LogFile:
     If the disk is full or read-only, the newest MAX_BYTES bytes are kept in memory and written as soon as
     possible. If more bytes are lost, a line in the file gives their number.
 
-    say: receives a message at the first error. The message names the folder only, so that it is equal for all
-    log files there.
+    say: called with a message at the first write error. The message names the folder but not the file, so
+        that it is equal for all log files of a folder.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -26,15 +26,16 @@ class LogFile:
         self._waiting = b""
         self._lost = 0
         self._reported = False
-        self.write(b"")  # it is there from the beginning
+        self.write(b"")  # creates the file
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether all data has been written to the file."""
+        """Whether all data has been written to the file, with none left in memory."""
         return not self._waiting
 
     def write(self, data: bytes) -> None:
-        """Appends data, or keeps it in memory if the disk is full. Never raises OSError."""
+        """Appends `data` to the file, or keeps it in memory if the file cannot be written. Never raises
+        OSError."""
         self._waiting += data
         if len(self._waiting) > MAX_BYTES and self._reported:
             self._lost += len(self._waiting) - MAX_BYTES
@@ -45,13 +46,13 @@ class LogFile:
             if not self._reported:
                 self._reported = True
                 self._say(
-                    f"{self.path.parent}: logs cannot be written ({problem.strerror}); the run goes on, and up to "
-                    f"{MAX_BYTES >> 20} MiB of each is kept until they can be"
+                    f"{self.path.parent}: logs cannot be written ({problem.strerror}); the run goes on, and keeps the "
+                    f"last {MAX_BYTES >> 20} MiB of each log in memory until the file can be written again"
                 )
 
     def close(self) -> None:
-        """Writes the data kept in memory and closes the file. If data cannot be written, reports how many
-        bytes are missing."""
+        """Writes the data kept in memory and closes the file. If that data cannot be written, passes the
+        number of missing bytes to `say`."""
         if self._waiting:
             self.write(b"")
         if self._waiting:
@@ -72,7 +73,7 @@ class LogFile:
 
 
 def say(text: str) -> None:
-    """Writes a line to stderr. If stderr cannot be written, the line is lost."""
+    """Writes `text` as a line to stderr. If stderr cannot be written, the line is lost."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -1,6 +1,7 @@
 """Reads and writes `metrics.jsonl`, the file of a run's metrics.
 
-It also has the names of the files next to it: of `profile_memory`, the load of experts and rollouts."""
+It also defines the names of the files beside it: memory profile, expert load and rollouts.
+"""
 
 import io
 import itertools
@@ -17,26 +18,27 @@ MEMORY_FILE = "memory_parts.json"
 LOAD_FILE = "router_load.jsonl"
 """The file has a line for each logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`.
 
-`load` has for each layer the tokens of each expert in units of the mean."""
+`load` holds, for each layer, the number of tokens of each expert divided by the mean over the experts."""
 ROLLOUTS_FILE = "rollouts.jsonl"
-"""A line an answer of a run that is trained with rewards."""
+"""The file has a line for each answer that the model generates in training with rewards."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """The fields that give the position of the run; every other field of a row is a metric."""
-_BLOCK = 1 << 20  # bytes that are read at a time from the end
+_BLOCK = 1 << 20  # bytes that `read_lines_backwards` reads at a time
 
 
 def read_metrics(path: Path, problems: Problems) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a `metrics.jsonl` in order. A row holds numbers by metric name, and `run_id`.
+    """Yields the rows of a `metrics.jsonl` in order. A row is {metric name: number}, with the text `run_id`.
 
-    Values that are not numbers are dropped and noted in `problems`. Invalid lines are treated as in
-    `read_lines`.
+    Values that are not numbers are dropped and noted in `problems`. Lines that are not valid JSON objects are
+    skipped (`read_lines`).
     """
     for _, row in read_lines(path, problems):
         yield _checked_row(path, row, problems)
 
 
 def read_last_metrics(path: Path, size: int, problems: Problems) -> list[dict[str, Any]]:
-    """Returns the whole rows in the last `size` bytes of a `metrics.jsonl`, as `read_metrics` yields them."""
+    """Returns the complete rows in the last `size` bytes of a `metrics.jsonl`, as `read_metrics` yields
+    them."""
     with open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - size))
@@ -46,12 +48,12 @@ def read_last_metrics(path: Path, size: int, problems: Problems) -> list[dict[st
 
 
 def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (offset of the end of the line, row) of each valid line in order. A valid line is a JSON object
-    with an `iteration`.
+    """Yields (byte offset of the line's end, row) for each valid line, in order. A valid line is a JSON
+    object with an `iteration`.
 
     Other values of the row are not checked. Invalid lines, as from a damaged disk, are skipped and noted in
-    `problems`. An invalid last line without a line break is skipped silently: a run may be writing it, or was
-    killed while writing.
+    `problems`. An invalid last line without a line break is skipped silently, because a run may still be
+    writing it or was killed while writing.
     """
     end = 0
     with open_file(path) as file:
@@ -62,8 +64,8 @@ def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
 
 
 def read_lines_backwards(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the same as `read_lines`, but from the last line backwards. Reads only as much of the file as
-    the caller consumes."""
+    """Yields the same pairs as `read_lines`, but from the last line backwards. Reads only as much of the file
+    as the caller consumes."""
     with open_file(path) as file:
         start = end = file.seek(0, os.SEEK_END)
         partial_line = b""  # a line whose beginning is not read yet
@@ -82,12 +84,12 @@ def _row(path: Path, line: bytes, problems: Problems) -> dict[str, Any] | None:
     try:
         row = parse(line)
         if not isinstance(row, dict):
-            raise ValueError("no object")
+            raise ValueError("not a JSON object")
         count(row.get("iteration"))
     except (ValueError, Unfit) as problem:
         if line.endswith(b"\n") and line.strip():
             reason = "has no iteration" if isinstance(problem, Unfit) else problem
-            problems.note(path, "", f"a line is not a valid row ({reason}); skipped")
+            problems.note(path, "", f"a line is not a valid row ({reason}) and was skipped")
         return None
     return row
 
@@ -102,10 +104,10 @@ class JsonlLogger:
     null.
 
     When a run resumes at `iteration`, rows of later iterations are removed in place, which needs no disk
-    space. If the file belongs to another run (`log_dir` may be shared), it is renamed to `metrics.1.jsonl`
-    and so on.
+    space. If an existing file belongs to another run (`log_dir` may be shared), that file is renamed to
+    `metrics.1.jsonl` and so on.
 
-    say: receives a message if the disk is full.
+    say: called with a message if the file cannot be written.
     """
 
     def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:

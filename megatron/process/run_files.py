@@ -1,9 +1,8 @@
-"""Reads the files of a run that other programs read too, and writes JSON for them.
+"""Reads and checks the JSON files of a run: status.json, training_summary.json, manifests and metrics.jsonl.
 
-They are status.json, training_summary.json, manifests and the rows of metrics.jsonl.
-
-Their content is not trusted: the disk may have been full, the writer killed, the file edited. A value of the
-wrong type is dropped, and noted in `Problems`. Every remaining value can be used in computations and printed.
+Their content is not trusted, because the disk may have been full, the writer killed or the file edited. A
+value of the wrong type is dropped and noted in `Problems`. Every remaining value can be used in computations
+and printed.
 """
 
 import errno
@@ -16,35 +15,36 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 STATUS, SUMMARY = "status.json", "training_summary.json"
-_LARGEST = 256 << 20  # bytes of a file that is one object; a manifest has a line for each file of a checkpoint
-_DEEPEST = 32  # objects and lists within each other
-_LONGEST = 10_000  # characters of a text that is shown
-_LATEST_S = 1e10  # seconds: the year 2286, or a run of 300 years
+_LARGEST = 256 << 20  # most bytes of a file of one JSON object; a manifest lists all files of a checkpoint
+_DEEPEST = 32  # most levels of nested objects and lists
+_LONGEST = 10_000  # most characters of a text
+_LATEST_S = 1e10  # most seconds: a time in the year 2286, or a duration of 300 years
 
 Kind = Callable[[Any], Any]
-"""Takes a value of JSON and returns it as it is used; raises Unfit for one that is not of this kind."""
+"""A function that checks a JSON value: it returns the value, possibly converted, or raises Unfit."""
 Shape = Mapping[str, Kind]
-"""The kinds of an object's values by name. Names that it lacks are read by nobody and left out."""
+"""{name: the check for the value under this name in a JSON object}. Values under other names are left out."""
 
 
 class Unfit(Exception):
-    """Raised for a value of the wrong type. The message says what was expected."""
+    """Raised for a value of the wrong type. The message names what was expected, such as "a number"."""
 
 
 class Problems:
-    """Collects unusable values of files. For each file and name it keeps the number of occurrences and the
-    first reason."""
+    """Collects reports of unusable values in files. For each file and name it keeps the number of occurrences
+    and the first reason."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], tuple[int, str]] = {}
 
     def note(self, file: Path, name: str, reason: str) -> None:
-        """Records an unusable value. name: the name of the value in the file; "" for the whole file."""
+        """Records that a value in `file` cannot be used. name: the name of the value; "" for the whole
+        file."""
         count, first_reason = self._entries.get((str(file), name), (0, reason))
         self._entries[str(file), name] = (count + 1, first_reason)
 
     def lines(self) -> list[str]:
-        """Returns a line for each file and name, with the first reason and the number of occurrences."""
+        """Returns a line of text for each file and name that was noted: the first reason, and how often."""
         return [
             f"{file}: {name}{': ' if name else ''}{reason}{f' ({count} times)' if count > 1 else ''}"
             for (file, name), (count, reason) in self._entries.items()
@@ -52,10 +52,9 @@ class Problems:
 
 
 def number(value: Any) -> float | int:
-    """Returns a number, which may be NaN or infinite. null becomes NaN, because some programs write null for
-    NaN.
+    """Returns `value` if it is a number, which may be NaN or infinite. Raises Unfit for other values.
 
-    Raises Unfit for any other value.
+    null (None) becomes NaN, because some programs write NaN as null.
     """
     if value is None:
         return math.nan
@@ -69,38 +68,38 @@ def number(value: Any) -> float | int:
 
 
 def amount(value: Any) -> float | int:
-    """Returns a finite number of at least 0 and below 2^63. Raises Unfit for any other value."""
+    """Returns `value` if it is a number of at least 0 and below 2^63. Raises Unfit for any other value."""
     if not 0 <= number(value) < 2**63:
         raise Unfit("a number of at least 0 and below 2^63")
     return value
 
 
 def count(value: Any) -> int:
-    """Returns a 64-bit integer of at least 0. Raises Unfit for any other value."""
+    """Returns `value` if it is an integer of at least 0 and below 2^63. Raises Unfit for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise Unfit("a whole number of at least 0 and below 2^63")
     return value
 
 
 def process_number(value: Any) -> int:
-    """Returns a process id above 1; 0 and negative ids would mean process groups. Raises Unfit for any other
-    value."""
+    """Returns `value` if it is a process id above 1 and below 2^31. Raises Unfit for any other value: to
+    `os.kill`, 0 and negative ids mean process groups."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 < value < 2**31:
         raise Unfit("a process id")
     return value
 
 
 def seconds(value: Any) -> float | int:
-    """Returns a duration or time in seconds that can be converted to a date. Raises Unfit for any other
-    value."""
+    """Returns `value` if it is a duration or time in seconds that can be converted to a date. Raises Unfit
+    for any other value."""
     if not 0 <= number(value) < _LATEST_S:
         raise Unfit(f"a number of seconds, at least 0 and below {_LATEST_S:.0e}")
     return value
 
 
 def text(value: Any) -> str:
-    """Returns the text with unprintable characters replaced by U+FFFD, truncated to _LONGEST characters.
-    Raises Unfit if the value is no text."""
+    """Returns the text `value`, truncated to _LONGEST characters, with unprintable characters replaced by
+    U+FFFD. Raises Unfit if `value` is not a text."""
     if not isinstance(value, str):
         raise Unfit("a text")
     if len(value) > _LONGEST:
@@ -111,7 +110,8 @@ def text(value: Any) -> str:
 
 
 def one_of(*words: str) -> Kind:
-    """Returns a function that returns a value if it is one of `words`, and raises Unfit otherwise."""
+    """Returns a check that accepts only the texts in `words`: it returns such a value and raises Unfit for
+    others."""
 
     def read(value: Any) -> str:
         if value not in words:
@@ -122,8 +122,8 @@ def one_of(*words: str) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Returns a function that takes a list and returns it with `kind` applied to each value. It raises Unfit
-    for anything else."""
+    """Returns a check that accepts lists: it applies the check `kind` to each item and returns the list of
+    results. It raises Unfit for other values."""
 
     def read(value: Any) -> list[Any]:
         if not isinstance(value, list):
@@ -134,8 +134,8 @@ def list_of(kind: Kind) -> Kind:
 
 
 def map_of(kind: Kind) -> Kind:
-    """Returns a function that takes an object with any names and returns it with `kind` applied to each
-    value. It raises Unfit for anything else."""
+    """Returns a check that accepts JSON objects: it applies the check `kind` to each value and returns the
+    object of results. It raises Unfit for other values."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -146,8 +146,8 @@ def map_of(kind: Kind) -> Kind:
 
 
 def complete(shape: Shape) -> Kind:
-    """Returns a function that takes an object and returns its values of the names in `shape`, checked. It
-    raises Unfit if one is missing or does not pass."""
+    """Returns a check that accepts JSON objects: it returns the checked values under the names in `shape`. It
+    raises Unfit if one of these names is missing or its value is invalid."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -166,15 +166,15 @@ def complete(shape: Shape) -> Kind:
 
 
 def tree(value: Any) -> Any:
-    """Returns a text, a number, or an object that contains only such values at any depth. Raises Unfit for
-    any other value."""
+    """Returns `value` if it is a text, a number, or a JSON object that holds only such values at any depth.
+    Raises Unfit for any other value."""
     if isinstance(value, dict):
         return {text(name): tree(item) for name, item in value.items()}
     return text(value) if isinstance(value, str) else number(value)
 
 
 def any_value(value: Any) -> Any:
-    """Returns any value unchanged. The caller has to check it."""
+    """Returns `value` unchanged and unchecked. The caller has to check it."""
     return value
 
 
@@ -199,17 +199,18 @@ MANIFEST_SHAPE: Shape = {
 DATA_SHAPE: Shape = {
     "files": map_of(tree), "laid_out": map_of(list_of(list_of(count))), "consumed_sha256": text,
 }  # fmt: skip
-"""The fields of a manifest's `data` and their kinds."""
+"""The fields of `data` in a checkpoint's manifest, and the check of each."""
 ROW_SHAPE: Shape = {
     "iteration": count, "consumed_samples": count, "consumed_tokens": count, "run_id": text,
     "runtime/start_time": seconds, "runtime/iteration_time": seconds, "runtime/restarts": amount,
     "train/skipped_steps": amount, "train/untrained_steps": amount, "train/spikes": amount,
 }  # fmt: skip
-"""The fields of a row of metrics.jsonl; every other name is a metric, a `number`."""
+"""The fields of a row of metrics.jsonl that are not plain metrics, and the check of each. Other values are
+numbers."""
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Returns the value as standard JSON. NaN and infinities become null. options: passed to `json.dumps`."""
+    """Returns `value` as standard JSON, with NaN and infinities as null. options: passed to `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -225,8 +226,8 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a regular file for reading. Raises OSError for a pipe or device too, because reading from it
-    could block for ever."""
+    """Opens a regular file for reading in binary mode. Raises OSError for a pipe or device, because reading
+    from it could block for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -235,7 +236,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def parse(data: bytes | str) -> Any:
-    """Returns the value in a JSON text. Raises ValueError if the JSON is invalid or nested too deeply."""
+    """Parses a JSON text and returns its value. Raises ValueError if the JSON is invalid or nested too
+    deeply."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -252,9 +254,9 @@ def parse(data: bytes | str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Its values are not checked.
+    """Returns the JSON object in a file, with unchecked values.
 
-    Raises OSError if the file cannot be read, and ValueError if it is invalid JSON, too large or not an
+    Raises OSError if the file cannot be read, and ValueError if it is too large, invalid JSON or not a JSON
     object.
     """
     with open_file(path) as file:
@@ -268,9 +270,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_fields(path: Path, shape: Shape, problems: Problems) -> dict[str, Any]:
-    """Returns the values in a JSON file that pass the checks in `shape`; {} if the file does not exist.
+    """Returns the values of the JSON object in a file that pass the checks in `shape`; {} if there is no such
+    file.
 
-    If the file cannot be read, notes it in `problems` and returns {}.
+    Invalid values are left out and noted in `problems`. A file that cannot be read is noted too, and gives
+    {}.
     """
     try:
         value = read_object(path)
@@ -284,18 +288,18 @@ def read_fields(path: Path, shape: Shape, problems: Problems) -> dict[str, Any]:
 
 
 def read_status(save: Path, problems: Problems) -> dict[str, Any]:
-    """Returns the checked values of status.json in a run's folder `save`; {} if there is no such file."""
+    """Returns the valid values of status.json in a run's folder `save`; {} if there is no such file."""
     return read_fields(save / STATUS, STATUS_SHAPE, problems)
 
 
 def fields_of(
     value: Mapping[str, Any], shape: Shape, note: Callable[[str, str], None], default: Kind | None = None
 ) -> dict[str, Any]:
-    """Returns the values of an object that pass the checks in `shape`. A null under a name of the shape is
-    kept, as an unknown value.
+    """Returns the values of a JSON object that pass the checks in `shape`. A null under a name in `shape` is
+    kept: it means that the value is unknown.
 
-    default: the check for names that the shape lacks; None: such names are left out.
-    note: called with the name of each dropped value and the reason.
+    note: called with the name of each value that fails its check, and the reason.
+    default: the check for names that are not in `shape`; None: such names are left out.
     """
     fields: dict[str, Any] = {}
     for name, item in value.items():
@@ -313,7 +317,8 @@ def fields_of(
 
 
 def _short_text(value: Any) -> str:
-    """Returns a short description of a value for messages."""
+    """Returns a short description of a value for messages, such as `a list of 3` or the first 40
+    characters."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     words = text(value) if isinstance(value, str) else str(value)

@@ -1,7 +1,7 @@
 """Records and acknowledges signals that ask a process to stop, and tells whether one has arrived.
 
-The signal handlers themselves hold the state, in Python's table of signals. So any code can call
-`stop_signal`, or `look_for_stop` between its batches, without extra arguments.
+The recorded signal is kept in the signal handlers themselves, which Python stores. So any code can call
+`stop_signal` or `look_for_stop` without extra arguments.
 """
 
 import os
@@ -13,13 +13,13 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-# One signal may come twice, from a scheduler to every process and passed on by the launcher.
+# One signal may arrive twice: from a scheduler that sends it to every process, and from the launcher.
 SAME_SIGNAL_S = 2.0
 _STDOUT = 1
 
 
 class StopRequested(Exception):
-    """Raised when a stop signal has arrived, to abandon the current work. number: the signal."""
+    """Raised to abandon the current work because a stop signal has arrived. number: number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -39,10 +39,10 @@ class StopHandler:
     def __init__(self, promise: Callable[[], str] | None, *, ends_at_second: bool = True, received: int = 0) -> None:
         """Prepares a handler that acknowledges the first signal with the text that `promise` returns.
 
-        promise: returns the text printed after the signal's name. None: no code will act on the signal, and
-            nothing is printed.
+        promise: returns the text to print after the signal's name, which says what the command will do. None:
+            no code will act on the signal, and nothing is printed.
         ends_at_second: whether a second signal ends the process.
-        received: a signal that arrived earlier and has been acknowledged.
+        received: number of a signal that arrived earlier and has been acknowledged; 0: none.
         """
         self.received, self._promise, self._ends_at_second = received, promise, ends_at_second
         self._received_time, self._process = time.monotonic(), os.getpid()
@@ -59,17 +59,20 @@ class StopHandler:
 
     @property
     def requested(self) -> int:
-        """Returns the recorded signal if `promise` was given, so that code will act on the signal; else 0."""
+        """The number of the recorded signal if `promise` was given, which means that code will act on the
+        signal; else 0."""
         return 0 if self._promise is None else self.received
 
 
 @contextmanager
 def capture_stop_signals(promise: Callable[[], str]) -> Iterator[None]:
-    """Within the block stop signals are recorded (`stop_signal`) and do not end this process. A signal
-    recorded before the block counts too.
+    """Within the `with` block, stop signals are recorded for `stop_signal` and do not end this process. A
+    signal recorded before the block counts too.
 
-    After the block the previous handlers are restored. Only the signal that arrived is ignored from then on:
-    the scheduler may send it twice, and the process is about to end anyway.
+    After the block the previous handlers are restored. Only the signal that arrived is ignored from then on,
+    because the scheduler may send it twice and the process is about to end anyway.
+
+    promise: returns the text that acknowledges the first signal.
     """
     handler = StopHandler(promise, received=stop_signal())
     previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
@@ -81,14 +84,15 @@ def capture_stop_signals(promise: Callable[[], str]) -> Iterator[None]:
 
 
 def stop_signal() -> int:
-    """Returns the recorded stop signal that code must still act on; 0 if there is none."""
+    """Returns the number of the stop signal that has arrived and must be acted on; 0 if there is none."""
     return max(getattr(signal.getsignal(number), "requested", 0) for number in STOP_SIGNALS)
 
 
 def look_for_stop() -> None:
-    """Raises StopRequested if a stop signal has arrived.
+    """Raises StopRequested if a stop signal has arrived at this process.
 
-    Call it between batches of long work, in code where an exception on one rank is raised on all ranks.
+    Call it between batches of long work, and only in code where an exception on one rank is raised on all
+    ranks.
     """
     number = stop_signal()
     if number:
@@ -101,7 +105,7 @@ def stop_reason(number: int) -> str:
 
 
 def say_at_once(line: str) -> None:
-    """Writes a line to stdout from a signal handler. Loggers are not used, because the signal may have
-    interrupted one in the middle of a line."""
+    """Writes a line to stdout from a signal handler. It uses no logger, because the signal may have
+    interrupted a logger in the middle of a line."""
     with suppress(OSError):
         os.write(_STDOUT, f"{line}\n".encode())

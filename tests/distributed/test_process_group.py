@@ -40,11 +40,11 @@ def joined(monkeypatch, driver, visible: str | None) -> list[str]:
 
 
 def test_gpus_that_torch_does_not_see_are_no_machine_without_gpus(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match="program: distributed_backend: nccl, but torch sees none"):
+    with pytest.raises(ConfigError, match="program: distributed_backend: nccl .* torch sees none"):
         joined(monkeypatch, tmp_path, None)
     for driver, visible in ((tmp_path, ""), (tmp_path / "none", None)):
         (line,) = joined(monkeypatch, driver, visible)
-        assert line.startswith("distributed_backend: nccl is gloo here")
+        assert line.startswith("distributed_backend: ") and "gloo instead of nccl" in line
 
 
 @pytest.fixture

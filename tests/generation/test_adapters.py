@@ -82,7 +82,7 @@ def test_ask_opens_adapters_by_every_name(adapted: Adapted) -> None:
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)
         assert json.loads(out)["answers"][0]["answer"] == expected, words
-    for model, adapter, facts in ((adapters_path, adapted.folder, "has its own adapters; name its base"),
+    for model, adapter, facts in ((adapters_path, adapted.folder, "name its base model"),
                                   (adapted.base, adapters_path, "trained on other weights than"),
                                   (adapted.base, adapted.base, "holds no adapters")):  # fmt: skip
         code, _, err = asking.run("--model", str(model), "--adapter", str(adapter), "q")

@@ -1,12 +1,16 @@
-"""Loads the data of the shipped tasks from JSON lines in this folder, independent of the working folder."""
+"""Loads the data of the shipped tasks from JSON-lines files in this folder, whatever the working folder
+is."""
 
 from pathlib import Path
 from typing import Any
 
 
 def documents(file: str, **options: Any) -> dict[str, Any]:
-    """Returns {"test": dataset}, read from a JSON-lines file in this folder. lm-eval calls it as a task's
-    `custom_dataset`."""
+    """Returns {"test": dataset}, read from a JSON-lines file in the folder of the shipped tasks. lm-eval
+    calls it as a task's `custom_dataset`.
+
+    file: name of the file.
+    """
     import json
 
     from datasets import Dataset

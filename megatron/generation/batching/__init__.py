@@ -1,1 +1,1 @@
-"""Continuous batching: requests, the blocks of the cache, and forwards over rows of texts."""
+"""Continuous batching: requests, their scheduling, the blocks of the KV cache, and forward passes."""

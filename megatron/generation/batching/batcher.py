@@ -1,4 +1,7 @@
-"""Continuous batching: requests come and go while others run, with a token a step for each of them."""
+"""Runs requests by continuous batching: a step generates one token for every running request.
+
+New requests may join between any two steps, and finished requests leave.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -17,9 +20,9 @@ from megatron.generation.sampling import TokenSampler
 from megatron.model import KVCache, Model
 from megatron.model.positions import rope_length_limit
 
-_PREFILL = {"cpu": 1024, "cuda": 8192}  # prompt tokens a step, so that rows that decode need not wait long
-_SCORED = 512  # prompt tokens a step whose logits are all read
-_FORWARD_TOKENS = 8192  # of one forward, with padding
+_PREFILL = {"cpu": 1024, "cuda": 8192}  # most prompt tokens per step, so that decoding rows do not wait long
+_SCORED = 512  # most prompt tokens per step if the logits of all of them are read
+_FORWARD_TOKENS = 8192  # most tokens of one forward pass, padding included
 
 
 class Batcher:
@@ -29,10 +32,10 @@ class Batcher:
     and calls the same methods with the same arguments in the same order. The constructor and `step` are
     collective.
 
-    All requests share a paged KV cache. Requests with a common prefix share its blocks, except in models with
-    Mamba states: there each row has its own states. A row allocates blocks as it grows. If no block is free,
-    the youngest row is preempted: it frees its blocks and is recomputed later. The output of a request
-    depends only on the request and its seed.
+    All requests share a paged KV cache. Requests with a common prefix share the blocks of this prefix, except
+    in models with Mamba states. Each running request has a row, which allocates blocks as its text grows. If
+    no block is free, the youngest row is preempted: it frees its blocks and is recomputed later. The output
+    of a request depends only on the request and its seed.
     """
 
     def __init__(
@@ -46,10 +49,10 @@ class Batcher:
     ) -> None:
         """Allocates the KV cache and starts with no requests.
 
-        maximum_rows: requests that run at once; further requests wait.
+        maximum_rows: most requests that run at once; further requests wait.
         tokens: total of prompt and generated tokens of all requests, if known; limits the size of the cache.
         cache_gb: GB for keys, values and states on this rank; None: `kv_cache_gb` of the configuration.
-        log: called with a line about each automatic choice.
+        log: called with a line of text for each value that `auto` chose.
 
         Raises ConfigError if the cache has no room for one block, or for the states of `maximum_rows` rows.
         """
@@ -57,17 +60,17 @@ class Batcher:
         limit, scaling = rope_length_limit(model.args), model.args.rope_scaling or {}
         self.longest_cached = limit if scaling.get("rope_type") == "dynamic" else None
         self.longest_short = limit if self.longest_cached is None else None
-        # Blocks of the longest text
+        # Number of blocks of the longest text
         self.capacity = -(-model.positions // BLOCK_SIZE) if model.args.attends else 0
         self.cache: KVCache | None = None
         self.captured: CapturedDecode | None = None
         self.blocks = BlockAllocator(0, BLOCK_SIZE)
         if not model.args.recompute:
             max_blocks = maximum_rows * self.capacity
-            if tokens is not None:  # each row may leave a block half full
+            if tokens is not None:  # the last block of each row may be partly empty
                 max_blocks = min(max_blocks, tokens // BLOCK_SIZE + maximum_rows)
             captured = captures_decode(model, log)
-            texts = maximum_rows + captured if model.args.mamba_blocks else 0  # padding has a state too
+            texts = maximum_rows + captured if model.args.mamba_blocks else 0  # padding rows need a state too
             self.blocks = BlockAllocator(cache_blocks(model, max_blocks, texts, cache_gb, log), BLOCK_SIZE)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
             if captured:
@@ -78,8 +81,8 @@ class Batcher:
         self._decoding: list[DecodeBatch] = []
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its id. Raises RequestError, without queueing it, for a request that
-        cannot be served (`check_request`)."""
+        """Queues a request and returns its id. Raises RequestError if the request cannot be served
+        (`check_request`); it is then not queued."""
         sequence = SequenceState(self._last_id + 1, request, self.model, self.longest_cached, self.longest_short)
         check_request(sequence, self.model, self.blocks.total)
         self._last_id += 1
@@ -87,30 +90,32 @@ class Batcher:
         return sequence.id
 
     def cancel(self, id: int) -> None:
-        """Drops a request and frees its blocks now; the next step returns its last event, "cancelled". Does
-        nothing for an id that is unknown or has ended."""
+        """Drops a request and frees its blocks at once; the next `step` returns its last event, "cancelled".
+        Does nothing if no request with this id is queued or running."""
         if self.scheduler.cancel(id):
             self._cancelled.append(Event(id, finish_reason="cancelled"))
 
     @property
     def busy(self) -> bool:
-        """Whether requests run or wait, or `step` has still to return events of cancelled requests."""
+        """Whether there is work for `step`: requests run or wait, or events of cancelled requests are due."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._cancelled)
 
     @property
     def running(self) -> int:
-        """How many requests run, each in a row of the batch."""
+        """The number of requests that run, each in a row of the batch."""
         return len(self.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a free row or for free KV-cache blocks."""
+        """The number of requests that wait for a free row or for free KV-cache blocks."""
         return len(self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """Admits waiting requests if there is room, decodes one token per row, and prefills unread prompts.
+        """Admits waiting requests if there is room, decodes one token per running request, and prefills new
+        prompts.
 
-        Returns the new events. Raises CheckpointError if logits are NaN; any error drops all requests.
+        Returns the new events. Raises CheckpointError if logits are NaN. After any exception, all requests
+        are dropped.
         """
         events, self._cancelled = self._cancelled, []
         try:
@@ -135,10 +140,10 @@ class Batcher:
     # -- forwards --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[tuple[list[SequenceState], Forward]]:
-        """Returns (rows, forward) pairs for the rows that have only their last token to compute.
+        """Returns (rows, forward pass) pairs for the rows in which only the last token is left to compute.
 
         The rows are split evenly, shortest first, into one pair per pipeline stage, so that no stage is idle.
-        The arrays are reused while the same rows run together.
+        The input arrays are reused while the same rows run together.
         """
         ready = sorted((row for row in self.scheduler.running if row.decodes), key=lambda row: row.computed)
         parts = min(self.model.groups.size("pipe"), len(ready))
@@ -161,10 +166,11 @@ class Batcher:
         return work
 
     def _prefill(self) -> list[tuple[list[SequenceState], Forward]]:
-        """Returns (rows, forward) pairs for the rows that have more to compute than their last token.
+        """Returns (rows, forward pass) pairs for the rows in which more than the last token is left to
+        compute.
 
-        Rows of similar lengths share a forward. Rows with a cache compute up to `_PREFILL` tokens in all;
-        rows without a cache are always run in full.
+        Rows of similar lengths share a forward pass. Rows that use the KV cache compute up to `_PREFILL`
+        tokens in all. Rows that do not use the cache compute their full text in every step.
         """
         tokens_left = _PREFILL[self.device.type]
         chunks: list[tuple[tuple[bool, bool, bool, int], SequenceState]] = []
@@ -176,7 +182,7 @@ class Batcher:
                 row.count = min(row.count, tokens_left, _SCORED if row.scoring_prompt else tokens_left)
                 tokens_left -= row.count
             if row.count > 0:
-                unbatched_id = row.id if row.scoring_prompt and not row.cached else -1  # so that no row pads it
+                unbatched_id = row.id if row.scoring_prompt and not row.cached else -1  # it runs alone, without padding
                 chunks.append(((row.cached, row.computed == 0, row.scoring_prompt, unbatched_id), row))
         chunks.sort(key=lambda chunk: (chunk[0], chunk[1].count, chunk[1].id))
         work = []
@@ -187,15 +193,15 @@ class Batcher:
         return work
 
     def _chunk(self, rows: Sequence[SequenceState], cached: bool, fresh: bool, scoring: bool) -> Forward:
-        """Returns a forward that computes the next `count` tokens of each row.
+        """Returns a forward pass that computes the next `row.count` tokens of each row.
 
-        cached: the rows use the KV cache. fresh: none of their tokens is computed yet. scoring:
-            log-probabilities of the prompt are wanted.
+        cached: whether the rows use the KV cache. fresh: whether no token of the rows is computed yet.
+            scoring: whether log-probabilities of the prompts are requested.
         """
         counts = [row.count for row in rows]
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.long)
         positions, slots, targets = tokens.clone(), tokens.clone(), tokens.clone()
-        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.long)  # may be of none
+        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.long)  # maybe without columns
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             start, end = row.computed, row.computed + count
             tokens[i, :count] = torch.tensor(row.tokens[start:end])
@@ -233,24 +239,25 @@ class Batcher:
         return torch.tensor(numbers, device=self.device) if any(numbers) else None
 
     def _divisors(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
-        """Returns `Forward.divisors`: the temperature of each row that wants `processed_logprobs`, 1 for
-        other rows. None if no row wants them."""
+        """Returns `Forward.divisors`: the temperature for rows that request `processed_logprobs`, 1 for other
+        rows. Returns None if no row requests them."""
         if not any(row.request.processed_logprobs for row in rows):
             return None
         temperatures = [row.request.sampling.temperature if row.request.processed_logprobs else 1.0 for row in rows]
         return torch.tensor([temperature or 1.0 for temperature in temperatures], device=self.device)
 
     def _sampler(self, rows: Sequence[SequenceState]) -> TokenSampler:
-        """Returns a sampler that chooses the next token of each of these rows."""
+        """Returns a sampler that chooses the next token of each row, with the row's own sampling
+        parameters."""
         texts = [(row.prompt_length, row.tokens) for row in rows]
         minimums = [(row.request.minimum_tokens, row.stop_token_ids) for row in rows]
         vocab = self.model.tokenizer.vocab_size
         return TokenSampler([row.request.sampling for row in rows], texts, vocab, self.device, minimums)
 
-    # -- what comes of it ------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------
 
     def _advance(self, sequence: SequenceState, output: RowOutput) -> Event | None:
-        """Adds the output of a forward to a request, and ends the request if it is complete.
+        """Adds the output of a forward pass to a request, and ends the request if its text is complete.
 
         Returns the request's event; None while tokens of its prompt are still to be computed. Raises
         CheckpointError if logits are NaN.
@@ -296,7 +303,7 @@ class Batcher:
         if finish_reason is not None:
             self.scheduler.finish(sequence)
         elif sequence.cached and sequence.is_long != was_long:
-            self.scheduler.preempt(sequence)  # all that the cache holds of it would have other frequencies now
+            self.scheduler.preempt(sequence)  # its cached keys have the other rotary frequencies
         logprobs: tuple[Logprob, ...] = ()
         if request.logprobs is not None and output.logprob is not None:
             logprobs = (output.logprob._replace(top=output.logprob.top[: request.logprobs]),)
@@ -309,25 +316,28 @@ def _state_slots(rows: Sequence[SequenceState]) -> list[int] | None:
 
 
 def _top(rows: Sequence[SequenceState]) -> int | None:
-    """Returns the largest `top` of the rows, the number of most likely tokens to report; None if no row
-    requests log-probabilities."""
+    """Returns the largest number of most likely tokens that a row requests; None if no row requests
+    log-probabilities."""
     return max((row.top for row in rows if row.top is not None), default=None)
 
 
 def _draw(rows: Sequence[SequenceState | None], sampler: TokenSampler) -> list[float]:
-    """Returns a random number in [0, 1) for each row with temperature above 0, from the row's own generator.
+    """Returns a random number in [0, 1) for each row with temperature above 0, drawn from the row's own
+    generator.
 
-    A row that is None gets 0: its token is not used, and its generator does not advance.
+    For a row that is None it returns 0: the row's token is not used, and its generator does not advance.
     """
     generators = [row.rng if row is not None else None for row in (rows[i] for i in sampler.sampled_rows)]
     return [0.0 if rng is None else rng.random() for rng in generators]
 
 
 def _similar_lengths(rows: Sequence[SequenceState], max_tokens: int) -> list[list[SequenceState]]:
-    """Groups rows, sorted by `count`, into batches with little padding.
+    """Groups rows, which are sorted by `count`, into batches of similar lengths, so that there is little
+    padding.
 
-    max_tokens: most tokens of a batch with several rows, padding included. A batch may also have at most 64
-        padding tokens plus half as many as its other tokens.
+    The padding of a batch is at most 64 tokens plus half the number of its real tokens.
+
+    max_tokens: most tokens of a batch with several rows, padding included.
     """
     batches: list[list[SequenceState]] = []
     for row in rows:

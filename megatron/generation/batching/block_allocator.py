@@ -1,34 +1,35 @@
-"""Tracks which blocks of the KV cache are held by which requests, and which blocks hold a prefix that others
-can share."""
+"""Allocates the blocks of the KV cache, and finds blocks that hold a prefix which a new request can share."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-BLOCK_SIZE = 16  # tokens of a block of the KV cache
-_Key = tuple[int, tuple[int, ...]]  # prefix id of the block before (0 or less: none), tokens of this block
+BLOCK_SIZE = 16  # tokens in a block of the KV cache
+_Key = tuple[int, tuple[int, ...]]  # prefix id of the preceding block (0 or less: none), tokens of this block
 
 
 class BlockAllocator:
-    """Allocates blocks 1 to `total` of the KV cache, each of `size` tokens, and counts references to them.
-    Padding writes to block 0.
+    """Allocates blocks 1 to `total` of the KV cache, each of `size` tokens, and counts the references to each
+    block. Block 0 is for padding.
 
-    A full block can be registered under all tokens up to its end (its prefix), so that later requests with
-    this prefix share it. A registered block without references stays registered until `allocate` needs it;
-    the least recently used is taken first (vLLM's automatic prefix caching).
+    A full block can be registered under all tokens of the text up to its end (its prefix), so that later
+    requests with this prefix share it. Each registered prefix has a prefix id. A registered block without
+    references stays registered until `allocate` needs it; the least recently used is taken first (vLLM's
+    automatic prefix caching).
     """
 
     def __init__(self, total: int, size: int) -> None:
         self.total, self.size = total, size
         self._ref_counts = [0] * (total + 1)
-        self._unregistered = list(range(total, 0, -1))  # free, taken from the end
-        self._registered: OrderedDict[int, None] = OrderedDict()  # free, least recently used first
-        self._prefixes: dict[_Key, tuple[int, int]] = {}  # (block, prefix id, which is never used again)
+        self._unregistered = list(range(total, 0, -1))  # free blocks, taken from the end
+        self._registered: OrderedDict[int, None] = OrderedDict()  # free blocks, least recently used first
+        self._prefixes: dict[_Key, tuple[int, int]] = {}  # (block, prefix id); ids are not reused
         self._keys: dict[int, _Key] = {}
         self._last_prefix_id = 0
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks without a reference, registered ones included."""
+        """The number of blocks that can be allocated: those without a reference, including registered
+        blocks."""
         return len(self._unregistered) + len(self._registered)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -49,8 +50,8 @@ class BlockAllocator:
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference to each of these blocks. A block without references is free."""
-        for block in reversed(blocks):  # the end of a text is of less use than its beginning
+        """Drops one reference to each block in `blocks`. A block without references is free."""
+        for block in reversed(blocks):  # a text's last block is reused first
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if block in self._keys:
@@ -61,9 +62,10 @@ class BlockAllocator:
     def share_prefix(self, tokens: Sequence[int], root_id: int = 0) -> tuple[list[int], int]:
         """Finds the registered blocks that hold the beginning of `tokens`, and adds a reference to each.
 
-        Returns these blocks, and the prefix id of the last one (`root_id` if there is none). The last token
-        is never in them, since its logits must be computed. Prefixes under different root ids (0 or less)
-        never match.
+        Returns the blocks, and the prefix id of the last block (`root_id` if no block matches). The last of
+        `tokens` is never in the blocks, since its logits must be computed.
+
+        root_id: 0 or less. Prefixes that were registered under another root id do not match.
         """
         blocks: list[int] = []
         prefix_id = root_id
@@ -85,10 +87,11 @@ class BlockAllocator:
             table.clear()
 
     def register(self, block: int, prefix_id: int, tokens: Sequence[int]) -> int:
-        """Registers a full block that a request holds, so that other requests can share it. Returns its
+        """Registers a full block of a request, so that other requests can share it. Returns the block's
         prefix id.
 
-        tokens: the block's own tokens. prefix_id: id of the prefix before them.
+        tokens: the tokens in the block. prefix_id: prefix id of the preceding block of the text; for the
+            first block, the root id.
         """
         key = (prefix_id, tuple(tokens))
         registered = self._prefixes.get(key)

@@ -1,4 +1,4 @@
-"""Forwards over rows of texts, and the tokens that come of them."""
+"""Runs forward passes over rows of texts, and samples the next token of each row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,21 +21,25 @@ from megatron.mpu import HeadInput, gather_from_tensor
 
 @dataclass(frozen=True)
 class Forward:
-    """The inputs of one forward over several rows, padded on the right. It gives the next token of each row.
+    """The inputs of one forward pass that computes the next token of several rows, which are padded on the
+    right.
 
-    tokens: `[rows, seq]` int64.
-    positions: `[rows, seq]`; None: every row begins at position 0.
-    last: `[rows]`, the last unpadded column of each row.
+    tokens: `[rows, seq]` int64, token ids.
+    positions: `[rows, seq]`, the position of each token in its text; None: every row begins at position 0.
+    last: `[rows]`, the column of the last token of each row.
     cache: the KV cache as these rows use it; None: no cache.
-    sampler, uniforms: choose the next tokens (`TokenSampler.sample`).
-    top: number of most likely tokens to report; None: no log-probabilities.
-    targets: `[rows, seq]`, a token per column to report the log-probability of; None: none.
+    sampler, uniforms: the sampler that chooses the next tokens, and its random numbers
+        (`TokenSampler.sample`).
+    top: number of most likely tokens to report; None: report no log-probabilities.
+    targets: `[rows, seq]`, for each column a token whose log-probability to report; None: report none of
+        them.
     adapters: `[rows]` int64, `Request.adapter` of each row; None: no adapters.
-    lengths: `[rows]` int64, tokens of each row's whole text, if `tokens` may hold only its beginning; None:
-        `tokens` reach the end.
-    divisors: `[rows]` fp32, temperatures that divide logits before log-probabilities of chosen tokens; None:
-        1.
-    captured: replays a CUDA graph and returns the logits, `[rows, 1, vocab]`; None: run the stage.
+    lengths: `[rows]` int64, number of tokens of each row's full text, if `tokens` may hold only a part of it;
+        None: `tokens` hold each text up to its end.
+    divisors: `[rows]` fp32, temperatures that divide logits before the log-probabilities of chosen tokens are
+        computed; None: 1.
+    captured: replays a CUDA graph and returns the logits, `[rows, 1, vocab]`; None: the stage runs without a
+        graph.
     """
 
     tokens: Tensor
@@ -55,8 +59,8 @@ class Forward:
     def width(self) -> int:
         """The number of values reported per row: the chosen token and, with `top`, log-probabilities.
 
-        These are 1 + 2 `top` values for the chosen token and for each target: its log-probability, the top
-        ids and their log-probabilities.
+        With `top`, the chosen token and each target add 1 + 2 `top` values: the token's log-probability, the
+        ids of the `top` most likely tokens, and their log-probabilities.
         """
         reported = 0 if self.targets is None else self.targets.shape[1]
         return 1 + (0 if self.top is None else (1 + reported) * (1 + 2 * self.top))
@@ -64,11 +68,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class RowOutput:
-    """The result of a forward for one row.
+    """The result of a forward pass for one row.
 
     token: the chosen token, -1 if logits are NaN.
-    logprob: the log-probability of the chosen token, if requested.
-    targets: for each column, padding included, the log-probability of its token of `Forward.targets`.
+    logprob: the log-probability of the chosen token; None if not requested.
+    targets: for each column, padding included, the log-probability of the column's token in
+        `Forward.targets`.
     """
 
     token: int
@@ -77,10 +82,10 @@ class RowOutput:
 
 
 def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
-    """Runs forwards, pipelined over the stages, and returns the outputs of every row of each forward.
+    """Runs forward passes, pipelined over the stages, and returns for each one the outputs of its rows.
 
-    It also updates each forward's sampler with the chosen tokens. Results are equal on all ranks of the
-    model, which all call it together.
+    It also updates the sampler of each forward pass with the chosen tokens. All ranks of the model call this
+    function together and get equal results.
     """
     current = forwards[0]
 
@@ -118,7 +123,7 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
             next(waiting) if forward.captured is None else _read(model, forward, forward.captured())
             for forward in forwards
         ]
-    # One copy from the device a step.
+    # All results are copied from the device at once.
     flat = (torch.cat([values.flatten() for values in numbers]) if len(numbers) > 1 else numbers[0].flatten()).cpu()
     results, start = [], 0
     for forward, values in zip(forwards, numbers, strict=True):
@@ -130,9 +135,10 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
 
 
 def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
-    """Samples the next tokens and returns the values to report, `[rows, width]` (`Forward.width`).
+    """Samples the next token of each row and returns the values to report, `[rows, width]` (`Forward.width`).
 
-    logits: `[rows, 1, vocab/T]`; with targets `[seq, rows, vocab/T]`.
+    logits: `[rows, 1, vocab/T]`, or `[seq, rows, vocab/T]` if the forward pass has targets; T: number of
+        tensor ranks.
     """
     group = model.groups.group("tensor")
     full_logits = gather_from_tensor(logits, group)[..., : model.columns].float()
@@ -146,18 +152,20 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
         divided = logits if forward.divisors is None else logits / forward.divisors.to(logits.device).unsqueeze(1)
         parts.append(_logprobs(divided, chosen.clamp(min=0), forward.top, vocab))
     if forward.top is not None and forward.targets is not None:
-        for row, targets in enumerate(forward.targets.to(logits.device)):  # one at a time: these are many logits
+        for row, targets in enumerate(forward.targets.to(logits.device)):  # one row at a time, to save memory
             parts.append(_logprobs(full_logits[:, row], targets, forward.top, vocab).flatten().unsqueeze(0))
         parts[2:] = [torch.cat(parts[2:])]
     numbers = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    if group is not None:  # so that no rank's sums come out otherwise
+    if group is not None:  # sums may be rounded differently on each rank
         dist.broadcast(numbers, src=model.groups.members["tensor"][0], group=group)
     return numbers
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, top: int, vocab: int) -> Tensor:
-    """Returns `[rows, 1 + 2 top]`: the log-probability of each row's token, the `top` most likely ids below
-    `vocab`, and their log-probabilities.
+    """Returns log-probabilities of each row, `[rows, 1 + 2 top]`.
+
+    Each row holds the log-probability of its token in `tokens`, then the ids of the `top` most likely tokens
+    (below `vocab`), then their log-probabilities.
     """
     total = logits.logsumexp(-1, keepdim=True)
     best, ids = logits[:, :vocab].topk(top)
@@ -186,7 +194,7 @@ def _logprob(token: int, values: Sequence[float]) -> Logprob:
 
 
 class DecodeBatch:
-    """Rows that decode one token per step. Its arrays are reused while the same rows run together."""
+    """Holds the input arrays of rows that decode one token per step, while the same rows run together."""
 
     def __init__(
         self,
@@ -199,11 +207,11 @@ class DecodeBatch:
         device: torch.device,
         captured: CapturedDecode | None,
     ) -> None:
-        """Allocates the arrays and fills them for the rows' last tokens.
+        """Allocates the arrays and fills them with each row's last token.
 
-        rows: shortest first. capacity: most cache blocks of a row, 0 without attention. adapters, sampler,
-            top: as in `Forward`. state_slots: `CacheRows.states`. captured: CUDA graphs for the steps; None:
-            run the stage.
+        rows: the rows, shortest first. capacity: most cache blocks of a row, 0 without attention. adapters,
+            sampler, top: as in `Forward`. state_slots: as `CacheRows.states`. captured: CUDA graphs for the
+            steps; None: the stage runs without graphs.
         """
         self.rows, self.sampler, self.top, self.adapters = rows, sampler, top, adapters
         self.state_slots, self.device, self.captured = state_slots, device, captured
@@ -216,14 +224,15 @@ class DecodeBatch:
         self.last = torch.zeros(len(rows), dtype=torch.long, device=device)
 
     def _extend_table(self) -> None:
-        """Adds newly allocated blocks of the rows to the block table."""
+        """Adds the blocks that the rows have allocated since the last step to the block table."""
         for i, (row, count) in enumerate(zip(self.rows, self.num_blocks, strict=True)):
             if len(row.blocks) > count:
                 self.table[i, count : len(row.blocks)] = row.blocks[count:]
                 self.num_blocks[i] = len(row.blocks)
 
     def forward(self, cache: KVCache, uniforms: Sequence[float], divisors: Tensor | None) -> Forward:
-        """Returns the forward that computes the last token of each row."""
+        """Returns a forward pass that computes the last token of each row. uniforms, divisors: as in
+        `Forward`."""
         self._extend_table()
         places = self.positions[:, 0]
         slots = places[:0]
@@ -246,19 +255,19 @@ class DecodeBatch:
         )  # fmt: skip
 
     def advance(self) -> None:
-        """Moves on to the token that each row was given since."""
+        """Prepares the arrays for the next step, which computes the token that each row has just received."""
         self.tokens[:, 0] = [row.tokens[-1] for row in self.rows]
         self.positions += 1
 
 
-_PART = 24  # blocks that may be read for nothing before it is worth to attend in one part more
+_PART = 24  # a split into two parts must save at least this many reads of blocks
 
 
 def _parts(blocks: Sequence[int], first_row: int = 0) -> list[tuple[int, int, int]]:
-    """Returns `CacheRows.parts`: splits rows, sorted by length, into groups that attend together with little
-    padding.
+    """Returns `CacheRows.parts`: splits rows, which are sorted by length, into groups that attend together
+    with little padding.
 
-    blocks: number of blocks of each row. first_row: number of the first row.
+    blocks: number of cache blocks of each row. first_row: index of the first row.
     """
     single_part_cost, longest = len(blocks) * blocks[-1], blocks[-1]
     costs = [i * blocks[i - 1] + (len(blocks) - i) * longest for i in range(1, len(blocks))]

@@ -1,5 +1,5 @@
-"""Computes from free memory how many rows of tokens a forward may run, and how many blocks the KV cache
-has."""
+"""Computes from free memory how many tokens a forward pass may have, and how many blocks the KV cache
+gets."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -16,26 +16,26 @@ from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec, Mamb
 from megatron.mpu import ParallelGroups
 from megatron.mpu.memory import free_host_memory
 
-# More than this gains no speed, whatever memory there is.
+# Most tokens of a forward pass: more do not make it faster.
 _TOKENS = {"cpu": 1024, "cuda": 32768}
-# Shares of free memory; pages of files and other processes want the rest of a CPU's.
+# Shares of free memory to use. File caches and other processes need the rest of host memory.
 _FORWARD_SHARE = {"cpu": 0.25, "cuda": 0.5}
 _CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
-_SCORES_AT_ONCE = 3  # copies of attention scores where a kernel writes them out
-# Copies in fp32 of all states of a scan's tokens, or of the decays between the tokens of its chunks
+_SCORES_AT_ONCE = 3  # copies of the attention scores that exist at once in kernels that write them out
+# fp32 copies that exist at once in a Mamba scan: of the states, and of the decays between a chunk's tokens
 _STATES_AT_ONCE, _DECAYS_AT_ONCE = 8, 6
 
 
 @dataclass(frozen=True)
 class ForwardBudget:
-    """The limits of one forward on this rank.
+    """The limits of one forward pass on this rank.
 
-    bytes: memory for activations and logits.
+    bytes: most bytes for activations and logits.
     tokens: most tokens, padding included.
-    rows: fixed limit of rows, which replaces the limits of memory and tokens; None: no such limit.
-    token_bytes: memory per token.
-    key_bytes: memory per pair of query and key, counted only for rows with branches, which need a mask.
-    logits_bytes: memory per token whose logits are read.
+    rows: most rows, in place of the limits on bytes and tokens; None: no such limit.
+    token_bytes: bytes per token.
+    key_bytes: bytes per pair of query and key, counted only for rows with branches, which need a mask.
+    logits_bytes: bytes per token whose logits are read.
     """
 
     bytes: int
@@ -46,7 +46,11 @@ class ForwardBudget:
     logits_bytes: int
 
     def allows(self, rows: int, width: int, num_logits: int, branched: bool) -> bool:
-        """Returns whether `rows` rows of `width` tokens fit, if logits of `num_logits` tokens are read."""
+        """Returns whether a forward pass may have `rows` rows of `width` tokens, with logits of `num_logits`
+        tokens.
+
+        branched: whether rows hold branches (tree attention).
+        """
         if self.rows is not None:
             return rows <= self.rows
         keys = width * self.key_bytes if branched else 0
@@ -55,11 +59,12 @@ class ForwardBudget:
 
 
 def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget:
-    """Returns how many rows and tokens a forward may have: the limits of the rank with the least free memory.
+    """Returns the limits of a forward pass, computed from the free memory of the rank that has the least.
 
-    All ranks call it together.
+    All ranks call this function together.
 
-    batch_size: a fixed number of rows instead of the limits of memory; None: automatic, and logged.
+    batch_size: a fixed number of rows, in place of limits by memory; None: limits by memory, which are
+        logged.
     """
     args, groups = model.args, model.groups
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
@@ -70,11 +75,11 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     heads = max((mixer.heads for mixer in mixers), default=0) // tensor
     mixed, scanned = (max(sizes) for sizes in zip(*(_mixer_sizes(block.mixer) for block in blocks), strict=True))
     inner = (3 * max(widths) + mixed) // tensor
-    values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
+    values = 2 * (8 * args.hidden_size + inner)  # of a block, doubled for buffers of its kernels
     scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
     share = _share_of_free_memory(groups, _FORWARD_SHARE)
     least_memory = min(run_on_all_ranks(groups, lambda: share))
-    # Mamba's states of so many tokens, however many there are
+    # Mamba's scan holds the states of AT_A_TIME tokens, however many tokens there are
     scanned_states = [spec.inner * spec.state for block in blocks if isinstance(spec := block.mixer, MambaSpec)]
     held = 4 * _STATES_AT_ONCE * AT_A_TIME * max(scanned_states, default=0) // tensor
     budget = ForwardBudget(
@@ -84,14 +89,14 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     )  # fmt: skip
     if batch_size is None:
         logging.getLogger("megatron").info(
-            f"eval_batch_size: auto runs up to {budget.tokens} tokens at once in {budget.bytes / 1e9:.1f} GB"
+            f"eval_batch_size: auto chose up to {budget.tokens} tokens per forward pass, in {budget.bytes / 1e9:.1f} GB"
         )
     return budget
 
 
 def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
-    """Returns the memory of an attention or Mamba layer: (values per token, further bytes per token of
-    Mamba-2's scan)."""
+    """Returns the memory that an attention or Mamba layer needs per token: (number of values, further bytes
+    for Mamba-2's scan)."""
     match mixer:
         case AttentionSpec():
             return 4 * mixer.heads * mixer.head_dim, 0
@@ -107,7 +112,8 @@ def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
 
 
 def _inner_width(feed_forward: FeedForwardSpec | None) -> int:
-    """Returns the width of the gated dense feed-forward whose activations take as much memory as this one's.
+    """Returns the width of a dense gated feed-forward layer whose activations need as much memory as
+    `feed_forward`.
 
     A mixture of experts counts `top_k` experts, their inputs and outputs, and the shared expert.
     """
@@ -116,7 +122,7 @@ def _inner_width(feed_forward: FeedForwardSpec | None) -> int:
     if isinstance(feed_forward, DenseSpec):
         return feed_forward.width
     shared = feed_forward.shared.width if feed_forward.shared is not None else 0
-    # Its inputs and outputs are there once for each expert.
+    # Each chosen expert has its own copy of the inputs and outputs.
     return feed_forward.router.top_k * (feed_forward.expert.width + feed_forward.expert.hidden) + shared
 
 
@@ -127,15 +133,14 @@ def cache_blocks(
     cache_gb: float | None = None,
     log: Callable[[str], None] | None = None,
 ) -> int:
-    """Returns how many blocks the KV cache gets: as many as fit beside the Mamba states of `texts` texts, at
-    most `max_blocks`.
+    """Returns how many blocks the KV cache gets: as many as fit in memory, at most `max_blocks`.
 
-    The rank with the least memory decides. All ranks of the model call it together.
+    The rank with the least memory decides. All ranks of the model call this function together. Raises
+    ConfigError if the Mamba states do not fit, or not even one block.
 
+    texts: number of texts whose Mamba states must fit too.
     cache_gb: GB for keys, values and states on this rank; None: `kv_cache_gb` of the configuration.
-    log: called with a line about an automatic choice.
-
-    Raises ConfigError if the states do not fit, or not even one block.
+    log: called with a line of text if `kv_cache_gb` is auto.
     """
     args, groups, device = model.args, model.groups, model.groups.device
     block_bytes, state_bytes = model.stage.cache_bytes * BLOCK_SIZE, texts * model.stage.state_bytes
@@ -160,7 +165,8 @@ def cache_blocks(
     if blocks < min(max_blocks, 1):
         states_suffix = f" beside {state_bytes / 1e9:.3g} GB of Mamba states of {texts} texts" if texts else ""
         raise args.error(
-            "kv_cache_gb", f"{available / 1e9:.3g} GB cannot hold {BLOCK_SIZE} tokens{states_suffix}; set it higher"
+            "kv_cache_gb",
+            f"{available / 1e9:.3g} GB cannot hold even {BLOCK_SIZE} tokens{states_suffix}; set it higher",
         )
     if auto and log is not None:
         held = [f"{blocks * BLOCK_SIZE} tokens"] * (max_blocks > 0) + [f"the states of {texts} texts"] * (texts > 0)
@@ -169,9 +175,10 @@ def cache_blocks(
 
 
 def _share_of_free_memory(groups: ParallelGroups, shares: Mapping[str, float]) -> int:
-    """Returns this rank's part of the bytes that can still be allocated, on its GPU or in host memory.
+    """Returns how many bytes this rank may use: a share of the free memory of its GPU, or its part of free
+    host memory.
 
-    shares: of these bytes, by kind of device.
+    shares: the share of free memory to use, 0 to 1, by device type ("cpu", "cuda").
     """
     device = groups.device
     if device.type != "cuda":

@@ -11,25 +11,26 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class RequestError(UserError, ValueError):
-    """Raised for a request that cannot be served. The message says why, and which values are allowed."""
+    """Raised for a request to the model that cannot be served. The message says why, and which values are
+    allowed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue, and the settings of its generation.
+    """A prompt to continue, and the settings for its continuation.
 
-    tokens: of the prompt, at least one.
-    maximum_tokens: most tokens to generate; 0 only with prompt_logprobs.
+    tokens: token ids of the prompt, at least one.
+    maximum_tokens: most tokens to generate; 0 is allowed only with prompt_logprobs.
     sampling: how tokens are chosen.
-    seed: of the request's own random generator; the result does not depend on other requests.
-    stop: strings; the text ends before the first of them.
-    stop_token_ids: ids that end the text; None: the model's.
-    logprobs: report each generated token's log-probability and this many most likely tokens; 0: only its
-        log-probability; None: neither.
-    processed_logprobs: log-probabilities use logits divided by the temperature (vLLM's word), without filters
-        and penalties.
+    seed: seed of the request's own random generator; the result does not depend on other requests.
+    stop: strings that end the text; the text ends before the first of them.
+    stop_token_ids: token ids that end the text; None: the model's.
+    logprobs: number of most likely tokens to report for each generated token, beside its own log-probability;
+        0: only its log-probability; None: no log-probabilities.
+    processed_logprobs: compute log-probabilities from logits divided by the temperature, without filters and
+        penalties (named as in vLLM).
     prompt_logprobs: also report log-probabilities of the prompt's tokens.
-    text: whether events hold text; required by `stop`.
+    text: whether events hold text; must be true with `stop`.
     minimum_tokens: number of generated tokens before which stop tokens and stop strings are ignored.
     adapter: number of the LoRA adapter, if several are served; 0: none.
     """
@@ -49,10 +50,11 @@ class Request:
 
 
 class Logprob(NamedTuple):
-    """The model's log-probability of a token, before temperature and penalties (unless
-    `Request.processed_logprobs`).
+    """The log-probability that the model gives to a token.
 
-    top: (id, log-probability) of the most likely tokens, best first.
+    It is computed before temperature and penalties are applied, unless `Request.processed_logprobs` is set.
+
+    top: (id, log-probability) of the most likely tokens at this position, best first.
     """
 
     token: int
@@ -64,13 +66,13 @@ class Event(NamedTuple):
     """The output of one step for the request `id`.
 
     tokens: new tokens, including a stop token.
-    text: new text; empty while a character is incomplete or the text may begin a stop string. The texts of
-        all events join to the result.
-    logprobs: one per token, if requested.
+    text: new text; empty while a character is incomplete or a stop string may have begun. The full text is
+        the texts of all events joined.
+    logprobs: one per new token, if requested.
     finish_reason: None if more events follow; "stop" after a stop token or stop string, "length" after
         maximum_tokens, "cancelled" after a cancellation.
-    prompt_logprobs: only in the first event, if requested; None for the first token, which has no token
-        before it.
+    prompt_logprobs: only in the first event, if requested: one per token of the prompt, None for its first
+        token, which has no token before it.
     """
 
     id: int

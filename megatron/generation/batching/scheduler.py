@@ -1,6 +1,6 @@
-"""Schedules the requests of the next step: first come, first served, while rows and KV-cache blocks last.
+"""Decides which requests run in the next step: first come, first served, while rows and KV-cache blocks last.
 
-A request to a model with states has a slot of its own while it runs.
+In models with Mamba states, each running request also holds a state slot.
 """
 
 from collections import deque
@@ -10,17 +10,17 @@ from megatron.generation.batching.sequence import SequenceState
 
 
 class Scheduler:
-    """Holds the running sequences, at most `maximum_rows`, and the sequences that wait for a row or for
-    KV-cache blocks."""
+    """Holds the requests, called sequences here: those that run, at most `maximum_rows`, and those that wait
+    for a row or for KV-cache blocks."""
 
     def __init__(self, blocks: BlockAllocator, maximum_rows: int) -> None:
         self.blocks, self.maximum_rows = blocks, maximum_rows
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self.free_slots = list(range(maximum_rows - 1, -1, -1))  # of states
+        self.free_slots = list(range(maximum_rows - 1, -1, -1))  # indices of free Mamba states
 
     def admit(self) -> None:
-        """Moves waiting sequences to rows, in order, until rows or blocks run out."""
+        """Moves waiting sequences to free rows, in order, until rows or KV-cache blocks run out."""
         being_prefilled = {row.beginning for row in self.running if row.shares_blocks and row.computed < BLOCK_SIZE}
         while self.waiting and len(self.running) < self.maximum_rows:
             sequence = self.waiting[0]
@@ -30,10 +30,10 @@ class Scheduler:
                 if shares:
                     shared, prefix_id = self.blocks.share_prefix(sequence.tokens, prefix_id)
                 num_new_blocks = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
-                # One row more must not preempt those that run in the very next step: a block is left for
-                # each.
+                # One free block is left for each running row, so that the new row does not cause a
+                # preemption in the next step.
                 num_required_blocks = num_new_blocks + len(self.running)
-                # A row that runs is about to write what this one could share: wait a step for it.
+                # A running row is about to compute the first block of this sequence: wait to share it.
                 sharable_soon = shares and not shared and beginning in being_prefilled
                 sharable_soon = sharable_soon and len(sequence.tokens) > BLOCK_SIZE
                 allocated = None
@@ -52,8 +52,8 @@ class Scheduler:
     def grow(self) -> None:
         """Allocates a KV-cache block for every row whose blocks have no room for its last token.
 
-        If no block is free, the youngest row is preempted: it frees its blocks, and waits in front of all
-        others to be run again.
+        If no block is free, the youngest row is preempted: it frees its blocks, and is put first in the queue
+        of waiting requests.
         """
         for sequence in [row for row in self.running if row.paged]:
             while len(sequence.tokens) > len(sequence.blocks) * BLOCK_SIZE and sequence in self.running:
@@ -64,12 +64,13 @@ class Scheduler:
                     self.preempt(max((row for row in self.running if row.paged), key=lambda row: row.id))
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Stops a sequence, frees its blocks and slot, and puts it first in the queue, to be recomputed."""
+        """Stops a running sequence, frees its blocks and state slot, and puts it first in the queue, so that
+        it is recomputed later."""
         self.finish(sequence)
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: SequenceState) -> None:
-        """Removes a running sequence, and frees its blocks and state slot."""
+        """Removes a sequence from the running ones, and frees its KV-cache blocks and state slot."""
         self.running.remove(sequence)
         self.release(sequence)
 
@@ -84,9 +85,8 @@ class Scheduler:
             sequence.prompt_logprobs = [None]
 
     def cancel(self, id: int) -> bool:
-        """Drops the sequence of this id and frees its blocks. Returns False if no such sequence runs or
-        waits.
-        """
+        """Drops the sequence with this id and frees its blocks. Returns False if no sequence with this id
+        runs or waits."""
         for sequences in (self.running, self.waiting):
             for sequence in sequences:
                 if sequence.id == id:

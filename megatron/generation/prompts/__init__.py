@@ -1,1 +1,1 @@
-"""Prompts: from files, from conversations, typed at a terminal."""
+"""Reads prompts and questions from files, and renders conversations as prompts by chat templates."""

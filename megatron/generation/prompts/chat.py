@@ -1,4 +1,4 @@
-"""Conversations as prompts: the chat template of the run's tokenizer, or one of its own."""
+"""Renders conversations as prompts, with the chat template of the model or of the file `chat_template`."""
 
 import importlib.util
 import json
@@ -20,15 +20,15 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 _ANSWER = "answer"
-_UNIQUE = "\x02answer\x03"  # in no conversation
+_UNIQUE = "\x02answer\x03"  # a text that is in no conversation
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template, rendered as by transformers.
+    """A chat template in Jinja, which is rendered in the same way as transformers renders it.
 
-    tokenizer: its special tokens are available to the template. source: the template's file or folder, for
-        messages.
+    text: the template. tokenizer: the tokenizer whose special tokens the template can use. source: the
+        template's file or folder, for error messages.
     """
 
     text: str
@@ -45,12 +45,11 @@ class ChatTemplate:
         generation_prompt: bool = True,
         open_end: bool = False,
     ) -> str:
-        """Returns the conversation as text.
+        """Renders a conversation as text. Raises RequestError if the template fails or omits a message.
 
-        generation_prompt: the text ends where an answer begins.
-        open_end: the last message is the beginning of an answer, so no end is written after it.
-
-        Raises RequestError with the template's error, or if the template omits a message.
+        generation_prompt: whether to add the text with which an answer begins.
+        open_end: whether the last message is the beginning of an answer, so that no end-of-message text
+            follows it.
         """
 
         def render(rendered_messages: Sequence[Message]) -> str:
@@ -98,17 +97,20 @@ class ChatTemplate:
         settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
     ) -> list[int]:
         """Returns the token ids of a conversation, up to where the model's next answer begins. Raises
-        RequestError."""
+        RequestError as `render` does."""
         return self.tokenizer.tokenize_bare(self.render(messages, settings))
 
     def tokens_after(
         self, messages: Sequence[Message], settings: TemplateSettings, last: int, replies: Sequence[Message]
     ) -> list[int]:
-        """Returns the token ids between two answers: the end of the answer to `messages`, the `replies`, and
-        the beginning of the next answer.
+        """Returns the token ids that the template writes between the model's answer to `messages` and its
+        next answer.
 
-        last: the last token of the answer to `messages`. If the template ends answers with this token, it is
-            not repeated. Raises RequestError.
+        They are the end of the answer to `messages`, the `replies` to it, and the text with which the next
+        answer begins. Raises RequestError if the template fails or does not render answers verbatim.
+
+        last: the last token of the answer to `messages`. If the template ends answers with this token, the
+            result does not repeat it.
         """
 
         def render(following: Sequence[Message]) -> str:
@@ -118,7 +120,8 @@ class ChatTemplate:
         text_above, mark, text_below = render(replies).rpartition(_UNIQUE)
         if not mark or _UNIQUE in text_above:
             raise RequestError(
-                "the chat template must render each earlier answer verbatim and once, so that its tokens can be found"
+                "the chat template does not render an earlier answer verbatim exactly once, so the answer's tokens "
+                "cannot be located; use another chat_template"
             )
         self._compare(self._check_replies, replies, text_below, render)
         end = self.tokenizer.special_tokens.get(last) or self.tokenizer.detokenize([last])
@@ -127,8 +130,8 @@ class ChatTemplate:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: the tokenizer's, and the special token that the template writes after
-        an answer."""
+        """The token ids that end an answer: the tokenizer's end-of-document and EOS tokens, and the special
+        token that the template writes after an answer."""
         stop_tokens = {self.tokenizer.eod, self.tokenizer.eos}
         try:
             conversation: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
@@ -143,10 +146,10 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
     """Returns the chat template: the file `chat_template`, else the template beside `vocab_file`, else the
     loaded model's.
 
-    carried: in training, the tokenizer files of the trained model, by name; None: they are read from its
-        folder.
-
     Raises ConfigError if there is no template, or if its file cannot be read.
+
+    carried: in training, {name: content} of the tokenizer files of the trained model; None: they are read
+        from the model's folder.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(["chat templates need the transformers package: pip install 'neox[serve]'"])
@@ -157,14 +160,18 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
         if template is not None:
             return ChatTemplate(template, tokenizer, source)
     raise ConfigError(
-        ["no chat template was found beside vocab_file or in the loaded model's folder; set chat_template to a file"]
+        [
+            "no chat template was found beside vocab_file or in the loaded model's folder; set chat_template to a "
+            "template file"
+        ]
     )
 
 
 def find_shared_template(
     args: NeoXArgs, tokenizer: Tokenizer, world: World, carried: Mapping[str, bytes] | None = None
 ) -> ChatTemplate:
-    """Returns the chat template that `find_template` finds on rank 0. All ranks call it together."""
+    """Returns, on every rank, the chat template that `find_template` finds on rank 0. All ranks call it
+    together."""
 
     def find() -> tuple[str, str]:
         template = find_template(args, tokenizer, carried)
@@ -195,10 +202,10 @@ def _template_sources(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> It
 
 
 def _template_of(files: Mapping[str, bytes]) -> str | None:
-    """Returns the chat template in a tokenizer's files; None if they have none. Of several templates, it
-    returns `default`.
+    """Returns the chat template in a tokenizer's files; None if there is none. If there are several
+    templates, it returns the one named `default`.
 
-    files: content by file name.
+    files: {file name: content}.
     """
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")

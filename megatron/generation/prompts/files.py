@@ -1,4 +1,4 @@
-"""Prompts to continue: the texts of a file, or empty ones, and their tokens."""
+"""Reads prompts to continue from a file, or makes empty prompts, and tokenizes them."""
 
 import logging
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Prompt:
     """A text to continue.
 
     context: the text.
-    tokens: its token ids, at least one; empty if the prompt is skipped.
-    message: a warning for the output file.
+    tokens: the token ids of the text, at least one; empty if the prompt is skipped.
+    message: a warning for the output file; None: no warning.
     """
 
     context: str
@@ -26,11 +26,11 @@ class Prompt:
 
 
 def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """Returns the prompts of `sample_input_file`; for `text_gen_type: unconditional`, `num_samples` empty
-    prompts.
+    """Returns the prompts in the file `sample_input_file`, or, for `text_gen_type: unconditional`,
+    `num_samples` empty prompts.
 
-    Raises ConfigError if the file cannot be read or holds no prompt. With `eval_overlong: refuse` it also
-    raises ConfigError if a prompt is too long.
+    Raises ConfigError if the file cannot be read or holds no prompt, or if a prompt is too long and
+    `eval_overlong` is `refuse`.
     """
     texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
     prompts = make_prompts(texts, args, tokenizer)
@@ -40,8 +40,9 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     if args.eval_overlong == "refuse":
         raise args.error(
             "sample_input_file",
-            f"{len(too_long)} prompts, the first of them number {too_long[0] + 1}, are too long with maximum_tokens "
-            f"{args.maximum_tokens} (eval_overlong: refuse); set eval_overlong to truncate_left or skip",
+            f"{len(too_long)} prompts, the first of them number {too_long[0] + 1}, are too long for the model with "
+            f"maximum_tokens {args.maximum_tokens} (eval_overlong: refuse); shorten them, or set eval_overlong to "
+            "truncate_left or skip",
         )
     action = "their beginnings are left out"
     if args.eval_overlong == "skip":
@@ -55,10 +56,10 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """Returns a prompt for each text.
+    """Returns a `Prompt` for each text.
 
-    A prompt that leaves no room for `maximum_tokens` is truncated on the left, with a message. An empty text
-    becomes the token that begins a document.
+    A prompt that leaves no room for `maximum_tokens` new tokens is truncated on the left, and gets a warning
+    as message. An empty text becomes the end-of-document token, after which a new document begins.
     """
     positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
     max_prompt_tokens = positions - args.maximum_tokens
@@ -79,9 +80,9 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
     try:
         content = Path(file).read_text(encoding="utf-8")
     except OSError as cause:
-        raise args.error(key, f"{file}: {cause.strerror}") from cause
+        raise args.error(key, f"{file}: cannot be read ({cause.strerror})") from cause
     except UnicodeDecodeError as cause:
-        raise args.error(key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.error(key, f"{file}: is not UTF-8 text (byte {cause.start} is invalid)") from cause
     texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
     if not texts:
         raise args.error(key, f"{file}: holds no prompt (prompts are separated by prompt_end {args.prompt_end!r})")
@@ -89,8 +90,8 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
 
 
 def read_key_file(args: ModelArgs, key: str) -> str:
-    """Returns the text of the file that the configuration key `key` names. Raises ConfigError if it cannot be
-    read."""
+    """Returns the text of the file that the configuration key `key` names. Raises ConfigError if the file
+    cannot be read."""
     file = getattr(args, key)
     try:
         return Path(file).read_text(encoding="utf-8")
@@ -99,5 +100,6 @@ def read_key_file(args: ModelArgs, key: str) -> str:
 
 
 def system_prompt(args: NeoXArgs) -> str | None:
-    """Returns the system prompt of `system_prompt_file`, None without it. Raises ConfigError."""
+    """Returns the text of the file `system_prompt_file`; None if the key is not set. Raises ConfigError if
+    the file cannot be read."""
     return None if args.system_prompt_file is None else read_key_file(args, "system_prompt_file").strip()

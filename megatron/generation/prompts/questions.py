@@ -1,4 +1,4 @@
-"""Questions to a model, from a file: texts to continue, or conversations whose next answer is wanted."""
+"""Reads questions to a model from a file: texts to continue, or conversations to answer."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt or a conversation.
+    """A question to a model: a text to continue, or a conversation to answer.
 
-    text: the text to show; for a conversation its last message.
-    messages: a conversation, rendered by the chat template with `settings`; if empty, the model continues
-        `text`.
+    text: the text to show to people; for a conversation, its last message.
+    messages: the messages of a conversation; if empty, the model continues `text`.
+    settings: tools and variables for the chat template that renders the messages.
     """
 
     text: str
@@ -33,26 +33,30 @@ class Question:
     settings: TemplateSettings = TemplateSettings()
 
     def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int) -> list[int]:
-        """Returns the prompt as token ids. Raises RequestError if it has more than `max_prompt_tokens`, or if
-        the template refuses it."""
+        """Returns the question as token ids. Raises RequestError if there are more than `max_prompt_tokens`
+        of them, or if the chat template rejects the conversation."""
         if self.messages:
             assert template is not None
             tokens = template.tokens(self.messages, self.settings)
         else:
             tokens = tokenizer.tokenize(self.text)
         if len(tokens) > max_prompt_tokens:
-            raise RequestError(f"has {len(tokens)} tokens; at most {max_prompt_tokens} fit beside maximum_tokens")
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; at most {max_prompt_tokens} fit beside the maximum_tokens of "
+                "the answer"
+            )
         return tokens
 
 
 def ask(text: str, system: str | None = None) -> Question:
-    """Returns a question that is a conversation of one user message, after an optional system message."""
+    """Returns a question that is a conversation: the system message `system` (None: none) and the user
+    message `text`."""
     system_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return Question(text, (*system_messages, {"role": "user", "content": text}))
 
 
 def read_text(file: str | Path) -> str:
-    """Returns the text of a UTF-8 file. Raises RequestError if it cannot be read."""
+    """Returns the text of a UTF-8 file. Raises RequestError if the file cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
@@ -60,13 +64,14 @@ def read_text(file: str | Path) -> str:
 
 
 def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
-    """Reads a question from each line of a file. Raises RequestError with file and line.
+    """Reads a question from each line of a file. Raises RequestError, with file and line, for an invalid
+    line.
 
-    In a `.jsonl` file a line is `{"prompt": text}` or `{"messages": [...]}` as in training data; a last
-    message of the assistant is left out. In any other file a line is a text.
+    In a `.jsonl` file a line is `{"prompt": text}`, or `{"messages": [...]}` as in training data, of which an
+    assistant's last message is left out. In any other file a line is a text.
 
-    chat: True: a text is a user's message; False: the model continues it.
-    system: the system message of conversations that have none.
+    chat: True: a text or prompt is a user's message; False: the model continues it.
+    system: the system message to add to conversations that have none; None: add none.
     """
     path, questions = Path(file), []
     for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other separators of lines
@@ -78,7 +83,7 @@ def read_questions(file: str | Path, chat: bool, system: str | None = None) -> l
         except ValueError as problem:
             raise RequestError(f"{path}:{number}: {problem}") from problem
     if not questions:
-        raise RequestError(f"{path}: holds no question; write one a line")
+        raise RequestError(f"{path}: holds no question; write one question per line")
     return questions
 
 
@@ -93,15 +98,15 @@ def _question(entry: Any, chat: bool, system: str | None) -> Question:
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("the last message must be of a user or a tool, or the assistant's answer to it")
+        raise ValueError("the last message must be from user or tool, or an assistant's answer to such a message")
     return Question(messages[-1]["content"], tuple(messages), template_settings(entry))
 
 
 def all_tokens(
     questions: Sequence[Question], tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int
 ) -> list[list[int]]:
-    """Returns the prompt of each question as token ids. Raises RequestError for an invalid question, with its
-    number."""
+    """Returns each question as token ids. Raises RequestError, with the question's number, for a question
+    that is too long or that the chat template rejects."""
     prompts = []
     for number, question in enumerate(questions, 1):
         try:

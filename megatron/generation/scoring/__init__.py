@@ -1,1 +1,1 @@
-"""Log-probabilities of given texts, and files of them."""
+"""Computes log-probabilities and reward scores of given texts, and writes them to files."""

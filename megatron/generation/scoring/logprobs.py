@@ -1,5 +1,5 @@
-"""Log-probabilities of continuations: what lm-eval, `text_gen_type: score` and precomputed references are
-made of."""
+"""Computes log-probabilities of continuations, for lm-eval and for `text_gen_type: score` and
+`precompute`."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +24,19 @@ from megatron.neox_arguments import ConfigError
 __all__ = ["Overlong", "ScoreRequest", "ContinuationScore", "rolling_windows", "score", "score_texts"]
 
 Overlong = Literal["truncate_left", "refuse", "skip"]
-_MASK_MULTIPLE = 8  # keys of a mask, as kernels on GPUs like them
-_VALUES_AT_ONCE = 1 << 26  # of logits, when they are read in fp32
+_MASK_MULTIPLE = 8  # on GPUs, the width of masks is padded to a multiple of it, which kernels prefer
+_VALUES_AT_ONCE = 1 << 26  # number of logits that are converted to fp32 at once
 
 
 @dataclass(frozen=True)
 class ContinuationScore:
     """The scores of one continuation.
 
-    logprobs: log-probability of each token, in nats.
+    logprobs: log-probability of each token of the continuation, in nats.
     greedy: for each token, whether it is the model's most likely token.
-    truncated: number of tokens removed from the beginning of the context.
-    skipped: the request was too long and not run; logprobs are -inf and greedy is False.
+    truncated: number of tokens that were removed from the beginning of the context.
+    skipped: whether the request was too long and was not run; all logprobs are then -inf, and all greedy
+        False.
     """
 
     logprobs: list[float]
@@ -53,18 +54,16 @@ def score(
     budget: ForwardBudget | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[ContinuationScore]:
-    """Returns the score of every request, the same on every rank and in every layout. All ranks call it
-    together.
+    """Returns the score of every request. It is the same on every rank and in every parallel layout.
 
-    Requests with the same context share its forward, except in models with Mamba states.
+    All ranks call this function together. Requests with the same context share the context's computation,
+    except in models with Mamba states. Raises CheckpointError for NaN logits, and ConfigError for a request
+    that is refused or that is too long even when truncated.
 
-    batch_size: rows (contexts) per forward; None: as many as memory allows.
-    overlong: if a request exceeds the model's positions: truncate_left, refuse (ConfigError) or skip.
-    budget: a result of `forward_budget`; None: measured now.
+    batch_size: rows (contexts) per forward pass; None: as many as memory allows.
+    overlong: what to do with a request that exceeds the model's positions: truncate_left, refuse or skip.
+    budget: a result of `forward_budget`, which replaces `batch_size`; None: it is computed now.
     on_progress: called on every rank with the approximate number of finished requests.
-
-    Raises CheckpointError for NaN logits, ConfigError also for a request that is too long even when
-    truncated.
     """
     all_fitted = [_fit(i, request, model.positions, overlong) for i, request in enumerate(requests)]
     fitting = {i: fitted for i, fitted in enumerate(all_fitted) if fitted is not None}
@@ -106,10 +105,9 @@ def score_texts(
     budget: ForwardBudget,
     on_progress: Callable[[float], None],
 ) -> list[list[ContinuationScore]]:
-    """Scores texts that are split into several requests each, by `score`. Returns the scores of each text's
-    requests.
+    """Scores texts, each of which is a list of requests. Returns the list of scores of each text.
 
-    on_progress: called with the finished share, 0 to 1.
+    overlong, budget: as in `score`. on_progress: called with the finished share, 0 to 1.
     """
     requests = [request for text in texts for request in text]
 
@@ -124,10 +122,14 @@ def score_texts(
 
 
 def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong) -> tuple[ScoreRequest, int] | None:
-    """Returns a request and by how many tokens its context was truncated on the left, because it exceeds the
-    model's positions; None to skip it.
+    """Truncates the context of a request on the left, if needed, so that the request fits the model's
+    positions.
 
-    The last token needs no position. Raises ConfigError if the request is too long and may not be truncated.
+    Returns the request and the number of tokens that were removed. Returns None if the request is too long
+    and `overlong` is skip. Raises ConfigError if it is refuse, or if truncating cannot help. The last token
+    of a request needs no position.
+
+    number: the request's index, for error messages.
     """
     context, continuation = request
     if not len(context):
@@ -139,7 +141,7 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
         return None
     if overlong == "refuse" or excess >= len(context):
         lengths = f"a context of {len(context)} tokens and {len(continuation)} to be scored"
-        fix = "set truncate_left or skip" if excess < len(context) else "set skip"
+        fix = "set eval_overlong to truncate_left or skip" if excess < len(context) else "set eval_overlong to skip"
         raise ConfigError(
             [f"eval_overlong: {overlong}: text {number} has {lengths}, but the model has {positions} positions; {fix}"]
         )
@@ -147,7 +149,11 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
 
 
 def _report(truncated: Sequence[int], requests: int, positions: int) -> None:
-    """Logs how many of the requests were too long. truncated: tokens that each request that was run lost."""
+    """Logs how many requests were truncated and how many were skipped.
+
+    truncated: number of tokens that each request lost, without skipped requests. requests: number of all
+        requests.
+    """
     num_skipped, num_truncated = requests - len(truncated), sum(count > 0 for count in truncated)
     if num_skipped or num_truncated:
         done = " and ".join(
@@ -155,7 +161,7 @@ def _report(truncated: Sequence[int], requests: int, positions: int) -> None:
             + [f"{num_skipped} were skipped"] * (num_skipped > 0)
         )
         logging.getLogger("megatron").info(
-            f"eval_overlong: of {requests} texts, {done}: longer than the model's {positions} positions"
+            f"eval_overlong: of {requests} texts, {done}, as they are longer than the model's {positions} positions"
         )
 
 
@@ -163,9 +169,9 @@ def _report(truncated: Sequence[int], requests: int, positions: int) -> None:
 
 
 def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[TreeRow]]:
-    """Yields batches of adjacent rows, each as large as the budget allows and at least one row.
+    """Yields batches of consecutive rows. Each batch is as large as the budget allows, and at least one row.
 
-    Rows with branches and rows without are not mixed.
+    Rows with branches and rows without branches are never in one batch.
     """
     batch: list[TreeRow] = []
     num_logits = 0
@@ -185,12 +191,12 @@ def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[Tr
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Batch):
-    """`TreeRow`s padded on the right.
+    """A batch of `TreeRow`s, padded on the right.
 
-    branches, last, logit_positions: as in `InferenceContext`. Rows without branches have no `branches` and no
-        `positions`; rows with branches have no `last`.
+    branches, last, logit_positions: `branch_ids`, `last_tokens` and `logit_positions` of `InferenceContext`.
+        Without branches, `branches` and `positions` are None; with branches, `last` is None.
     targets: `[m]` int64, the tokens to score.
-    places: `[m]` int64, for each target the index in `logit_positions` of the logits that predict it.
+    places: `[m]` int64, for each target the index in `logit_positions` of the logits that predict the target.
     """
 
     branches: Tensor | None = None
@@ -232,18 +238,18 @@ def _batch(rows: list[TreeRow], on_gpu: bool) -> _Batch:
 def _run(
     model: Model, batches: list[list[TreeRow]], forwards: int, on_progress: Callable[[int], None]
 ) -> dict[int, tuple[list[float], list[bool]]]:
-    """Returns {request number: (log-probabilities, whether each token is the most likely)} for this data
-    rank.
+    """Runs this data-parallel rank's batches and returns their scores.
 
-    Only tensor rank 0 of the first pipeline stage gets them; other ranks get {}.
+    The scores are {request number: (log-probabilities, whether each token is the most likely)} on tensor rank
+    0 of the first pipeline stage, and {} on other ranks.
 
-    forwards: number of forwards to run; those after the last batch run dummy rows, so that all ranks run
-        equally many.
+    forwards: number of forward passes to run. If there are fewer batches, dummy rows are run, so that all
+        data-parallel ranks run the same number.
     """
     groups, on_gpu = model.groups, model.groups.device.type == "cuda"
     scores: dict[int, tuple[list[float], list[bool]]] = {}
     done = 0
-    at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that stages work side by side
+    at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that all stages are busy
     for start in range(0, len(batches), at_once):
         chunk = batches[start : start + at_once]
         results = _forward(model, [_batch(rows, on_gpu) for rows in chunk])
@@ -268,8 +274,11 @@ def _scores_by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[l
 
 
 def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
-    """Runs batches. Returns `[2, m]` for each, on every rank of the model: the log-probabilities of its m
-    targets, and 1 for targets that are the most likely token, else 0."""
+    """Runs batches and returns the scores of each batch, `[2, m]`, on every rank of the model.
+
+    They are the log-probabilities of the batch's m targets, and 1 for each target that is the most likely
+    token, else 0.
+    """
 
     def stage(
         hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
@@ -291,9 +300,10 @@ def _shape(batch: Batch) -> tuple[int, ...]:
 
 
 def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
-    """Returns the scores of a batch, `[2, m]`, from its hidden states `[n, 1, hidden]`.
+    """Computes the scores of a batch, `[2, m]`, from its hidden states `[n, 1, hidden]`.
 
-    They are the log-probabilities of its m targets, and 1 for targets that are the most likely token, else 0.
+    They are the log-probabilities of the batch's m targets, and 1 for each target that is the most likely
+    token, else 0.
     """
     assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
     groups, logits = model.groups, head.logits()[:, 0]

@@ -1,4 +1,4 @@
-"""Files that grow over a long job, so that it goes on where it was interrupted."""
+"""Names the partial output file of a long job, so that an interrupted job continues where it stopped."""
 
 import hashlib
 import json
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 
-_LENGTH = 16  # of a fingerprint
+_LENGTH = 16  # characters of a fingerprint
 
 
 def job_fingerprint(args: NeoXArgs, sources: Sequence[str], files: Iterable[Path]) -> str:
-    """Returns a hash of everything the result depends on: configuration, weights and inputs.
+    """Returns a hash of everything that a job's result depends on: configuration, weights and input files.
 
-    sources: folders of the weights. files: inputs. Files of both are identified by path, size and
-        modification time.
+    Files are identified by path, size and modification time.
+
+    sources: folders of the weights. files: the input files.
     """
     paths = [path for folder in sources for path in sorted(Path(folder).iterdir()) if path.is_file()]
     paths += files
@@ -24,8 +25,11 @@ def job_fingerprint(args: NeoXArgs, sources: Sequence[str], files: Iterable[Path
 
 
 def partial_file(final: Path, fingerprint: str) -> Path:
-    """Returns the temporary path to which `final` is written until it is complete. Deletes the partial files
-    of `final` that belong to other jobs."""
+    """Returns the path under which the file `final` is written until it is complete. Deletes the partial
+    files of `final` that other jobs left.
+
+    fingerprint: the job's `job_fingerprint`.
+    """
     partial = final.with_name(f".{final.name}.{fingerprint}.partial")
     for path in final.parent.glob(f".{final.name}.{'?' * _LENGTH}.partial"):
         if path != partial:

@@ -1,5 +1,9 @@
-"""`text_gen_type: precompute`: a set's log-probabilities under a model as a set beside it, GPT-NeoX's
-references."""
+"""Implements `text_gen_type: precompute`: writes a dataset's log-probabilities under a model beside the
+dataset.
+
+Preference training reads them as GPT-NeoX's precomputed reference log-probabilities
+(`precompute_model_name`).
+"""
 
 import json
 import logging
@@ -23,12 +27,12 @@ from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import NeoXArgs
 
-_TOKENS_AT_ONCE = 1 << 18  # a data-parallel rank; what an interruption loses
+_TOKENS_AT_ONCE = 1 << 18  # tokens per data-parallel rank between two writes; an interruption loses at most these
 _VALUE = np.dtype("<f4")
 
 
 def data_paths(args: NeoXArgs) -> list[str]:
-    """Returns the paths of all datasets that the configuration names, each once."""
+    """Returns the paths of all datasets that the configuration names, without duplicates."""
     lists = [
         [args.data_path] if args.data_path else None,
         args.train_data_paths, args.valid_data_paths, args.test_data_paths,
@@ -39,14 +43,14 @@ def data_paths(args: NeoXArgs) -> list[str]:
 
 
 def precompute(model: Model, logger: logging.Logger) -> None:
-    """Writes the log-probability of every token of each dataset PATH to `PATH_NAME.bin/.idx`.
+    """Writes the log-probability of every token of each dataset PATH to `PATH_NAME.bin` and `PATH_NAME.idx`.
 
     NAME is `precompute_model_name`. Each token gets a float32: its log-probability given the tokens before it
-    in its document; the first token gets 0. All ranks call it together.
+    in its document. The first token of a document gets 0. Documents longer than the model's positions are
+    scored in windows.
 
-    Documents longer than the model's positions are scored in windows. An interrupted call is resumed by the
-    next. Finished files of this model and data are kept; raises DataError if they are of another model or
-    data.
+    All ranks call this function together. A later call continues an interrupted one. Finished files are kept;
+    raises DataError if they were made from another model or other data.
     """
     for path in data_paths(model.args):
         _precompute_one(model, path, logger)
@@ -59,13 +63,13 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
     fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, files))
     if on_rank_zero(groups, lambda: _is_complete(final, fingerprint)):
-        logger.info(f"{final}: already exists")
+        logger.info(f"{final}: already exists, so it is not computed again")
         return
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     total = int(ends[-1])
     growing, done = on_rank_zero(groups, lambda: _open_partial(ends, final, fingerprint))
     if done:
-        logger.info(f"{final}: going on after {done} of {len(dataset)} documents")
+        logger.info(f"{final}: an interrupted run is continued, going on after {done} of {len(dataset)} documents")
     share = _TOKENS_AT_ONCE * groups.size("data")
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
     with ProgressBar(
@@ -82,14 +86,17 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
             done = last
             progress.advance_to(int(ends[done]))
     on_rank_zero(groups, lambda: _finish(growing, final, dataset, fingerprint))
-    logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
+    logger.info(f"{final}: holds the log-probabilities of {len(dataset)} documents, {total} tokens")
 
 
 def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
     vocabulary = model.columns or model.args.padded_vocab_size
     highest = max((max(tokens) for tokens in texts if tokens), default=0)
     if highest >= vocabulary:
-        raise DataError(f"{path}: holds token id {highest}, but the model has {vocabulary}: tokenize it for this model")
+        raise DataError(
+            f"{path}: holds token id {highest}, but the model's vocabulary has {vocabulary} ids; tokenize the data "
+            "with this model's tokenizer"
+        )
 
 
 def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[ContinuationScore]]) -> None:
@@ -102,7 +109,7 @@ def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence
 
 
 def _windows(tokens: list[int], positions: int) -> list[ScoreRequest]:
-    """Returns requests that score every token of a document but the first."""
+    """Returns requests that score all tokens of a document except the first token."""
     return rolling_windows(tokens[1:], tokens[0], positions) if len(tokens) > 1 else []
 
 
@@ -113,7 +120,7 @@ def _is_complete(final: Path, fingerprint: str) -> bool:
     if note.is_file() and json.loads(note.read_text()).get("stamp") == fingerprint:
         return True
     raise DataError(
-        f"{index_path(final)}: already exists, for another model, configuration or data; remove it, or set "
+        f"{index_path(final)}: already exists, made from another model, configuration or data; remove it, or set "
         "another precompute_model_name"
     )
 
@@ -123,14 +130,18 @@ def _note(final: Path) -> Path:
 
 
 def _open_partial(ends: np.ndarray, final: Path, fingerprint: str) -> tuple[Path, int]:
-    """Truncates the partial file to whole documents. Returns its path and the number of these documents.
-    Raises DataError if the folder is not writable.
+    """Prepares the partial file for more documents: creates it, or truncates it to complete documents.
 
-    ends: number of tokens up to each document's end, with 0 first.
+    Returns the file's path and the number of documents in it. Raises DataError if the folder cannot be
+    written to.
+
+    ends: 0, then the number of tokens up to the end of each document.
     """
     growing = partial_file(final, fingerprint)
     if not os.access(final.parent, os.W_OK):
-        raise DataError(f"{final.parent}: cannot be written to; log-probabilities are written beside the data")
+        raise DataError(
+            f"{final.parent}: cannot be written to, but log-probabilities are written beside the data; make it writable"
+        )
     values = growing.stat().st_size // _VALUE.itemsize if growing.is_file() else 0
     done = int(np.searchsorted(ends, values, side="right")) - 1
     with open(growing, "ab") as file:
@@ -140,7 +151,7 @@ def _open_partial(ends: np.ndarray, final: Path, fingerprint: str) -> tuple[Path
 
 def _finish(growing: Path, final: Path, dataset: IndexedDataset, fingerprint: str) -> None:
     def documents() -> Iterator[DocumentBlock]:
-        # Boundaries as in the data: empty documents too.
+        # The document boundaries of the data, including empty documents
         yield dataset.sizes, np.asarray(dataset.doc_idx[1:])
 
     index = growing.with_name(f"{growing.name}.idx")

@@ -1,4 +1,5 @@
-"""`tools/score.py`: rows of chat data in, the scores of a reward model out."""
+"""Implements `tools/score.py`: scores rows of chat data with a reward model, and writes the scores to a
+file."""
 
 import logging
 from collections import Counter
@@ -34,21 +35,23 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.process.run_files import to_json
 from megatron.tokenizer import build_tokenizer
 
-_ROWS_AT_ONCE = 512  # a data-parallel rank
-_KEYS = (PAIR, ("messages",), ("conversation",), ("conversations",), ("completion",), ("text",))  # the first there is
+_ROWS_AT_ONCE = 512  # rows per data-parallel rank that are read at once
+# The columns to score by default: the first of these that a row has
+_KEYS = (PAIR, ("messages",), ("conversation",), ("conversations",), ("completion",), ("text",))
 
 
 @dataclass(frozen=True)
 class ScoreJob:
     """The input and output of a scoring job.
 
-    source, split, subset: as in `inputs.resolve`.
+    source, split, subset: names of the input, as in `inputs.resolve`.
+    output: path of the JSON-lines file to write.
     keys: columns to score; empty: the first of `_KEYS` that the first row has.
-    tokenizer: folder or Hub name; None: the model's own.
-    template: file of a chat template; None: the tokenizer's own.
+    tokenizer: folder or Hub name of a tokenizer; None: the model's own.
+    template: path of a chat template's file; None: the tokenizer's own.
     day: the date that chat templates see, as YYYY-MM-DD; None: today.
     overlong: what to do with rows longer than the model's positions: refuse, truncate_left or drop.
-    batch_size: rows of a forward; None: as many as memory allows.
+    batch_size: rows per forward pass; None: as many as memory allows.
     """
 
     source: str
@@ -72,32 +75,36 @@ def reward_model_args(
     pipe: int = 1,
     adapter: Sequence[str] = (),
 ) -> NeoXArgs:
-    """Returns the configuration of a reward model. Raises ConfigError, and CheckpointError for a language
+    """Returns the configuration of a reward model. Raises ConfigError, or CheckpointError for a language
     model.
 
     name, iteration: as in `chat_model_args`.
-    precision: instead of the model's own.
-    tensor, pipe: numbers of tensor ranks and pipeline stages.
-    adapter: adapters to merge, as in the configuration key `adapter`.
+    precision: precision to load the weights in; None: the model's own.
+    tensor, pipe: number of tensor ranks, and of pipeline stages.
+    adapter: adapters to merge into the weights, as in the configuration key `adapter`.
     """
     args = with_options(chat_model_args(name, iteration), adapter, precision)
     if not args.score_head:
-        raise CheckpointError(f"{name}: is a language model, without scores; name a reward model (train_impl: rm)")
+        raise CheckpointError(
+            f"{name}: is a language model, which gives no scores; name a reward model (trained with train_impl: rm)"
+        )
     return args.replace(model_parallel_size=tensor, pipe_parallel_size=pipe)
 
 
 def load_reward_model(args: NeoXArgs, process: Process, logger: logging.Logger) -> Model:
-    """Loads the model of a configuration from `reward_model_args`; all ranks call it together. Raises
-    ConfigError, CheckpointError."""
+    """Loads a reward model. All ranks call this function together. Raises ConfigError, CheckpointError.
+
+    args: the configuration that `reward_model_args` returned.
+    """
     args = args.for_world(process.world_size)
     return load_model(args, init_model_parallel(args, process, logger), build_tokenizer(args), logger)
 
 
 def score_file(model: Model, job: ScoreJob, logger: logging.Logger) -> PairReport | None:
-    """Scores all rows of the input, then writes the output. Returns a report if the rows are pairs, else
+    """Scores all rows of a job's input, then writes the output. Returns a report if the rows are pairs, else
     None.
 
-    All ranks call it together. Raises DataError naming the row.
+    All ranks call this function together. Raises DataError, with the row's location, for an invalid row.
     """
     groups = model.groups
     is_rank_zero = groups.world_rank == 0
@@ -146,7 +153,7 @@ def _finish(job: ScoreJob, reader: "_Reader | None", lines: Sequence[dict[str, A
 
 
 class _Reader:
-    """Reads the rows of a job and tokenizes them."""
+    """Reads the rows of a scoring job's input and tokenizes them."""
 
     def __init__(self, model: Model, job: ScoreJob) -> None:
         self.job, self.counts = job, Counter[str]()
@@ -157,7 +164,7 @@ class _Reader:
         self.files: list[InputFile] = resolve(split_names(job.source), job.split, job.subset)
         row = next(self._rows(), None)
         if row is None:
-            raise DataError(f"{job.source}: holds no rows")
+            raise DataError(f"{job.source}: holds no rows to score")
         self.keys = job.keys or _keys_of(row)
         self.options = ChatOptions(
             keys=self.keys, for_rm=True, max_length=model.positions, overlong=job.overlong, untrained="keep"
@@ -169,8 +176,8 @@ class _Reader:
         return (row for file in self.files for shard in file.shards(None) for row in shard.rows())
 
     def chunks(self, count: int) -> Iterator[list[list[np.ndarray] | None]]:
-        """Yields lists of up to `count` rows. A row is the list of its documents' token ids, or None if it is
-        dropped as too long."""
+        """Yields lists of up to `count` rows. Each row is a list of token ids for each of its documents, or
+        None if the row is dropped because it is too long."""
         rows = self._rows()
         while chunk := list(islice(rows, count)):
             encoded, counts = encode_rows([self._prepared(row) for row in chunk], self.chat, self.options)
@@ -201,10 +208,10 @@ class _Reader:
         return ids
 
     def line(self, documents: Sequence[np.ndarray] | None, scores: Sequence[float]) -> dict[str, Any]:
-        """Returns the output line of a row.
+        """Returns the line of the output file for a row.
 
-        documents: token ids of the row's documents (two for a pair); None if the row is dropped. scores: one
-            for each document.
+        documents: token ids of each document of the row (two for a pair); None if the row is dropped. scores:
+            the score of each document.
         """
         names = self.keys if len(self.keys) > 1 else ("score",)
         if documents is None:
@@ -217,15 +224,17 @@ class _Reader:
 
 
 def _keys_of(row: InputRow) -> tuple[str, ...]:
-    """Returns the columns to score: the first of `_KEYS` that the row has. Raises DataError if there is
-    none."""
+    """Returns the columns to score: the first of `_KEYS` that the row has. Raises DataError if it has none of
+    them."""
     value = row.value()
     columns_to_score: tuple[str, ...] = ("text",) if isinstance(value, str) else ()
     if isinstance(value, dict):
         columns_to_score = next((keys for keys in _KEYS if all(value.get(key) is not None for key in keys)), ())
     if not columns_to_score:
         columns = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-        raise DataError(f"{row.location()}: has no known column to score (found: {columns}); name it with --jsonl-keys")
+        raise DataError(
+            f"{row.location()}: has no known column to score (found: {columns}); name the column with --jsonl-keys"
+        )
     return columns_to_score
 
 

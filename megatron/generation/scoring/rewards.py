@@ -1,4 +1,4 @@
-"""Scores of whole texts by a reward model, in any layout, and how well its pairs are calibrated."""
+"""Scores full texts with a reward model, and computes the accuracy and calibration of its scores on pairs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ def score_documents(
     budget: ForwardBudget,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> list[float]:
-    """Returns the reward model's score of each text, read at its last token.
+    """Returns the reward model's score of each text, read at the text's last token.
 
-    The scores are the same on every rank and in every layout. All ranks call it together. A score may be NaN
-    or infinite if the model is damaged or its precision too low.
+    The scores are the same on every rank and in every parallel layout. All ranks call this function together.
+    A score may be NaN or infinite if the model is damaged or its precision is too low.
 
-    documents: `[tokens]` ids, at least one token and at most `model.positions` each.
+    documents: token ids of each text, `[tokens]`, at least one token and at most `model.positions`.
+    budget: the limits of a forward pass.
     on_progress: called with the finished share, 0 to 1.
     """
     groups, size = model.groups, model.groups.size("data")
@@ -56,7 +57,7 @@ def score_documents(
 def _batches(documents: Sequence[np.ndarray], budget: ForwardBudget, equal_lengths_only: bool) -> Iterator[list[int]]:
     """Yields batches as lists of indices into `documents`, the longest documents first.
 
-    equal_lengths_only: a batch holds only texts of one length.
+    equal_lengths_only: whether a batch may hold only texts of one length.
     """
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     batch: list[int] = []
@@ -72,7 +73,8 @@ def _batches(documents: Sequence[np.ndarray], budget: ForwardBudget, equal_lengt
 
 
 def _batch(documents: Sequence[np.ndarray]) -> Batch:
-    """Returns a batch of texts padded on the right, one per row, each marked as the answer of its row."""
+    """Returns a batch of texts, one per row, padded on the right. All tokens of a row are marked as one
+    answer."""
     width = max(map(len, documents))
     tokens, answers = np.zeros((len(documents), width), np.int64), np.full((len(documents), width), -1, np.int64)
     for row, document in enumerate(documents):
@@ -87,10 +89,11 @@ def _batch(documents: Sequence[np.ndarray]) -> Batch:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Pairs for which the reward model predicts similar probabilities.
+    """Statistics of pairs for which the reward model predicts similar probabilities.
 
-    predicted: the mean probability, at least 0.5, that the answer with the higher score is better. observed:
-        the share of pairs in which that answer was the chosen one. count: number of pairs.
+    predicted: the mean predicted probability, at least 0.5, that the answer with the higher score is better.
+    observed: the share of pairs in which the answer with the higher score is the chosen one.
+    count: number of pairs.
     """
 
     predicted: float
@@ -100,11 +103,13 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Statistics of the scores of pairs.
+    """Statistics of a reward model's scores on pairs of a chosen and a rejected answer.
 
-    margin: mean of the chosen answer's score minus the rejected answer's. accuracy: share of pairs in which
-        the chosen answer has the higher score; a tie counts as wrong. loss: mean of -log sigmoid(margin).
-        calibration_error: mean over bins of the distance between predicted and observed, weighted by pairs.
+    pairs: number of pairs.
+    accuracy: share of pairs in which the chosen answer has the higher score; a tie counts as wrong.
+    margin: mean of the chosen answer's score minus the rejected answer's score.
+    loss: mean of -log sigmoid(margin).
+    calibration_error: mean over `bins` of |predicted - observed|, weighted by the number of pairs.
     """
 
     pairs: int
@@ -122,8 +127,9 @@ class PairReport:
 
 
 def report_pairs(chosen: Sequence[float], rejected: Sequence[float], bins: int = 10) -> PairReport:
-    """Returns statistics of pairs. chosen, rejected: the scores of the two answers of each pair.
+    """Returns statistics of a reward model's scores on pairs.
 
+    chosen, rejected: the scores of the chosen and of the rejected answer of each pair.
     bins: number of calibration bins, of equal width over probabilities from 0.5 to 1; empty bins are left
         out.
     """

@@ -1,4 +1,5 @@
-"""`text_gen_type: score`: lines of JSON in, the log-probability of each of their tokens out."""
+"""Implements `text_gen_type: score`: writes the log-probability of each token of texts in a JSON-lines
+file."""
 
 import json
 import logging
@@ -22,17 +23,18 @@ from megatron.neox_arguments import ModelArgs
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
-_LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
+_LINES_AT_ONCE = 2048  # lines per data-parallel rank between two writes; an interruption loses at most these
 
 
 @dataclass(frozen=True)
 class ScoredLine:
     """The output for one line of the input.
 
-    tokens: the scored tokens, of the completion or the full text.
-    logprobs: of each token, in nats; null if the line was skipped.
-    greedy: whether every token was the model's most likely one.
-    message: says what was truncated or skipped.
+    tokens: ids of the scored tokens: those of the completion, or of the full text.
+    logprobs: the log-probability of each token, in nats; null if the line was skipped.
+    sum: the sum of `logprobs`. perplexity: exp of the negative mean of `logprobs`.
+    greedy: whether every token was the model's most likely token.
+    message: a text that says what was truncated or skipped; null if nothing was.
     """
 
     tokens: list[int]
@@ -44,11 +46,13 @@ class ScoredLine:
 
 
 def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
-    """Scores the lines of `sample_input_file` into `file`. An interrupted call is resumed by the next.
+    """Scores the lines of `sample_input_file` and writes a line of scores for each to `file`.
 
-    In a line {"text": ...} every token is scored, the first after the token that begins a document. In a line
-    {"prompt": ..., "completion": ...} the completion is scored. All ranks call it together. Raises
-    ConfigError for other lines.
+    In a line {"text": ...} every token is scored; the first token is scored after a token that begins a
+    document (`first_token`). In a line {"prompt": ..., "completion": ...} only the completion is scored.
+    Raises ConfigError for other lines.
+
+    All ranks call this function together. A later call continues an interrupted one.
     """
     args, groups = model.args, model.groups
     source = Path(str(args.sample_input_file))
@@ -57,7 +61,7 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     growing = partial_file(file, fingerprint) if groups.world_rank == 0 else file
     done = on_rank_zero(groups, lambda: _count_complete_lines(growing))
     if done:
-        logger.info(f"{file}: going on after {done} of {total} lines")
+        logger.info(f"{file}: an interrupted run is continued, going on after {done} of {total} lines")
     inputs = islice(_lines(args, source), done, None) if groups.world_rank == 0 else iter(())
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
     with ProgressBar("scoring", total, "line", logger, done=done, visible=groups.world_rank == 0) as progress:
@@ -81,31 +85,35 @@ def _lines(args: ModelArgs, file: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(text)
             except ValueError as cause:
-                raise args.error("sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
+                raise args.error("sample_input_file", f"{file}:{number}: is not valid JSON ({cause})") from cause
             keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "completion")
             if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-                expected = 'expected {"text": ...}, or {"prompt": ..., "completion": ...}, of strings'
+                expected = 'expected {"text": STRING} or {"prompt": STRING, "completion": STRING}'
                 raise args.error("sample_input_file", f"{file}:{number}: {expected}")
             if not row[keys[-1]]:
-                raise args.error("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
+                raise args.error(
+                    "sample_input_file", f"{file}:{number}: {keys[-1]} is empty, so there is nothing to score"
+                )
             yield row
 
 
 def _check(args: ModelArgs, file: Path) -> int:
-    """Returns the number of lines to score. Raises ConfigError if a line is invalid or the file has none."""
+    """Returns the number of lines to score. Raises ConfigError if a line is invalid or the file has no
+    lines."""
     try:
         total = sum(1 for _ in _lines(args, file))
     except OSError as cause:
-        raise args.error("sample_input_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_input_file", f"{file}: cannot be read ({cause.strerror})") from cause
     except UnicodeDecodeError as cause:
-        raise args.error("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.error("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start} is invalid)") from cause
     if not total:
-        raise args.error("sample_input_file", f"{file}: holds no texts to score; write one JSON object a line")
+        raise args.error("sample_input_file", f"{file}: holds no texts to score; write one JSON object per line")
     return total
 
 
 def _count_complete_lines(file: Path) -> int:
-    """Returns the number of complete lines of a partial file, and removes an incomplete last line."""
+    """Returns the number of complete lines of a partial file. Removes an incomplete last line from the
+    file."""
     if not file.is_file():
         return 0
     with open(file, "rb+") as opened:
@@ -118,8 +126,11 @@ def _count_complete_lines(file: Path) -> int:
 
 
 def _requests(inputs: Iterator[dict[str, Any]], model: Model, count: int) -> list[list[ScoreRequest]]:
-    """Returns the requests of each of the next `count` lines: one for a line, or several if its text is
-    long."""
+    """Returns a list of requests for each of the next `count` lines: one request, or several if the line's
+    text is long.
+
+    inputs: the lines as JSON objects.
+    """
     return [
         _windows(row["text"], model) if "text" in row else [_pair(row["prompt"], row["completion"], model.tokenizer)]
         for row in islice(inputs, count)
@@ -127,20 +138,20 @@ def _requests(inputs: Iterator[dict[str, Any]], model: Model, count: int) -> lis
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """Returns the token that stands before the first token of a document: BOS, or end-of-document if there is
-    no BOS."""
+    """Returns the token id to put before the first token of a document: BOS, or end-of-document if the
+    tokenizer has no BOS."""
     return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
 
 
 def _windows(text: str, model: Model) -> list[ScoreRequest]:
     tokens, prefix = model.tokenizer.tokenize(text), first_token(model.tokenizer)
-    has_prefix = len(tokens) > 1 and tokens[0] == prefix  # by the tokenizer itself
+    has_prefix = len(tokens) > 1 and tokens[0] == prefix  # the tokenizer has added it
     return rolling_windows(tokens[has_prefix:], prefix, model.positions)
 
 
 def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> ScoreRequest:
-    """Returns the tokens of the prompt and of the completion. White space between them belongs to the
-    completion."""
+    """Returns the token ids of the prompt and of the completion. White space at the end of the prompt is
+    counted as part of the completion."""
     stripped = prompt.rstrip()
     context = tokenizer.tokenize(stripped) if stripped else []
     tokens = tokenizer.tokenize(prompt + completion)
@@ -157,7 +168,7 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
     num_truncated = sum(score.truncated for score in scored)
     message = None
     if num_truncated:
-        message = f"the first {num_truncated} tokens of the prompt were left out: longer than the model's positions"
+        message = f"the first {num_truncated} tokens of the prompt were left out, to fit the model's positions"
     total = math.fsum(logprobs)
     greedy = all(is_greedy for text_score in scored for is_greedy in text_score.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))

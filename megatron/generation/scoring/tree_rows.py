@@ -1,4 +1,4 @@
-"""Requests as rows of tokens, for tree attention: each context once, followed by its continuations as
+"""Packs scoring requests into rows for tree attention: a context, followed by its continuations as
 branches."""
 
 from collections import defaultdict
@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 ScoreRequest = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a context, at least one, and of its continuation."""
+"""(token ids of a context, at least one; token ids of the continuation to score)."""
 SHARED, PADDING = 0, -1
 
 
 @dataclass
 class TreeRow:
-    """A context followed by branches. Each branch sees the context and itself, not the other branches.
+    """A row of tokens for tree attention: a context, followed by branches that each see only the context and
+    themselves.
 
     tokens, positions, branches: one value per column; `branches` is SHARED for the context, then 1, 2, ...
-    logit_columns: each column whose logits are needed, with the index of its logits.
-    picks: (request number, indices, labels): the request scores the tokens `labels` with the logits at
-        `indices`.
+    logit_columns: {column whose logits are needed: index of these logits}.
+    picks: (request number, indices, labels) for each request in the row: it scores the tokens `labels` with
+        the logits at `indices`.
     """
 
     tokens: list[int]
@@ -32,10 +33,10 @@ class TreeRow:
         return self.branches[-1] > 1
 
     def begin(self, inputs: Sequence[int], context: int) -> int:
-        """Appends a branch, and returns the column of its first token.
+        """Appends a branch to the row, and returns the column of the branch's first token.
 
-        inputs: tokens of the branch. context: number of tokens of the context, at which the branch's
-            positions begin.
+        inputs: tokens of the branch. context: number of tokens of the context, which is the first position of
+            the branch.
         """
         first_column, number = len(self.tokens), self.branches[-1] + 1
         self.tokens += inputs
@@ -44,7 +45,8 @@ class TreeRow:
         return first_column
 
     def read(self, request: int, columns: Sequence[int], labels: Sequence[int]) -> None:
-        """Records that a request scores the tokens `labels` with the logits of `columns`."""
+        """Records that a request scores the tokens `labels` with the logits at `columns`. request: its
+        number."""
         places = [self.logit_columns.setdefault(column, len(self.logit_columns)) for column in columns]
         self.picks.append((request, places, list(labels)))
 
@@ -56,15 +58,16 @@ def make_tree_rows(
     *,
     branching: bool = True,
 ) -> list[TreeRow]:
-    """Returns rows for numbered requests, in which requests with the same context share a row.
+    """Packs numbered requests into rows. Requests with the same context share a row.
 
-    A context is repeated in another row if that costs less than attention between its branches. Rows with
-    several branches come first. Among the others, and among them, the longest come first.
+    If a row with many branches costs more than repeating the context, the branches are split over several
+    rows. Rows with several branches come before other rows; within each of the two kinds, longer rows come
+    first.
 
-    hidden_size: of the model, from which the cost is computed.
-    apart_above: requests with more tokens get rows of their own.
-    branching: False for models with Mamba states: a row holds one branch. Continuations share it if one is
-        the beginning of the other.
+    hidden_size: the model's hidden size, from which the costs are estimated.
+    apart_above: a request with more tokens than this gets a row of its own; None: no limit.
+    branching: False for models with Mamba states: every row holds one branch. Continuations still share a
+        branch if one is the beginning of the other.
     """
     groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     rows: list[TreeRow] = []
@@ -81,7 +84,7 @@ def make_tree_rows(
 def _rows_of(
     context: tuple[int, ...], members: list[tuple[int, Sequence[int]]], hidden_size: int, branching: bool
 ) -> Iterator[TreeRow]:
-    # Work of a token is 24 hidden^2 in a block, of its attention to another row's branch 4 hidden, both ways.
+    # Per block, a token costs 24 hidden^2; two tokens of different branches cost 4 hidden in each direction.
     foreign = 3 * hidden_size * len(context)
     row = _context(context)
     for inputs, owners in _branches(members):
@@ -103,10 +106,13 @@ def _context(tokens: tuple[int, ...]) -> TreeRow:
 def _branches(
     members: list[tuple[int, Sequence[int]]],
 ) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]]:
-    """Returns each branch as (input tokens, numbered continuations that are scored in it).
+    """Returns the branches of one context, each as (input tokens, numbered continuations that are scored in
+    it).
 
     The input tokens are a continuation without its last token. A continuation that is the beginning of
-    another shares its branch.
+    another continuation shares that one's branch.
+
+    members: (request number, continuation) of each request.
     """
     branches: list[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]] = []
     for member in sorted(members, key=lambda member: tuple(member[1][:-1]), reverse=True):
@@ -118,9 +124,10 @@ def _branches(
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[ScoreRequest]:
-    """Returns requests that score each of `tokens` once, with as much context as the positions leave.
+    """Splits a text into requests that score each of its tokens once, with as much context as fits in
+    `positions`.
 
-    The first window has only `prefix` as context (lm-eval's disjoint windows of context length 1).
+    The first request has only the token `prefix` as context (lm-eval's disjoint windows of context length 1).
     """
     windows: list[ScoreRequest] = []
     for start in range(0, len(tokens), positions):

@@ -1,4 +1,4 @@
-"""The endpoints of the server, as a Starlette (ASGI) application."""
+"""Defines the HTTP endpoints of the server, as a Starlette (ASGI) application."""
 
 import asyncio
 import logging
@@ -35,16 +35,16 @@ from megatron.generation.serving.responses import (
 )
 from megatron.generation.weight_updates import WeightUpdate
 
-_SLOW_CLIENT_S = 30.0  # for a client that reads slowly, after the time of its request is up
-_FETCH_S = 60.0  # in which a byte of new weights must come
+_SLOW_CLIENT_S = 30.0  # a client that reads slowly has this long, after the time limit of its request
+_FETCH_S = 60.0  # longest wait for the next bytes of new weights
 _LOG = logging.getLogger("megatron")
 
 
 @dataclass(frozen=True)
 class Service:
-    """The objects and settings that the endpoints share.
+    """The objects and settings that the HTTP endpoints share.
 
-    seconds: how long a request may take. updates: whether clients may replace the model's weights.
+    seconds: time limit of a request. updates: whether clients may replace the model's weights.
     """
 
     queue: RequestQueue
@@ -56,7 +56,7 @@ class Service:
 
 
 def build_app(service: Service) -> Starlette:
-    """Returns the application with `/v1/completions`, `/v1/chat/completions`, `/v1/models`,
+    """Returns the ASGI application that answers `/v1/completions`, `/v1/chat/completions`, `/v1/models`,
     `/v1/update_weights` and `/health`."""
     parser, created = service.parser, int(time.time())
 
@@ -76,7 +76,7 @@ def build_app(service: Service) -> Starlette:
         return JSONResponse(described(name))
 
     async def health(request: Request) -> Response:
-        """The state of the server; open to all, for monitoring."""
+        """Returns the state of the server. Clients need no token for it, so that monitoring can call it."""
         load, closing = service.queue.load, service.queue.closing
         content = {"status": "shutting down" if closing else "ok", **vars(load)}
         content |= _version(service.queue.weight_version)
@@ -117,10 +117,11 @@ def build_app(service: Service) -> Starlette:
 
 
 class GenerationEndpoint:
-    """An endpoint that returns generated text in one response, or streams it as server-sent events.
+    """An HTTP endpoint that returns generated text in one response, or streams the text as server-sent
+    events.
 
-    It is an ASGI application, not a function, so that it can cancel its jobs whenever the response ends, also
-    when the client disconnects.
+    It is an ASGI application rather than a function, so that it can cancel the generation whenever the
+    response ends, also when the client disconnects.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class GenerationEndpoint:
                 builder.add(index, event)
                 if (chunk := builder.chunk(index)) is not None:
                     yield sse_event(chunk)
-        except APIError as problem:  # the status has gone out
+        except APIError as problem:  # the HTTP status has already been sent
             yield sse_event(problem.body())
             return
         if (usage_chunk := builder.usage_chunk()) is not None:
@@ -174,13 +175,13 @@ class GenerationEndpoint:
 
 
 def _version(number: int | None) -> dict[str, int]:
-    """Returns the response field {"weight_version": number}; {} for the weights that the server started with
-    (None)."""
+    """Returns the response field {"weight_version": number}. Returns {} if `number` is None: the server still
+    has the weights that it started with."""
     return {} if number is None else {"weight_version": number}
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Returns when the client disconnects. The request's body must have been read."""
+    """Waits until the client of a request disconnects. The request's body must have been read before."""
     try:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -189,7 +190,8 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _unless(stop: Any, work: Any) -> Any:
-    """Awaits `work` and returns its result. If `stop` ends first, it cancels `work` and returns None."""
+    """Awaits `work` and returns its result. If the awaitable `stop` ends first, cancels `work` and returns
+    None."""
     tasks = [asyncio.ensure_future(stop), asyncio.ensure_future(work)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -203,12 +205,12 @@ async def _unless(stop: Any, work: Any) -> Any:
 
 
 class UpdateRequest(BaseModel):
-    """The body of `/v1/update_weights`.
+    """The body of a request to `/v1/update_weights`.
 
-    path: a HuggingFace folder that all machines of the server see.
-    url: instead of path, the URL that holds the files of `sha256`, for a server on one machine.
-    version: the number of these weights, which answers report.
-    sha256: SHA-256 of each file, by file name.
+    path: a HuggingFace folder that all machines of the server can see.
+    url: instead of `path`, the URL below which the files named in `sha256` are; for a server on one machine.
+    version: the number of the new weights, which later answers report.
+    sha256: {file name: SHA-256 of the file}.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -231,7 +233,8 @@ class UpdateRequest(BaseModel):
 
 
 def parse_update(content: bytes) -> UpdateRequest:
-    """Parses the body of a request to `/v1/update_weights`. Raises APIError."""
+    """Parses the body of a request to `/v1/update_weights`. Raises APIError, which names the invalid
+    field."""
     try:
         return UpdateRequest.model_validate_json(content)
     except ValidationError as problem:
@@ -242,9 +245,10 @@ def parse_update(content: bytes) -> UpdateRequest:
 
 @asynccontextmanager
 async def fetched(request: UpdateRequest) -> AsyncIterator[WeightUpdate]:
-    """Yields the requested weights as files in a folder. Raises APIError if a file cannot be fetched.
+    """Yields the weights that a request names, as files in a folder. Raises APIError if a file cannot be
+    fetched.
 
-    Files of a URL are downloaded to this machine, and deleted at the end of the context.
+    Files from a URL are downloaded to this machine, and deleted at the end of the `with` block.
     """
     if request.path is not None:
         yield WeightUpdate(request.path, request.version, request.sha256)
@@ -259,7 +263,7 @@ async def fetched(request: UpdateRequest) -> AsyncIterator[WeightUpdate]:
 
 
 def _fetch(url: str, files: Mapping[str, str], folder: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # inside the cluster
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy: the URL is inside the cluster
     for name in files:
         try:
             with opener.open(f"{url.rstrip('/')}/{name}", timeout=_FETCH_S) as answer:
@@ -274,7 +278,7 @@ def _fetch(url: str, files: Mapping[str, str], folder: Path) -> None:
 
 async def _on_api_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, APIError)
-    # What is left of a body is not read.
+    # The connection is closed, because the rest of the body is not read.
     close = {"connection": "close"} if problem.status in (401, 403, 408, 413, 415) else {}
     return JSONResponse(problem.body(), problem.status, {**problem.headers(), **close})
 
@@ -286,5 +290,5 @@ async def _on_http_exception(request: Request, problem: Exception) -> Response:
 
 
 async def _on_exception(request: Request, problem: Exception) -> Response:
-    error = APIError(500, "the server failed at this request; see the server's log")
+    error = APIError(500, "the server failed while it handled this request; see the server's log")
     return JSONResponse(error.body(), error.status, error.headers())

@@ -1,4 +1,4 @@
-"""Authenticates clients, and limits the size of a request's body."""
+"""Authenticates clients, and limits the size and the arrival time of a request's body."""
 
 import asyncio
 import hmac
@@ -14,11 +14,12 @@ _OVERRUN = 8  # a body this much longer than allowed is still read to its end, s
 
 @dataclass(frozen=True)
 class AccessControl:
-    """Checks a request before it is parsed.
+    """Checks an HTTP request before it is parsed.
 
-    token: clients must send `Authorization: Bearer TOKEN`. None: no token is needed, but the Host header must
-        name this machine: else a web page could reach a loopback server under a foreign name (DNS rebinding).
-    body_bytes, body_seconds: most bytes of a request's body, and seconds for its arrival.
+    token: the token that clients must send as `Authorization: Bearer TOKEN`. None: no token is needed, but
+        the Host header must name this machine. Otherwise a web page could reach a server on loopback under a
+        foreign name (DNS rebinding).
+    body_bytes: most bytes of a request's body. body_seconds: most seconds until the body has arrived.
     """
 
     token: str | None
@@ -26,21 +27,25 @@ class AccessControl:
     body_seconds: float
 
     def check(self, request: Request) -> None:
-        """Raises APIError 401 for a missing or wrong token, 403 for a Host header that is not this
+        """Raises APIError 401 if the token is missing or wrong, 403 if the Host header does not name this
         machine."""
         if self.token is None:
             if not _is_loopback(host := request.headers.get("host", "")):
-                raise APIError(403, f"Host: {host!r} is not this machine; use localhost or 127.0.0.1")
+                raise APIError(403, f"Host: {host!r} does not name this machine; use localhost or 127.0.0.1")
             return
         authorization = request.headers.get("authorization", "")
         if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
-            raise APIError(401, "a token is needed: send Authorization: Bearer TOKEN", code="invalid_api_key")
+            raise APIError(
+                401,
+                "the token is missing or wrong: send the server's token as Authorization: Bearer TOKEN",
+                code="invalid_api_key",
+            )
 
     async def read_body(self, request: Request) -> bytes:
-        """Returns the body. Raises APIError when it is too long (413), too slow (408) or not declared as JSON
-        (415)."""
+        """Returns the body of a request. Raises APIError if the body is too long (413), arrives too slowly
+        (408) or is not declared as JSON (415)."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":  # browsers ask before they send this elsewhere
+        if content_type != "application/json":  # browsers ask before they send JSON to another site
             raise APIError(415, f"Content-Type: expected application/json, got {content_type!r}")
         parts, size = [], 0
         try:
@@ -56,13 +61,12 @@ class AccessControl:
                 408, f"the body did not arrive within {self.body_seconds:g} s (serve_body_timeout_s)"
             ) from None
         if size > self.body_bytes:
-            raise APIError(413, f"the body is longer than {self.body_bytes} bytes (serve_max_body_bytes)")
+            raise APIError(413, f"the body is longer than the limit of {self.body_bytes} bytes (serve_max_body_bytes)")
         return b"".join(parts)
 
 
 def _is_loopback(host: str) -> bool:
-    """Returns whether a Host header, with or without a port, names this machine: localhost or a loopback
-    address."""
+    """Returns whether a Host header, with or without a port, is localhost or a loopback address."""
     name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
     try:
         return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback

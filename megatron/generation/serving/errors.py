@@ -1,4 +1,4 @@
-"""Errors as clients see them, in the shape of OpenAI's API."""
+"""Defines the error responses that clients receive, in the format of OpenAI's API."""
 
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -9,10 +9,12 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 @dataclass
 class APIError(Exception):
-    """An HTTP error response.
+    """An exception that becomes an HTTP error response.
 
-    param: the invalid field of the body. code: the error's name, for programs. retry_after: seconds after
-        which the client may try again; None: it should not.
+    status: the HTTP status. message: the error for people. param: name of the invalid field of the request's
+        body; None: no single field is invalid. code: the error's name for programs; None: derived from the
+        status. retry_after: seconds after which the client may try again; None: the client should not try
+        again.
     """
 
     status: int
@@ -22,13 +24,13 @@ class APIError(Exception):
     retry_after: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON object of the response's body."""
+        """Returns the body of the response as a JSON object, in OpenAI's format."""
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         code = self.code or HTTPStatus(self.status).phrase.lower().replace(" ", "_")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     def headers(self) -> dict[str, str]:
-        """Returns the response's headers. OpenAI's clients look at `x-should-retry` before they look at the
-        status."""
+        """Returns the headers of the response, which say whether to retry. OpenAI's clients read
+        `x-should-retry` before the status."""
         retry = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return {**retry, "x-should-retry": "false" if self.retry_after is None else "true"}

@@ -1,4 +1,4 @@
-"""The socket that the server listens on, and the thread that speaks HTTP."""
+"""Opens the socket of the server, and runs the thread that handles HTTP."""
 
 import asyncio
 import ipaddress
@@ -22,10 +22,10 @@ TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 @dataclass(frozen=True)
 class ServerSocket:
-    """The socket of the server.
+    """The socket of the server and the token of its clients.
 
-    socket: bound to its address, but not listening yet.
-    token: the bearer token that clients must send; None: no token.
+    socket: bound to the server's address, but not listening yet.
+    token: the bearer token that clients must send; None: clients need no token.
     """
 
     socket: socket.socket
@@ -39,11 +39,11 @@ class ServerSocket:
 
 
 def open_server_socket(args: NeoXArgs) -> ServerSocket:
-    """Binds a socket to `serve_host` and `serve_port`, and reads the token of `serve_token_file` or
-    NEOX_SERVE_TOKEN.
+    """Binds a socket to `serve_host` and `serve_port`, and reads the clients' token.
 
-    Raises ConfigError if the address is taken or not this machine's, or if other machines can reach it and
-    there is no token.
+    The token is in the file `serve_token_file` or in the environment variable NEOX_SERVE_TOKEN. Raises
+    ConfigError if the address is in use or is not this machine's, or if other machines can reach it and there
+    is no token.
     """
     token = _find_token(args)
     return ServerSocket(_bind(args, token is not None), token)
@@ -54,7 +54,7 @@ def _find_token(args: NeoXArgs) -> str | None:
         return os.environ.get(TOKEN_VARIABLE) or None
     token = read_key_file(args, "serve_token_file").strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise args.error("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
+        raise args.error("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters as token")
     return token
 
 
@@ -75,15 +75,15 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
         bound.bind(address)
     except OSError as cause:
         bound.close()
-        raise args.error("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
+        raise args.error("serve_port", f"{port} on {host}: {cause.strerror}; choose another port (--port)") from cause
     return bound
 
 
 class _HeaderTimeoutProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which also closes connections that take too long to send a request header.
+    """Extends uvicorn's HTTP/1.1 protocol: closes connections that take too long to send a request's header.
 
-    The header must be complete `seconds` after the client connected, or after the first byte that followed
-    its last request.
+    The header must be complete within `seconds` after the client connected. For later requests on the same
+    connection, the time begins with the first byte after the last response.
     """
 
     def __init__(self, seconds: float, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class _HeaderTimeoutProtocol(H11Protocol):
             self._timer.cancel()
 
     def _restart_timer(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # the header is there
+        if self.cycle is not None and not self.cycle.response_complete:  # the header has arrived
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
@@ -115,13 +115,14 @@ class _HeaderTimeoutProtocol(H11Protocol):
 
 
 class HTTPServerThread:
-    """A thread that serves an ASGI application by HTTP, with an event loop of its own."""
+    """A thread that serves an ASGI application over HTTP, with its own event loop."""
 
     def __init__(self, bound: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
-        """Starts the thread and waits until it listens on `bound`. Raises OSError if it cannot listen.
+        """Starts the thread and waits until it listens on the socket `bound`. Raises OSError if it cannot
+        listen.
 
-        on_end: called in the thread when it ends, by `close` or an error. header_seconds: time limit for a
-            request's header.
+        app: the ASGI application. on_end: called in the thread when the thread ends, by `close` or by an
+            error. header_seconds: time limit for the arrival of a request's header.
         """
         config = uvicorn.Config(
             app, http=partial(_HeaderTimeoutProtocol, header_seconds),  # type: ignore[arg-type]
@@ -147,12 +148,13 @@ class HTTPServerThread:
         self._on_end()
 
     def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Makes the thread's event loop call `work(*arguments)`, and returns without waiting for the call."""
+        """Schedules the call `work(*arguments)` in the thread's event loop, and returns without waiting for
+        the call."""
         self.loop.call_soon_threadsafe(work, *arguments)
 
     def close(self) -> None:
-        """Ends the thread. Running responses have 5 s to finish. Raises the exception that the thread failed
-        with, if any."""
+        """Ends the thread. Running responses have 5 s to finish. If the thread has failed, raises its
+        exception."""
         self._server.should_exit = True
         self._thread.join(timeout=10)
         if self.problem is not None:

@@ -1,7 +1,7 @@
-"""The serving loop of all ranks.
+"""Runs the serving loop on all ranks.
 
-Rank 0 broadcasts new commands, every data-parallel replica runs a step of its batcher, and rank 0 gathers the
-events.
+In each round, rank 0 broadcasts new commands, every data-parallel replica runs a step of its batcher, and
+rank 0 gathers the events.
 """
 
 import time
@@ -23,15 +23,15 @@ HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class StepOutcomes(NamedTuple):
-    """The result of a replica's step: (job id, outcome) pairs, and the replica's load after it."""
+    """The result of a replica's step: (job id, outcome) pairs, and the replica's load after the step."""
 
     outcomes: list[tuple[int, Outcome]]
     load: Load
 
 
 class RankChannel:
-    """Sends commands from rank 0 to all ranks, and results back to rank 0. It uses gloo, because they are in
-    host memory."""
+    """Sends commands from rank 0 to all ranks, and results from all replicas to rank 0. It uses gloo, because
+    both are in host memory."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -46,7 +46,8 @@ class RankChannel:
             self._first_ranks = group if groups.world_rank in first_ranks else None
 
     def broadcast(self, commands: list[StepCommands] | None) -> list[StepCommands] | None:
-        """Sends rank 0's commands to all ranks and returns them. The argument of other ranks is ignored."""
+        """Sends rank 0's `commands` to all ranks and returns them on every rank. Arguments of other ranks are
+        ignored."""
         if self._all_ranks is None:
             return commands
         box = [commands]
@@ -54,8 +55,8 @@ class RankChannel:
         return box[0]
 
     def gather(self, result: StepOutcomes) -> list[StepOutcomes]:
-        """Returns the results of all replicas, in order, on rank 0. All ranks call it. Ranks other than 0
-        must ignore the returned value."""
+        """Returns the results of all replicas, in order, on rank 0. All ranks call this function together.
+        Other ranks must ignore the returned value."""
         if self._first_ranks is None:
             return [result]
         gathered: list[StepOutcomes] | None = None
@@ -66,8 +67,8 @@ class RankChannel:
 
 
 class Replica:
-    """Runs the batcher of one data-parallel replica. Job ids, unique over all replicas, identify its
-    requests."""
+    """Runs the batcher of one data-parallel replica. Its requests are identified by job ids, which are unique
+    over all replicas."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -75,10 +76,10 @@ class Replica:
         self.request_ids: dict[int, int] = {}  # by job id
 
     def step(self, commands: StepCommands) -> StepOutcomes:
-        """Executes the commands, then takes a step of the batcher if it is busy.
+        """Executes the commands, then runs a step of the batcher if the batcher has requests.
 
-        Requests that cannot be served and weights that cannot be loaded become rejections. Raises
-        CheckpointError for NaN logits.
+        For a request that cannot be served, or weights that cannot be loaded, the outcome is a `Rejection`.
+        Raises CheckpointError for NaN logits.
         """
         outcomes: list[tuple[int, Outcome]] = [(job_id, self._load(update)) for job_id, update in commands.updates]
         for job_id, request in commands.new:
@@ -109,32 +110,39 @@ class Replica:
 
 
 class Dispatcher:
-    """Gives rank 0's commands to the replicas: each job to the replica with the fewest jobs.
+    """Turns queued jobs into commands for the replicas, on rank 0. Each job goes to the replica with the
+    fewest jobs.
 
-    A weight update waits until no job runs, and later jobs wait for it.
+    A weight update waits until no job runs, and later jobs wait for the weight update.
     """
 
     def __init__(
         self, replicas: int, take: Callable[[float], StepCommands], shutdown_seconds: float, log: Callable[[str], None]
     ) -> None:
-        """take: `RequestQueue.take`. shutdown_seconds: how long jobs may run on after `stop`. log: called
-        with a line about throughput from time to time."""
+        """Starts without jobs.
+
+        replicas: number of replicas. take: returns the queued commands (`RequestQueue.take`).
+            shutdown_seconds: how long jobs may continue after `stop`. log: called with a line about
+            throughput once a minute.
+        """
         self.take, self.shutdown_seconds, self.log = take, shutdown_seconds, log
         self.on_outcomes: Callable[[list[tuple[int, Outcome]], Load], None] = lambda outcomes, load: None
         self.jobs_of_replica: list[set[int]] = [set() for _ in range(replicas)]
-        self.held: list[tuple[int, Request]] = []  # jobs behind new weights
+        self.held: list[tuple[int, Request]] = []  # jobs that wait for new weights
         self.updates: list[tuple[int, WeightUpdate]] = []
         self.deadline: float | None = None
         self.ended_texts = self.tokens = 0  # since the last line in the log
         self.last_log_time = time.monotonic()
 
     def stop(self) -> None:
-        """Ends the loop when no job runs, or after `shutdown_seconds`. A second call ends it at once."""
+        """Makes the serving loop end as soon as no job runs, at the latest after `shutdown_seconds`. A second
+        call ends the loop at once."""
         now = time.monotonic()
         self.deadline = now + self.shutdown_seconds if self.deadline is None else now
 
     def next_commands(self) -> list[StepCommands] | None:
-        """Returns the commands for the next step, one `StepCommands` for each replica; None ends the loop."""
+        """Returns the commands for the next step, one `StepCommands` for each replica; None if the loop shall
+        end."""
         busy = any(self.jobs_of_replica)
         incoming = self.take(0.0 if busy or self.updates or self.held else HEARTBEAT_S)
         waiting = bool(self.updates)
@@ -152,7 +160,8 @@ class Dispatcher:
         return [StepCommands(tuple(jobs), incoming.cancelled, update) for jobs in new]
 
     def deliver(self, results: Sequence[StepOutcomes]) -> None:
-        """Receives the results of a step, one for each replica."""
+        """Passes the outcomes of a step to `on_outcomes`, and forgets ended jobs. results: one for each
+        replica."""
         outcomes = [outcome for result in results for outcome in result.outcomes]
         for job_id, outcome in outcomes:
             if isinstance(outcome, Rejection) or outcome.finish_reason is not None:
@@ -173,16 +182,17 @@ class Dispatcher:
             return
         if self.tokens:
             self.log(
-                f"{self.ended_texts} texts ended, {self.tokens / seconds:.1f} tokens/s; {load.running} are being "
-                f"written, {load.waiting} wait; {load.free_blocks} of {load.total_blocks} blocks of the cache are free"
+                f"{self.ended_texts} texts ended, {self.tokens / seconds:.1f} tokens/s; {load.running} requests run, "
+                f"{load.waiting} wait; {load.free_blocks} of {load.total_blocks} blocks of the KV cache are free"
             )
         self.ended_texts, self.tokens, self.last_log_time = 0, 0, time.monotonic()
 
 
 def run_serving_loop(replica: Replica, channel: RankChannel, dispatcher: Dispatcher | None) -> None:
-    """Runs steps on all ranks until `dispatcher.next_commands` returns None. All ranks call it together.
+    """Runs steps on all ranks until `dispatcher.next_commands` returns None on rank 0. All ranks call it
+    together.
 
-    dispatcher: on rank 0, None on other ranks.
+    dispatcher: the dispatcher on rank 0; None on other ranks.
     """
     while True:
         commands = channel.broadcast(dispatcher.next_commands() if dispatcher is not None else None)

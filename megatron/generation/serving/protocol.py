@@ -1,6 +1,6 @@
-"""The bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
+"""Parses the bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
 
-No field is silently ignored.
+A field that is not supported but would change the answer is an error. Other unsupported fields are ignored.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron.generation.sampling import SamplingParams
 from megatron.generation.serving.errors import APIError
 
 MAX_STOP_STRINGS = 16
-# Fields that change nothing here: what they are for does not exist.
+# Fields that are accepted and ignored, because they do not change the answer.
 _HARMLESS = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "service_tier", "store", "user",
 }  # fmt: skip
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "tool_calls", "weight", *REASONING}
-# Fields that would change the answer, with the values that do not.
+# Unsupported fields that can change the answer, with the values that do not, which are accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -40,8 +40,8 @@ def _as_list(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Returns the field `prompt` as a list of prompts, each a text or a list of token ids. Raises
-    ValueError."""
+    """Returns the field `prompt` of a request as a list of prompts, each a text or a list of token ids.
+    Raises ValueError for any other value."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -51,7 +51,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return [value]
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return list(value)
-    raise ValueError("expected a text, a list of token ids, or a list of texts or of such lists; none of them empty")
+    raise ValueError("expected a text, a list of texts, a list of token ids, or a list of such lists; no empty list")
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -59,18 +59,18 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _messages(value: Any) -> list[Message]:
-    """Parses the messages of a request, by the rules for conversations in training data. Raises ValueError,
-    also for unknown fields."""
+    """Parses the messages of a request, by the rules for conversations in training data. Raises ValueError
+    for invalid messages and for unsupported fields."""
     messages = conversation(value, "messages")
     for number, message in enumerate(messages):
         unknown = message.keys() - _MESSAGE_FIELDS
         if unknown:
-            raise ValueError(f"message {number}: {', '.join(sorted(unknown))} is not supported; leave it out")
+            raise ValueError(f"message {number}: unsupported fields: {', '.join(sorted(unknown))}; leave them out")
     return messages
 
 
 class _StrictModel(BaseModel):
-    """A pydantic model whose fields are not converted (`"1"` is not a number). A field that is null counts as
+    """A pydantic model that does not convert types (`"1"` is not a number). A field that is null counts as
     not sent."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -83,14 +83,14 @@ class _StrictModel(BaseModel):
 
 class StreamOptions(_StrictModel):
     include_usage: bool = False
-    include_obfuscation: bool = False  # pads events against eavesdroppers; nothing is padded
+    include_obfuscation: bool = False  # accepted, but events are not padded
 
 
 class _SamplingRequest(_StrictModel):
-    """The fields that completion and chat requests have in common.
+    """The fields that requests for completions and for chat completions have in common.
 
-    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids and return_token_ids are vLLM's;
-    logprobs_mode is an option of vLLM's server.
+    They are OpenAI's, except top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids and
+    return_token_ids, which are fields of vLLM, and logprobs_mode, which is an option of vLLM's server.
     """
 
     model: str
@@ -116,8 +116,8 @@ class _SamplingRequest(_StrictModel):
     return_token_ids: bool = False
 
     def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. With top_p 0 the most likely token is chosen, as in OpenAI's
-        API."""
+        """Returns the sampling parameters that the request sets. With `top_p: 0` the most likely token is
+        chosen, as in OpenAI's API."""
         return SamplingParams(
             temperature=self.temperature if self.top_p > 0 else 0.0,
             top_k=max(0, self.top_k),
@@ -154,13 +154,13 @@ class ChatCompletionRequest(_SamplingRequest):
 
     @property
     def completion_limit(self) -> int | None:
-        """The most tokens to generate; None: as many as the model's positions allow."""
+        """The most tokens to generate; None: as many as the model's positions leave after the prompt."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def settings(self) -> TemplateSettings:
-        """The request's tools and `chat_template_kwargs`, for the chat template. Raises DataError for invalid
-        tools."""
+        """The request's tools and `chat_template_kwargs`, which are passed to the chat template. Raises
+        DataError for invalid tools."""
         return template_settings({"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs})
 
 
@@ -168,8 +168,11 @@ B = TypeVar("B", bound=_SamplingRequest)
 
 
 def parse_body(kind: type[B], content: bytes) -> B:
-    """Parses and checks the body of a request. kind: the class to return it as. Raises APIError, which names
-    the field that is wrong or not supported."""
+    """Parses and checks the JSON body of a request. Raises APIError, which names the field that is invalid or
+    not supported.
+
+    kind: the class of the returned object.
+    """
     try:
         body = kind.model_validate_json(content)
     except ValidationError as problem:
@@ -178,26 +181,29 @@ def parse_body(kind: type[B], content: bytes) -> B:
         if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
             continue
         raise APIError(
-            400, f"{name}: this server does not support it; leave it out", param=name, code="unsupported_parameter"
+            400, f"{name}: not supported by this server; leave it out", param=name, code="unsupported_parameter"
         )
     if isinstance(body, ChatCompletionRequest):
         if body.top_logprobs and not body.logprobs:
-            raise APIError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+            raise APIError(
+                400, "top_logprobs: needs logprobs: true; set it, or leave out top_logprobs", param="top_logprobs"
+            )
         if body.tools and body.tool_choice != "none":
             raise APIError(
                 400,
-                "tools: this server does not parse tool calls; with tool_choice: none the model sees the tools, and "
-                "its calls are text of the answer",
+                "tools: this server does not parse tool calls; send tool_choice: none: then the model sees the tools, "
+                "and its calls are text of the answer",
                 param="tools",
                 code="unsupported_parameter",
             )
     if body.stream_options.include_usage and not body.stream:
-        raise APIError(400, "stream_options: needs stream to be true", param="stream_options")
+        raise APIError(400, "stream_options: include_usage needs stream: true", param="stream_options")
     return body
 
 
 def _first_error(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
-    """Returns the first error that pydantic found, as an APIError that names the field."""
+    """Returns the first error in pydantic's ValidationError as an APIError that names the field. kind: the
+    class that was validated."""
     error = problem.errors(include_url=False, include_input=False)[0]
     if error["type"] == "json_invalid" or not error["loc"]:
         return APIError(400, f"the body is not a JSON object: {error['msg']}", code="invalid_json")

@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to requests of the batcher."""
+"""Parses the body of an HTTP request into requests for the batcher."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from megatron.tokenizer import Tokenizer
 class ParsedRequest:
     """A parsed HTTP request.
 
-    requests: `body.n` requests of the batcher for each prompt, in order.
-    prompt_texts: the text of each prompt if the response repeats it (`echo`), else empty.
+    requests: the requests for the batcher, in order: `body.n` for each prompt.
+    prompt_texts: the text of each prompt if the response repeats the prompts (`echo`), else empty texts.
     """
 
     body: CompletionRequest | ChatCompletionRequest
@@ -32,13 +32,13 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class RequestParser:
-    """Parses HTTP bodies into requests of the batcher.
+    """Parses the bodies of HTTP requests into requests for the batcher.
 
-    names: of the models that clients can name: the base model first, then its adapters by number
-        (`Request.adapter`).
-    positions, stop_token_ids: of the model.
+    names: the model names that clients can send: the base model's name, then the names of its adapters, by
+        their number (`Request.adapter`).
+    positions: number of the model's positions. stop_token_ids: the model's token ids that end a text.
     chat: the chat template; None: there is none.
-    no_template_reason: why there is no template, for clients that send conversations.
+    no_template_reason: why there is no chat template, as a message to clients that send conversations.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class RequestParser:
     no_template_reason: str = ""
 
     def completion(self, content: bytes) -> ParsedRequest:
-        """Parses the body of a request to `/v1/completions`. Raises APIError."""
+        """Parses the body of a request to `/v1/completions`. Raises APIError if the body is invalid."""
         body = parse_body(CompletionRequest, content)
         self._check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
@@ -65,7 +65,7 @@ class RequestParser:
         return self._parsed(body, prompts, prompt_texts, body.logprobs, prompt_logprobs, self.stop_token_ids)
 
     def chat_completion(self, content: bytes) -> ParsedRequest:
-        """Parses the body of a request to `/v1/chat/completions`. Raises APIError."""
+        """Parses the body of a request to `/v1/chat/completions`. Raises APIError if the body is invalid."""
         body = parse_body(ChatCompletionRequest, content)
         self._check_model(body.model)
         if self.chat is None:
@@ -93,7 +93,7 @@ class RequestParser:
         sampling = body.sampling_params()
         requests: list[Request] = []
         for prompt in prompts:
-            tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
+            tokens = list(prompt) or [self.tokenizer.eod]  # an empty prompt begins a document
             maximum = self._completion_tokens(len(tokens), body)
             for _ in range(body.n):
                 requests.append(
@@ -114,19 +114,19 @@ class RequestParser:
         return ParsedRequest(body, requests, prompt_texts)
 
     def _completion_tokens(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
-        """Returns how many tokens may be generated after a prompt of `length` tokens.
+        """Returns the most tokens that may be generated after a prompt of `length` tokens.
 
-        Raises APIError if prompt and requested tokens exceed the model's positions, or if `min_tokens` is too
-        large.
+        Raises APIError if the prompt and the requested tokens exceed the model's positions, or if
+        `min_tokens` is above this limit.
         """
         room = self.positions - length
         limit = room if body.completion_limit is None else body.completion_limit
         if limit > room or room < 1 and body.completion_limit is None:
-            requested = "" if body.completion_limit is None else f", and {body.completion_limit} more are asked for"
+            requested = "" if body.completion_limit is None else f", and {body.completion_limit} new ones are requested"
             raise APIError(
                 400,
                 f"the model has {self.positions} positions; the prompt has {length} tokens{requested}. Shorten it"
-                + ("" if body.completion_limit is None else " or ask for fewer"),
+                + ("" if body.completion_limit is None else " or request fewer new tokens"),
                 param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
                 code="context_length_exceeded",
             )
@@ -149,5 +149,5 @@ class RequestParser:
             raise APIError(404, self.no_model(name), param="model", code="model_not_found")
 
     def no_model(self, name: str) -> str:
-        """Returns the message to a client that requests an unknown model."""
-        return f"there is no model {name!r} here; name {' or '.join(map(repr, self.names))}"
+        """Returns the error message for a client that requests the unknown model `name`."""
+        return f"there is no model {name!r} here; use {' or '.join(map(repr, self.names))}"

@@ -1,5 +1,5 @@
-"""The queue between the HTTP thread and the main thread of rank 0: requests go in, events of their generation
-come out."""
+"""Connects the HTTP thread and the main thread of rank 0: requests go in, events of their generation come
+out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RETRY_AFTER_S = 2
 
 @dataclass(frozen=True)
 class Rejection:
-    """The reason why a job is not run, or is ended early. status: HTTP status for the client."""
+    """The outcome of a job that is not run or is ended early. reason: the message, status: the HTTP status
+    for the client."""
 
     reason: str
     status: int = 400
@@ -28,7 +29,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Updated:
-    """The outcome of a job that replaced the weights. version: the number of the new weights."""
+    """The outcome of a job that replaced the model's weights. version: the number of the new weights."""
 
     version: int
     finish_reason: str = "stop"
@@ -38,7 +39,8 @@ class Updated:
 class StepCommands:
     """Commands that a replica executes before its next step.
 
-    new: (job id, request) to add. cancelled: job ids to cancel. updates: (job id, weights) to load.
+    new: (job id, request) pairs to add. cancelled: job ids to cancel. updates: (job id, new weights) pairs to
+        load.
     """
 
     new: tuple[tuple[int, Request], ...] = ()
@@ -48,8 +50,11 @@ class StepCommands:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy one replica is, or all together: running and waiting requests, free and total KV-cache blocks.
-    The fields are named as in `/health`."""
+    """How busy one replica or the whole server is: running and waiting requests, free and total KV-cache
+    blocks.
+
+    The fields have the names that `/health` reports.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -64,11 +69,11 @@ Outcome = Event | Updated | Rejection
 
 
 class EventStream:
-    """The events of one HTTP request, which has one job for each text.
+    """The events of one HTTP request, which has one job for each text to generate.
 
-    job_ids: in the order of the requests passed to `RequestQueue.submit`.
-    weight_version: version of the weights that generated the last event; None: the weights at the server's
-        start.
+    job_ids: the ids of these jobs, in the order of the requests passed to `RequestQueue.submit`.
+    weight_version: version of the weights that generated the last event; None: the weights that the server
+        started with.
     """
 
     def __init__(self, job_ids: Sequence[int]) -> None:
@@ -77,9 +82,10 @@ class EventStream:
         self.outcomes: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
 
     async def events(self, seconds: float) -> AsyncIterator[tuple[int, Event]]:
-        """Yields (index of the request, event) as they come, until all jobs have ended.
+        """Yields (index, event) pairs as events arrive, until all jobs have ended.
 
-        Raises APIError if a job is rejected, or if not all jobs have ended after `seconds`.
+        The index is that of the request in `RequestQueue.submit`. Raises APIError if a job is rejected, or if
+        not all jobs have ended after `seconds`.
         """
         index_of = {job_id: i for i, job_id in enumerate(self.job_ids)}
         deadline = asyncio.get_running_loop().time() + seconds
@@ -89,7 +95,7 @@ class EventStream:
                     job_id, outcome = await self.outcomes.get()
             except TimeoutError:
                 raise APIError(
-                    504, f"not done after {seconds:g} s (serve_request_timeout_s); ask for fewer tokens", code="timeout"
+                    504, f"not done after {seconds:g} s (serve_request_timeout_s); request fewer tokens", code="timeout"
                 ) from None
             if isinstance(outcome, Rejection):
                 retry = RETRY_AFTER_S if outcome.status == 503 else None
@@ -101,13 +107,13 @@ class EventStream:
 
 
 class RequestQueue:
-    """Queues jobs, at most `limit` waiting or running, and passes their events to the HTTP thread.
+    """Queues jobs, at most `limit` waiting or running at a time, and passes their events to the HTTP thread.
 
-    The HTTP thread's event loop calls `submit`, `deliver` and `close`; the main thread calls `take` and
+    The HTTP thread's event loop calls `submit`, `deliver` and `close`. The main thread calls `take` and
     `wake`. Signal handlers may call `wake` too.
 
     closing: whether new requests are refused; any thread may set it.
-    weight_version: version of the last `WeightUpdate`; None before the first.
+    weight_version: version of the last `WeightUpdate`; None before the first update.
     """
 
     def __init__(self, limit: int) -> None:
@@ -117,16 +123,16 @@ class RequestQueue:
         self.closing = False
         self.weight_version: int | None = None
         self._job_ids = itertools.count()
-        # A job with its request, or with None to cancel it; a bare None only wakes `take`.
+        # (job id, request), or (job id, None) to cancel a job; None only wakes `take`.
         self._inbox: queue.SimpleQueue[tuple[int, Request | WeightUpdate | None] | None] = queue.SimpleQueue()
 
     @contextmanager
     def submit(self, requests: Sequence[Request | WeightUpdate]) -> Iterator[EventStream]:
-        """Queues a job for each request and yields the stream of their events. On leaving the `with` block,
-        unfinished jobs are cancelled.
+        """Queues a job for each request and yields the stream of their events. At the end of the `with`
+        block, unfinished jobs are cancelled.
 
-        A `WeightUpdate` waits for earlier jobs, and later jobs wait for it. Raises APIError while the server
-        shuts down (503), for more requests than `limit` (400), and if too many jobs are queued (429).
+        A `WeightUpdate` waits for earlier jobs, and later jobs wait for the update. Raises APIError while the
+        server shuts down (503), for more requests than `limit` (400), and if too many jobs are queued (429).
         """
         if self.closing:
             raise APIError(503, "the server is shutting down", retry_after=RETRY_AFTER_S)
@@ -137,7 +143,8 @@ class RequestQueue:
         if len(self.streams) + len(requests) > self.limit:
             raise APIError(
                 429,
-                f"the server is busy with {len(self.streams)} texts, at most {self.limit} (serve_max_requests)",
+                f"the server is busy with {len(self.streams)} texts, and at most {self.limit} are allowed at a time "
+                "(serve_max_requests); try again later",
                 code="queue_full",
                 retry_after=RETRY_AFTER_S,
             )
@@ -153,8 +160,11 @@ class RequestQueue:
                     self._inbox.put((job_id, None))
 
     def deliver(self, outcomes: Sequence[tuple[int, Outcome]], load: Load) -> None:
-        """Hands each (job id, outcome) of a step to the stream of the job's HTTP request. Outcomes of
-        cancelled jobs are dropped."""
+        """Passes each (job id, outcome) of a step to the event stream of the job. Outcomes of cancelled jobs
+        are dropped.
+
+        load: how busy the server is after the step.
+        """
         self.load = load
         for job_id, outcome in outcomes:
             if isinstance(outcome, Updated):
@@ -168,17 +178,17 @@ class RequestQueue:
                 del self.streams[job_id]
 
     def close(self, rejection: Rejection) -> None:
-        """Refuses new requests, and ends every job with this rejection."""
+        """Refuses new requests from now on, and ends every job with the outcome `rejection`."""
         self.closing = True
         self.deliver([(job_id, rejection) for job_id in list(self.streams)], Load())
 
     def wake(self) -> None:
-        """Makes a waiting `take` return at once."""
+        """Makes a call of `take` that is waiting in another thread return at once."""
         self._inbox.put(None)
 
     def take(self, seconds: float) -> StepCommands:
         """Returns the jobs, weight updates and cancellations that were queued since the last call. If there
-        are none, it waits for the first, up to `seconds`."""
+        are none, it first waits up to `seconds` for one."""
         new: dict[int, Request] = {}
         updates: list[tuple[int, WeightUpdate]] = []
         cancelled: list[int] = []

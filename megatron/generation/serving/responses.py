@@ -1,4 +1,4 @@
-"""Events of the batcher as responses of OpenAI's API, whole or as streamed chunks."""
+"""Converts events of the batcher to responses of OpenAI's API, either complete or as streamed chunks."""
 
 import secrets
 import time
@@ -11,21 +11,22 @@ from megatron.generation.serving.request_parsing import ParsedRequest
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's number
+_LOWEST_LOGPROB = -9999.0  # OpenAI's number in place of -inf, which JSON cannot express
 SSE_DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(content: dict[str, Any]) -> bytes:
-    """Returns `content` as a server-sent event of JSON."""
+    """Returns `content` as a server-sent event whose data is JSON."""
     return b"data: " + to_json(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class TokenTexts:
-    """Maps a token id to the text that the token adds within a longer text; special tokens to their names."""
+    """Maps a token id to the text that the token adds inside a longer text, and a special token's id to its
+    name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.context = tokenizer.tokenize("a")[-1:]  # a first token may lose its blank
+        self.context = tokenizer.tokenize("a")[-1:]  # the first token of a text may lose its blank
         self.context_length = len(tokenizer.detokenize(self.context))
         self.texts: dict[int, str] = dict(tokenizer.special_tokens)
 
@@ -37,10 +38,10 @@ class TokenTexts:
 
 @dataclass
 class _Choice:
-    """The output of one choice since its last chunk.
+    """The output of one choice (one of the generated texts of a response) since the choice's last chunk.
 
-    offset: number of characters before this output, for `text_offset`. is_started: whether a chunk of the
-        choice was sent already.
+    is_started: whether a chunk of the choice was sent already.
+    offset: number of characters of the choice before this output, for `text_offset`.
     """
 
     text: str = ""
@@ -52,13 +53,13 @@ class _Choice:
 
 
 class ResponseBuilder:
-    """Builds the response to one HTTP request.
+    """Builds the response to one HTTP request from events.
 
-    `add` takes events. `response` returns the full body. When streaming, `chunk` is called after each event,
-    and returns the output since the last chunk.
+    Pass each event to `add`. Without streaming, `response` then returns the full body. With streaming, call
+    `chunk` after each event; it returns the output since the last chunk.
     """
 
-    prefix = ""  # of ids
+    prefix = ""  # of response ids
     objects = ("", "")  # the field `object` of the response and of its chunks
 
     def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
@@ -69,7 +70,7 @@ class ResponseBuilder:
         self.completion_tokens = 0
 
     def add(self, index: int, event: Event) -> None:
-        """Adds the output of an event to the choice `index`."""
+        """Adds the output of an event to the choice with this index."""
         choice = self.choices[index]
         choice.text += event.text
         choice.tokens += event.tokens
@@ -78,13 +79,16 @@ class ResponseBuilder:
         self.completion_tokens += len(event.tokens)
 
     def response(self) -> dict[str, Any]:
-        """Returns the body of a response that is not streamed."""
+        """Returns the full body of a response that is not streamed."""
         choices = [self._choice(i, choice, streamed=False) for i, choice in enumerate(self.choices)]
         return {**self._head(self.objects[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
-        """Returns a chunk with the output of the choice `index` since its last chunk; None if there is
-        nothing that a client would see."""
+        """Returns a streamed chunk with the output of a choice since its last chunk. Returns None if there is
+        no output that a client would see.
+
+        index: index of the choice.
+        """
         choice = self.choices[index]
         visible = choice.text or choice.logprobs or choice.finish_reason
         if not (visible or (choice.tokens and self.parsed.body.return_token_ids)):
@@ -95,14 +99,14 @@ class ResponseBuilder:
         return {**self._head(self.objects[1]), "choices": [delta], **usage}
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """Returns the last chunk of a stream, with token counts; None unless `stream_options.include_usage`
-        asks for it."""
+        """Returns the last chunk of a stream, which holds token counts; None unless the request sets
+        `stream_options.include_usage`."""
         if not self.parsed.body.stream_options.include_usage:
             return None
         return {**self._head(self.objects[1]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Returns the counts of tokens, under OpenAI's names."""
+        """Returns the numbers of prompt tokens, generated tokens and both, under OpenAI's names."""
         prompt = self.parsed.prompt_tokens()
         return {
             "prompt_tokens": prompt,
@@ -111,11 +115,12 @@ class ResponseBuilder:
         }
 
     def content(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
-        """Returns the field of a choice that holds its text. streamed: it is part of a chunk."""
+        """Returns the field that holds the text of a choice. streamed: whether the choice is part of a
+        streamed chunk."""
         raise NotImplementedError
 
     def logprobs(self, index: int, choice: _Choice) -> dict[str, Any] | None:
-        """Returns the field `logprobs` of a choice; None if they were not asked for."""
+        """Returns the field `logprobs` of a choice; None if log-probabilities were not requested."""
         raise NotImplementedError
 
     def _choice(self, index: int, choice: _Choice, streamed: bool) -> dict[str, Any]:
@@ -128,8 +133,8 @@ class ResponseBuilder:
         }
 
     def _token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Returns the field `token_ids` of a choice, and in its first chunk `prompt_token_ids`; {} unless
-        `return_token_ids` asks for them."""
+        """Returns the field `token_ids` of a choice, and in the choice's first chunk `prompt_token_ids` too.
+        Returns {} unless the request sets `return_token_ids`."""
         if not self.parsed.body.return_token_ids:
             return {}
         prompt = {} if choice.is_started else {"prompt_token_ids": list(self.parsed.requests[index].tokens)}
@@ -162,7 +167,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             return None
         tokens, values, tops, offsets = [], [], [], []
         for token_logprob in choice.logprobs:
-            # Nothing stands before the first token.
+            # The first token of a prompt has no log-probability, because no token is before it.
             token = self.parsed.requests[index].tokens[0] if token_logprob is None else token_logprob.token
             tokens.append(self.texts[token])
             values.append(None if token_logprob is None else max(token_logprob.logprob, _LOWEST_LOGPROB))
@@ -177,8 +182,8 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top(self, chosen: Logprob | None) -> dict[str, float] | None:
-        """Returns {token text: log-probability} for the most likely tokens and the chosen one. If tokens have
-        equal texts, the most likely counts."""
+        """Returns {token text: log-probability} for the most likely tokens and the chosen token. If several
+        tokens have the same text, the most likely one counts."""
         if chosen is None:
             return None
         logprobs: dict[str, float] = {}
@@ -213,8 +218,8 @@ class ChatResponseBuilder(ResponseBuilder):
         return {**self._entry(chosen.token, chosen.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """Returns a token as {"token": text, "logprob", "bytes"}; `bytes` is null if the text is not whole
-        characters."""
+        """Returns {"token": text, "logprob": value, "bytes": UTF-8 bytes of the text} for a token. `bytes` is
+        null if the text does not consist of complete characters."""
         text = self.texts[token]
         utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": utf8}

@@ -1,4 +1,4 @@
-"""`tools/serve.py`: the model of a configuration behind OpenAI's API."""
+"""Implements `tools/serve.py`: serves the model of a configuration through OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """Rank 0's preparations, made before the model is loaded.
+    """The objects that rank 0 prepares before the model is loaded, so that mistakes are found early.
 
     names, no_template_reason: as in `RequestParser`. chat: the chat template; None: there is none.
     """
@@ -47,13 +47,13 @@ class ServerSetup:
 
 
 def serve(args: NeoXArgs, process: Process) -> None:
-    """Answers HTTP requests until SIGTERM or SIGINT. All ranks call it together.
+    """Answers HTTP requests until SIGTERM or SIGINT arrives. All ranks call this function together.
 
-    Raises ConfigError for an address, token, template or package that is not available, CheckpointError for
-    weights that cannot be loaded.
+    Raises ConfigError if an address, token, template or package is not available, and CheckpointError if the
+    weights cannot be loaded.
     """
     logger = configure_logging(process.rank)
-    name = model_name(args)  # not that of a local copy
+    name = model_name(args)  # before `load` becomes a local copy
     args = args.check_serving().for_inference(process.world_size)
     store = rendezvous_and_check(args, process, logger)
     args, groups, tokenizer = start_inference(args, process, logger, store)
@@ -65,14 +65,16 @@ def serve(args: NeoXArgs, process: Process) -> None:
         )
     if adapters and len(adapters) < len(args.adapter):
         raise args.error(
-            "adapter", "some adapters are named (NAME=PATH) and some are not; name all, or none to merge all"
+            "adapter",
+            "some adapters are named (NAME=PATH) and some are not; name all, to serve each under its name, or none, to "
+            "merge all into the model",
         )
     model = load_model(args.replace(adapter=()) if adapters else args, groups, tokenizer, logger)
     if adapters:
         model = with_adapters(model, adapters, logger)
     replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), RankChannel(groups)
     if setup is None:
-        with _on_signals(signal.SIG_IGN):  # rank 0 says when it is over
+        with _on_signals(signal.SIG_IGN):  # rank 0 ends the loop
             run_serving_loop(replica, channel, None)
     else:
         _serve_on_rank0(setup, model, replica, channel, logger)
@@ -88,7 +90,7 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
 
     try:
         chat, no_template_reason = find_template(args, tokenizer), ""
-        chat.stop_token_ids  # noqa: B018 - imports what the first conversation would wait for
+        chat.stop_token_ids  # noqa: B018 - imports modules, so that the first conversation is not slow
     except ConfigError as problem:
         if args.chat_template is not None:
             raise
@@ -99,8 +101,8 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
 def _serve_on_rank0(
     setup: ServerSetup, model: Model, replica: Replica, channel: RankChannel, logger: logging.Logger
 ) -> None:
-    """Runs the server on rank 0: a new thread speaks HTTP, and this thread runs the serving loop until a
-    signal ends it."""
+    """Runs the server on rank 0: a new thread handles HTTP, and this thread runs the serving loop until a
+    signal arrives."""
     from megatron.generation.serving.app import Service, build_app
     from megatron.generation.serving.auth import AccessControl
     from megatron.generation.serving.http_server import HTTPServerThread
@@ -124,17 +126,19 @@ def _serve_on_rank0(
 
     try:
         http_server = HTTPServerThread(server_socket.socket, build_app(service), stop, args.serve_header_timeout_s)
-    except OSError as cause:  # two may bind what only one can listen at
+    except OSError as cause:  # two programs can bind an address, but only one can listen at it
         raise args.error("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
     dispatcher.on_outcomes = partial(http_server.call_soon, queue.deliver)
     rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):
         try:
-            clients = "whoever shows the token" if server_socket.token is not None else "this machine"
+            clients = "clients with the token" if server_socket.token is not None else "clients on this machine"
             names = ", ".join(parser.names)
             logger.info(f"{names} answer{'s' * (len(parser.names) == 1)} {clients} at {server_socket.address}/v1")
-            logger.info(setup.no_template_reason if setup.chat is None else f"chat template of {setup.chat.source}")
-            queue.wake()  # the first round tells how large the cache is
+            logger.info(
+                setup.no_template_reason if setup.chat is None else f"chat template: that of {setup.chat.source}"
+            )
+            queue.wake()  # after the first round /health knows the size of the KV cache
             run_serving_loop(replica, channel, dispatcher)
         except Exception:
             rejection = Rejection("the server has failed", 500)
@@ -146,8 +150,8 @@ def _serve_on_rank0(
 
 
 def model_name(args: NeoXArgs) -> str:
-    """Returns the model's name for clients: `serve_model_name`, else its name on the Hub, else that of its
-    folder."""
+    """Returns the name by which clients name the model: `serve_model_name`, else its name on the Hub, else
+    its folder's name."""
     source = str(args.load or args.save)
     path = Path(source).resolve()
     if source.startswith("hf://"):
