@@ -106,8 +106,10 @@ def holdings(use: MemoryUse, held: Mapping[str, int]) -> str:
 
 
 def advice(args: NeoXArgs) -> list[str]:
-    """Returns one line that names the keys to change so that this run needs less memory, cheapest first; []
-    if every such key is at its limit."""
+    """Returns one line that names the keys to change to save memory in this run, cheapest first.
+
+    Returns [] if every such key is at its limit.
+    """
     micro, steps = args.train_micro_batch_size_per_gpu or 1, args.gradient_accumulation_steps or 1
     keys: list[tuple[str, str]] = []
     if micro > 1:
