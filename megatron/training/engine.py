@@ -76,7 +76,7 @@ class Engine(RunEngine, Protocol):
     dtype: of weights and hidden states.
     zero_stage: state that is sharded over data ranks, as in ZeRO (1: optimizer state, 2: gradients too,
         3: weights too).
-    routing: number of tokens that each expert got in the last step; None without experts.
+    routing: how the last step's tokens were spread over experts; None without experts.
     """
 
     name: str

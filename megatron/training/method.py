@@ -52,8 +52,8 @@ class Load(Protocol):
     ) -> Iterator[list[Batch]]:
         """Yields the micro-batches of each step.
 
-        consumed: number of samples that earlier steps have read. collate: makes the batches; None: the
-            default.
+        consumed: number of samples that earlier steps have read.
+        collate: makes the batches; None: the default.
         num_workers: number of loader processes; None: as configured.
         """
 
@@ -178,8 +178,7 @@ class Method(MethodState):
         return map(StepData, steps)
 
     def after_step(self, run: MethodRun, data: StepData, result: StepResult) -> None:
-        """Update `TrainingProgress.method_state` after a step. Called before `progress.iteration` counts
-        it."""
+        """Update `TrainingProgress.method_state` after a step, before `progress.iteration` counts it."""
 
     # -- metrics ---------------------------------------------------------------------------------------------
 

@@ -103,8 +103,7 @@ def build_engine(
 
 
 def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
-    """With `deterministic_mode`, make torch and its libraries use deterministic algorithms, as Megatron-LM
-    does.
+    """If `deterministic_mode` is set, make torch and its libraries use deterministic algorithms.
 
     Runs then give the same bits every time. Call it before torch uses a GPU. An operation without a
     deterministic version then raises where it is used. `attention_backend: auto` never chooses a kernel that
@@ -124,8 +123,7 @@ def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
-    """Returns a function that runs a function on rank 0 while other ranks wait, and returns its result on all
-    ranks.
+    """Returns a function that runs its argument on rank 0 while other ranks wait, and gives all the result.
 
     Datasets write their index maps with it. If `use_shared_fs` is false, the first rank of every machine runs
     the function.
