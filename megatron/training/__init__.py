@@ -1,6 +1,8 @@
-"""Training: engines behind one protocol (DeepSpeed's in a package), optimizers and schedules, checkpoints of
-a run, the loop and its callbacks. `start(args, process)` builds all in order; `train(training, callbacks)`
-runs it to its end."""
+"""Trains models: `start(args, process)` builds a run, `train(training, callbacks)` runs it to its end.
+
+The package holds the engines (native and DeepSpeed) behind one protocol, optimizers and schedules, the
+checkpoints of a run, and the training loop with its callbacks.
+"""
 
 from megatron.training.loop import train
 from megatron.training.nonfinite_guard import NonFiniteError

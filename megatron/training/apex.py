@@ -1,4 +1,4 @@
-"""NVIDIA's apex in a run: whether it is used, and for what."""
+"""Decides whether a run uses NVIDIA's apex, and for which parts: norms, Adam."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ from megatron.training.native.apex_adam import ApexAdam
 def uses_apex(args: ModelArgs, device: torch.device) -> bool:
     """Returns whether the run uses apex on this device.
 
-    Each part of apex must pass one tiny call. `auto` also needs a kind of GPU that we have run apex on.
-    Raises ConfigError where `apex: true` is set and apex does not work.
+    Apex is used only if one tiny call of each of its parts succeeds. `apex: auto` also requires a kind of GPU
+    on which we have run apex. Raises ConfigError if `apex: true` is set and apex does not work.
     """
     if args.apex == "auto" and not_run_on("apex: true", capability_of(device)) is not None:
         return False
@@ -28,7 +28,7 @@ def uses_apex(args: ModelArgs, device: torch.device) -> bool:
 
 
 def apex_problem(device: torch.device) -> str | None:
-    """Returns why apex does not work, worded to follow "needs"; None where it works."""
+    """Returns the reason why apex does not work, worded to follow "needs"; None if it works."""
     try:
         norms, x = apex_norms(), torch.ones(2, 8, device=device, requires_grad=True)
         weight = torch.nn.Parameter(torch.ones(8, device=device))
@@ -44,8 +44,7 @@ def apex_problem(device: torch.device) -> str | None:
 
 
 def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str], None]) -> None:
-    """Let the norms of a stage compute with apex's functions if `apex` chooses it, and log which parts of
-    apex the run uses."""
+    """Make a stage's norms use apex's functions if the run uses apex, and log which parts of apex it uses."""
     if args.apex is False:
         return
     parts = []
@@ -57,9 +56,9 @@ def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str
             parts.append("FusedAdam")
         choice = (
             ", ".join(parts)
-            or "nothing of it: norms are compiled or another's, and the optimizer is not the native engine's Adam"
+            or "no part of apex: norms are compiled or Transformer-Engine's, and the native engine's Adam is not used"
         )
     else:
         unproven = not_run_on("apex: true", capability_of(stage.device_of_groups))
-        choice = f"torch's own: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
+        choice = f"torch instead of apex: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
     log(f"apex: {str(args.apex).lower()} chose {choice}")

@@ -1,4 +1,4 @@
-"""Compiles blocks with torch.compile: decides whether a run does, and compiles each kind of block once."""
+"""Compiles a model's blocks with torch.compile: decides whether to, and compiles each kind of block once."""
 
 import os
 import shutil
@@ -27,16 +27,19 @@ _GRAPHS_OF_A_KIND = 8
 
 
 def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> tuple[Compile, str]:
-    """Returns the value of `compile` for a run of this engine (its name) on this device, and its reason in
-    words for the log."""
+    """Returns (value of `compile`, reason for the log): the configured value, or for `auto` the best on this
+    device.
+
+    engine: the name of the run's engine.
+    """
     if args.compile != "auto":
         return args.compile, args.origin("compile")
     if device.type != "cuda":
-        return False, "auto: not on CPUs, where it takes longer than it saves"
+        return False, "auto: off on CPUs, where compiling takes longer than it saves"
     if (reason := declaration_of(args).eager_reason(args)) is not None:
         return False, f"auto: {reason}"
     if hooked_inside(args, engine):
-        return False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
+        return False, "auto: off with DeepSpeed's ZeRO 3, whose hooks inside blocks would break their graphs"
     for key in ("te_backend", "attention_backend"):
         if getattr(args, key) == "transformer_engine":
             return False, f"auto: {key} is transformer_engine, whose calls torch cannot compile"
@@ -47,21 +50,24 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> tuple[C
         return False, "auto: Triton is not installed"
     if not has_compiler(device):
         return False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH"
-    policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
+    policy, reason = gpu_policy(capability), "auto: Triton and a C compiler were found"
     if policy.compile == "block-max" and (unproven := not_run_on("compile: block-max", capability)) is not None:
         reason += f"; not block-max: {unproven}"
     elif policy.compile == "block-max" and args.precision_fp8 == "off" and not args.deterministic_mode:
-        # Who turns FP8 off asks for what is best in bf16; what `auto` may choose later is compiled as `block`
+        # If the user turned FP8 off, take the best mode for bf16. If FP8 may still be chosen, compile as
+        # `block`.
         if args.user_values.get("precision_fp8") == "off":
             place = args.origin("precision_fp8")
-            max_reason = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
+            max_reason = (
+                f"auto: best in bf16 on {policy.name}, as precision_fp8 is off ({place}); compiling takes minutes more"
+            )
             return "block-max", max_reason
-        reason += f"; block-max, for long runs in bf16 on {policy.name}, takes minutes more at the start"
+        reason += f"; for long runs in bf16 on {policy.name}, set block-max, which takes minutes longer to compile"
     return "block", reason
 
 
 def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None]) -> NeoXArgs:
-    """Returns the configuration with `compile: auto` replaced by the choice, which is logged.
+    """Returns the configuration with `compile: auto` replaced by the value of `choose_compile`, and logs it.
 
     Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine's hooks prevent
     compiling.
@@ -69,10 +75,12 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
     choice, reason = choose_compile(args, device, engine)
     if args.activation_memory_budget is not None and not choice:
         problem = f"{args.activation_memory_budget} needs compiled blocks, but compile is off ({reason})"
-        raise args.error("activation_memory_budget", f"{problem}; set compile: block, or checkpoint_activations: true")
+        raise args.error(
+            "activation_memory_budget", f"{problem}; set compile: block, or use checkpoint_activations: true"
+        )
     if args.compile != "auto":
         if choice and hooked_inside(args, engine):
-            problem = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
+            problem = "blocks cannot be compiled with DeepSpeed's ZeRO 3, whose hooks inside blocks break their graphs"
             raise args.error("compile", f"{problem}; write engine: native, another ZeRO stage, or compile: auto")
         return args
     log(f"compile: {choice or 'false'} ({reason})")
@@ -80,14 +88,14 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
 
 
 def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
-    """Compile every block, and separately the work on a chunk of logits.
+    """Compile every block of a stage, and separately the output layer's kernels.
 
-    Blocks of one kind share a graph that takes their weights as inputs and documents of any number and
-    length. A second length of rows adds one graph, which serves all lengths. Mamba blocks need one more for
-    each number of segments (`selective_scan`).
+    Blocks of one kind share a graph, which takes their weights as inputs and accepts any number and length of
+    documents. The first row of another length adds one graph, which serves all row lengths. Mamba blocks need
+    one more graph for each number of segments in their scan.
 
-    A block that does not become one graph raises in the first step, except blocks with expert parallelism and
-    Mamba blocks whose kernels come from a package.
+    A block that does not compile to one graph raises in the first step, except blocks with expert parallelism
+    and Mamba blocks whose kernels come from a package.
     Raises ConfigError where there is no compiler.
     """
     if args.compile in (False, "auto"):
@@ -117,7 +125,7 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
         block, one_graph = stage.layers[str(spec.index)], args.expert_parallel_size == 1
         for module in block.modules():
             if isinstance(module, Dispatcher) and not one_graph:
-                # Tokens that travel to experts on other ranks do so between two graphs.
+                # Tokens are sent to experts on other ranks outside the compiled graphs.
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         is_full_graph = one_graph or not isinstance(spec.feed_forward, MoESpec)
         is_full_graph &= spec not in stage.state_blocks or stage.scans.package == "torch"
@@ -127,12 +135,13 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
 
 
 def hooked_inside(args: NeoXArgs, engine: str) -> bool:
-    """Returns whether the engine runs hooks within blocks, which break their graphs."""
+    """Returns whether the engine of this name runs hooks inside blocks, as DeepSpeed's ZeRO 3 does. Such
+    hooks break compiled graphs."""
     return engine == "deepspeed" and args.zero_stage == 3
 
 
 def _compilers(device: torch.device) -> list[str]:
-    # On a GPU it is Triton that compiles its launchers.
+    # On a GPU Triton needs a compiler for its kernel launchers.
     return [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
 
 

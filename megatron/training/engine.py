@@ -1,7 +1,7 @@
-"""The interface of training engines: loop, evaluation and checkpoints use nothing else of an engine. And what
-engines share: a step's loss, passes without gradients, and completing the batches of a step.
+"""Defines the interface of training engines; loop, evaluation and checkpoints use nothing else of an engine.
 
-`engine_choice` chooses the engine of a run, `parallelize` its pipeline schedule.
+It also holds the code that engines share: a step's loss, passes without gradients, and completing a step's
+batches. `engine_choice` chooses the engine of a run, `parallelize` its pipeline schedule.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,22 +23,23 @@ from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 
 PipelineSchedule = Literal["1F1B", "none"]
-"""How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there
-is one stage."""
+"""The order of passes over pipeline stages: 1F1B (one forward, one backward, in turns); none with one
+stage."""
 
 HostCopy = Callable[[Tensor], Tensor]
-"""Makes a copy on the CPU, with its own storage, of a tensor that goes on changing. The copy may still be in
-flight when the call returns."""
+"""Returns a copy on the CPU, with its own storage, of a tensor that later steps change. The copy may still be
+running when the call returns."""
 
 State = dict[str, Tensor]
 """A parameter's optimizer state by key (`exp_avg`), and its number of updates, `step`."""
 
 
 class StepLoss:
-    """Computes the objective's loss of each micro-batch, times `scale`, for an engine to run
-    backwards, and reports it to `watch`.
+    """Computes the scaled loss of each micro-batch of a step, on which the engine calls backward.
 
-    metrics: `[metrics, 2]`, sums and counts over the step's micro-batches. maxima: their largest values.
+    It also reports each loss to `watch`, which looks for NaN and Inf.
+    metrics: `[metrics, 2]`, sum and count of each of the objective's metrics over the step's micro-batches.
+    maxima: the largest value of each metric in `objective.maxima`.
     """
 
     def __init__(self, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
@@ -48,13 +49,14 @@ class StepLoss:
         self.maxima = torch.zeros(len(objective.maxima), device=groups.device)
 
     def begin(self, scale: Tensor) -> None:
-        """Begin a step, and set its metrics to zero. scale: `[k]`, the factor of each part of the loss."""
+        """Begin a step: set its metrics to zero. scale: `[k]`, a factor for each part of the objective's
+        loss."""
         self.scale = scale
         self.metrics.zero_()
         self.maxima.zero_()
 
     def scaled_loss(self, head: HeadInput, batch: Batch) -> Tensor:
-        """Returns the scaled loss of one micro-batch, an fp32 scalar with its graph."""
+        """Returns the scaled loss of one micro-batch, an fp32 scalar with its autograd graph."""
         parts, metrics = self.objective.loss_sum(head, batch, self.group)
         self.objective.add_metrics(self.metrics, metrics)
         self.objective.note_maxima(self.maxima, metrics)
@@ -62,19 +64,19 @@ class StepLoss:
 
 
 class Engine(RunEngine, Protocol):
-    """A model under training in one layout. All ranks call every method together.
+    """Trains a model in one parallel layout. All ranks call every method together.
 
-    Methods take and return weights by layer and name of the weight map; each rank has its own part.
+    Weights are passed by layer index and by their name in the weight map. Each rank passes its own part.
 
-    Methods that are written here run the stage, `_stage`, and update nothing. An engine whose update goes on
-    after its step overrides `finish_update`. It calls that before it reads weights or optimizer states.
-    Forward passes then wait for the weights they use.
+    The methods implemented in this class run the stage and update nothing. An engine whose update may go on
+    after `train_step` has returned overrides `finish_update`, and calls it before it reads weights or
+    optimizer states. Its forward passes wait for the weights that they use.
 
     name: recorded in checkpoints.
     dtype: of weights and hidden states.
-    zero_stage: what is sharded over data ranks, as in ZeRO (1: optimizer state, 2: gradients too, 3: weights
-        too).
-    routing: number of tokens that each expert got in the last step; None without experts.
+    zero_stage: state that is sharded over data ranks, as in ZeRO (1: optimizer state, 2: gradients too,
+        3: weights too).
+    routing: how the last step's tokens were spread over experts; None without experts.
     """
 
     name: str
@@ -93,12 +95,14 @@ class Engine(RunEngine, Protocol):
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
-        """stage: on the meta device; the engine gives it memory and initial values (`init_stage`) as it will
-        hold them."""
+        """Build the engine around a stage. All ranks call it together.
+
+        stage: on the meta device; the engine allocates its weights and sets their initial values.
+        """
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
-        """Raise ConfigError for keys that this engine cannot honour, and RuntimeError where it cannot run.
+        """Raise ConfigError for keys that this engine cannot honour, or RuntimeError if it cannot run here.
 
         Called before anything is built.
         """
@@ -108,47 +112,54 @@ class Engine(RunEngine, Protocol):
         """Returns the engine's log lines for the start of a run."""
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
-        """Take one optimizer step over this rank's micro-batches, with no more waits for the device than the
-        update needs.
+        """Take one optimizer step over this rank's micro-batches.
 
-        The step's result is read after the next step has begun. After more than `nonfinite_guard.most_skips`
-        skipped steps in a row, later steps leave the weights unchanged. So the loop still finds the last good
-        weights.
+        The host waits for the device only if the update needs it.
+        on_gradients: called with the gradients that this rank owns, before the update.
+        The loop reads the result after the next step has begun. Therefore, after more than
+        `nonfinite_guard.most_skips` skipped steps in a row, later steps leave the weights unchanged, and the
+        loop still finds the last good weights.
         """
 
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Set parameters of this stage, fp32 master weights included, from this rank's local parts in any
-        float type."""
+        """Set parameters of this stage, fp32 master weights included.
+
+        weights: this rank's tensor-parallel parts by layer and name, in any float dtype.
+        """
 
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yields (layer, weights by name) of the layers that this data rank writes, one after another.
+        """Yields (layer, weights by name) for each layer that this data rank writes, one layer at a time.
 
-        A layer without weights has {}. `copy` makes each tensor. writer_of: layer -> data rank. All ranks
-        iterate to the end. name_filter: selects weights by name; None: all.
+        writer_of: maps each layer to the data rank that writes it. copy: makes each yielded tensor.
+        name_filter: selects weights by name; None: all. A layer without weights yields {}. All ranks iterate
+        to the end.
         """
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
-        """Yields (layer, optimizer state by name) as `gather_weights` yields weights. A state includes fp32
-        master weights as `MASTER`."""
+        """Yields (layer, optimizer state by parameter name) for each layer that this data rank writes.
+
+        A state includes fp32 master weights under the key `MASTER`. writer_of: maps each layer to the data
+        rank that writes it. copy: makes each yielded tensor. All ranks iterate to the end.
+        """
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
-        """Set moments and step counts.
+        """Set the optimizer's moments and step counts.
 
-        read: returns the state of a parameter's local part for a layer and name, without `MASTER`.
-        If parameters have no state, the optimizer stays fresh.
+        read: takes layer and name; returns the saved state of this rank's part of that parameter, without
+            `MASTER`. {}: no state is saved, and the optimizer stays fresh.
         """
 
     def model_state(self) -> dict[str, Any]:
         """Returns the state, besides weights and moments, that a run needs to resume bit for bit.
 
-        It goes into the file of each model-parallel rank: `loss_scaler`, `spike_window`, and the state of the
-        engine's library.
+        It has `loss_scaler`, `spike_window`, and state of the engine's library. Each model-parallel rank
+        saves it in its `mp_rank` file.
         """
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `spike_window` of `model_state` where present.
+        """Restore a saved `model_state`: here `spike_window`, the recent losses, if present.
 
         Engines with counters or a loss scale of their own override it.
         """
@@ -156,22 +167,30 @@ class Engine(RunEngine, Protocol):
             self.spikes.restore(state.get("spike_window", []))
 
     def layout_state(self) -> dict[str, Any] | None:
-        """Returns this rank's optimizer state in a form that only the same layout can read.
+        """Returns this rank's optimizer state in a form that only the same parallel layout can read.
 
-        Used for optimizers without state by parameter. None if `model_state` holds the state.
+        Used for optimizers whose state is not kept by parameter. None if `model_state` holds the state.
         """
         return None
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
-        """Restore the optimizer's state from the model file's `state`, or with ZeRO from the file `name`."""
+        """Restore the optimizer's state from a checkpoint of the same parallel layout.
+
+        state: content of the model file, read without ZeRO. name: file of the checkpoint, read with ZeRO.
+        """
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that this rank keeps between steps, by part: `weights`, `gradients` (once a
-        step has begun), `optimizer states` with fp32 master weights."""
+        """Returns the tensors that this rank keeps between steps, by part.
+
+        The parts are `weights`, `gradients` (once a step has begun) and `optimizer states`, which includes
+        fp32 master weights.
+        """
 
     def sharded_states(self) -> dict[str, Parts]:
-        """Returns the tensors of the optimizer's state by key, each element on exactly one rank; {} before
-        the first step."""
+        """Returns the optimizer's state tensors by key (`exp_avg`), each element on exactly one rank.
+
+        {} before the first step.
+        """
 
     def close(self) -> None:
         """Release hooks and buffers."""
@@ -180,25 +199,25 @@ class Engine(RunEngine, Protocol):
 
     @property
     def stage(self) -> Stage:
-        """This rank's layers, with the weights after the last step. Read the property again after each step:
-        the update of one step may still be written during the next."""
+        """This rank's layers, with the weights after the last step. Read the property again after each step,
+        because reading it completes the update of the last step."""
         self.finish_update()
         return self._stage
 
     def finish_update(self) -> None:
-        """Wait until weights and optimizer states are as after the last step."""
+        """Wait until the last step's update of weights and optimizer states is complete."""
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        """Let `complete` call `fill`, which adds another model's outputs to micro-batches; None stops it.
+        """Set the function by which `complete` adds a reference model's outputs to micro-batches; None: none.
 
-        `fill` gets micro-batches on this rank's device. It adds the values that the objective reads
-        (`Batch.method`).
+        fill: takes micro-batches on this rank's device, and returns them with the values that the objective
+            reads (`Batch.method`).
         """
         self._fill_reference = fill
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """Returns the micro-batches on this rank's device, with the reference's outputs and `baseline` if the
-        objective needs them. `train_step` calls it."""
+        """Returns the micro-batches on this rank's device, with the reference model's outputs and the
+        objective's baselines if it needs them. `train_step` calls it."""
         batches = [batch.to(self.groups.device) for batch in batches]
         if self._fill_reference is not None:
             batches = self._fill_reference(batches)
@@ -207,8 +226,12 @@ class Engine(RunEngine, Protocol):
         return batches
 
     def forward_only(self, batches: list[Batch], read: Read, shape: Shape) -> list[Tensor]:
-        """See `RunEngine`."""
-        with eager_blocks(self.stage):  # ranks may run different numbers of these: none has an update left to do
+        """Returns `read(head, batch)` of each micro-batch, without gradients; the same on every pipeline
+        rank.
+
+        read: gets the final hidden states with the output layer. shape: returns the shape of `read`'s result.
+        """
+        with eager_blocks(self.stage):  # `stage` completes the update: ranks may run different numbers of passes
             return self._forward_only(batches, read, shape)
 
     def _forward_only(self, batches: list[Batch], read: Read, shape: Shape) -> list[Tensor]:
@@ -224,7 +247,7 @@ class Engine(RunEngine, Protocol):
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, the same on every pipeline and tensor
-        rank; 0 at places outside `Batch.loss_places`."""
+        rank. It is 0 at positions outside `Batch.loss_places`."""
         return self.forward_only(batches, self._label_logprobs, _shape)
 
     def _label_logprobs(self, head: HeadInput, batch: Batch) -> Tensor:
@@ -232,34 +255,38 @@ class Engine(RunEngine, Protocol):
         return label_logprobs(head, batch, self.groups.group("tensor"), columns, temperature)
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
-        """Returns the sums `[n]` fp32 of `token_logprobs` over each answer, for each micro-batch."""
+        """Returns the summed log-probability of each answer, `[answers]` fp32, for each micro-batch."""
         logprobs = self.step_logprobs(batches)
         return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
 
     def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """Returns `token_logprobs` of batches shaped as a training step's; it runs compiled blocks if
-        training does."""
-        # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
+        """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, computed by compiled blocks if
+        training uses them. The batches must have the shapes of a training step."""
+        # Steps call it, so compiled blocks get one more graph, without gradients, in the first step.
         return self._forward_only(batches, self._label_logprobs, _shape)
 
     def _watch_losses(self, names: Sequence[str]) -> None:
-        """Prepare the losses of steps, and the guards of its updates. names: of the trained parameters."""
+        """Create the loss of steps and the guards that skip updates (NaN or Inf, loss spikes).
+
+        names: of the trained parameters.
+        """
         args = self.args
         self.watch = GradientWatch(names, self.groups.device, most_skips(args))
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._loss = StepLoss(self.objective, self.groups, self.watch)
 
     def _begin_losses(self, batches: list[Batch]) -> Tensor:
-        """Returns the weight of a step over all data ranks, `[k]`, and begins to watch the step."""
+        """Returns the weight of each part of a step's loss, summed over data ranks, `[k]`; begins to watch
+        the step for NaN and Inf."""
         weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
         self.watch.begin(weight)
         return weight
 
     def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
-        """Prepare the stage's load balancing for a step.
+        """Prepare the load-balancing losses of the stage's routers for a step.
 
-        Counts the choices of experts where its losses need the counts of all tokens. scale: factor of these
-        losses in the backward pass of a micro-batch.
+        If they need the expert counts of all tokens of the step, a forward pass counts them first. scale:
+        factor of these losses in the backward pass of a micro-batch.
         """
         balance = self._stage.balance
         if balance is None:
@@ -271,9 +298,9 @@ class Engine(RunEngine, Protocol):
                 self._forward(batches, lambda head, batch: zero, lambda batch: ())
 
     def _end_step(self, left_out: Tensor) -> None:
-        """Update the stage's FP8 scales and expert biases, once the step's gradients are there.
+        """Update the stage's FP8 scales and expert biases, once the step's gradients are computed.
 
-        left_out: boolean `[]`, whether the step changes no weights.
+        left_out: boolean `[]`, whether the step's update is skipped.
         """
         if self._stage.delayed_scaling is not None:
             self._stage.delayed_scaling.end_step(left_out)
@@ -281,7 +308,7 @@ class Engine(RunEngine, Protocol):
             self.routing = self._stage.balance.end(self.groups, left_out)
 
     def _mean_metrics(self) -> dict[str, Tensor]:
-        """Returns the step's means of the objective's metrics and of the routers', the same on every rank.
+        """Returns the step's means of the objective's and the routers' metrics, by name, equal on every rank.
         Call it after `_end_step`."""
         routed = dict(self.routing.metrics) if self.routing is not None else {}
         if not self.objective.metrics:

@@ -1,5 +1,4 @@
-"""Chooses the engine of a run: by the `engine` key, the run that it resumes, or what is best on this
-machine."""
+"""Chooses a run's engine: by the `engine` key, else as in the resumed checkpoint, else the best here."""
 
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ class EngineChoice:
     reason: str
 
     def load(self) -> type[Engine]:
-        """Returns the engine's class. DeepSpeed takes seconds to import, so only its own runs import it.
+        """Returns the engine's class. It imports DeepSpeed, which takes seconds, only for that engine.
 
-        Raises ConfigError for a name from a checkpoint that this program does not know.
+        Raises ConfigError if the name, which may come from a checkpoint, is unknown.
         """
         if self.name == "native":
             from megatron.training.native.engine import NativeEngine
@@ -28,24 +27,25 @@ class EngineChoice:
             from megatron.training.deepspeed.engine import DeepSpeedEngine
 
             return DeepSpeedEngine
-        raise ConfigError([f"engine {self.name} ({self.reason}) is not known here; write engine: native or deepspeed"])
+        raise ConfigError([f"engine {self.name} ({self.reason}) is unknown; write engine: native or deepspeed"])
 
 
 def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> EngineChoice:
-    """Returns the engine of a run whose world size is known.
+    """Returns the engine that a run uses, and the reason.
 
-    recorded: the engine of the checkpoint that the run resumes; `auto` keeps it.
+    args: with the world size resolved. recorded: the engine of the checkpoint that the run resumes, which
+    `engine: auto` keeps; None for a new run.
     """
     if args.engine != "auto":
         return EngineChoice(args.engine, args.origin("engine"))
     if recorded is not None:
-        return EngineChoice(recorded, "auto: that of the run it goes on from")
+        return EngineChoice(recorded, "auto: the engine of the run that is resumed")
     native_feature = native_only_feature(args)
     limit = next(limits(args), None) if native_feature is None else None
     if limit is not None:
         return EngineChoice("deepspeed", f"auto: {limit.key} ({args.origin(limit.key)}) {limit.reason}")
     if native_feature is not None:
-        return EngineChoice("native", f"auto: {native_feature} is its own")
+        return EngineChoice("native", f"auto: only the native engine supports {native_feature}")
     if on_gpu and args.world_size != 1:
-        return EngineChoice("deepspeed", "auto: on several GPUs, where the native engine has not been measured")
+        return EngineChoice("deepspeed", "auto: the native engine has not been measured on several GPUs")
     return EngineChoice("native", "auto: on one GPU" if on_gpu else "auto: on CPUs")

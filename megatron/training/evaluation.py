@@ -1,4 +1,4 @@
-"""Validation and test loss, in every layout, also for sets smaller than a batch."""
+"""Computes validation and test loss, in every parallel layout, also for sets smaller than a batch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,12 +22,11 @@ from megatron.training.engine import Engine
 class ValidationResult:
     """The loss on a validation or test set, and other quantities measured on it.
 
-    lm_loss: mean over weighted tokens, nats.
-    unigram_entropy: of the labels of these tokens, nats: the loss of a model that knows only token
-        frequencies.
+    lm_loss: mean over the tokens with a loss weight, in nats.
+    unigram_entropy: entropy of the label frequencies, in nats: the loss of a model that knows only how often
+        each token occurs.
     tokens_per_character: tokens per character of their text; None if not requested.
-    metrics: the objective's metrics, means over the same tokens; with labels, entropy and mean_token_accuracy
-        too, as in training.
+    metrics: means over the same tokens of entropy and mean_token_accuracy, if training logs them too.
     """
 
     lm_loss: float
@@ -37,12 +36,15 @@ class ValidationResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(lm_loss), capped as upstream."""
+        """The perplexity exp(lm_loss), where the loss is capped at 20 as in GPT-NeoX."""
         return math.exp(min(20.0, self.lm_loss))
 
     @property
     def character_perplexity(self) -> float | None:
-        """The perplexity per character of text; the loss of special tokens counts, their names do not."""
+        """The perplexity per character of the detokenized text; None if characters were not counted.
+
+        Special tokens add their loss, but no characters.
+        """
         per_character = self.tokens_per_character
         return None if per_character is None else math.exp(min(20.0, self.lm_loss * per_character))
 
@@ -55,10 +57,11 @@ def evaluate(
     detokenize: Callable[[Iterable[int]], str] | None = None,
     look_for_stop: Callable[[], None] = lambda: None,
 ) -> ValidationResult:
-    """Returns the loss over the first `num_samples` samples, or over all when there are fewer.
+    """Returns loss and metrics over the first `num_samples` samples of a set, or over all if it has fewer.
 
-    detokenize: if set, the samples' characters are counted too. look_for_stop: called before each chunk of
-    micro-batches, by all ranks together; an exception it raises ends the evaluation.
+    eod: the tokenizer's end-of-document token. detokenize: if set, the characters of the text are counted.
+    look_for_stop: called before each chunk of micro-batches, by all ranks together; an exception that it
+    raises ends the evaluation.
     """
     names, groups = statistics_of(engine.objective), engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
@@ -86,8 +89,8 @@ def evaluate(
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
-    """Returns for each micro-batch `[1 + metrics, batch, seq]`: log p(label) of each token, then the values
-    that the objective's metrics are means of."""
+    """Returns a tensor `[1 + metrics, batch, seq]` for each micro-batch: log p(label) of every token, then
+    every token's value of each metric in `statistics_of`."""
     names = statistics_of(engine.objective)
     if not names:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
@@ -103,7 +106,8 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 
 
 def statistics_of(objective: Objective) -> tuple[str, ...]:
-    """Returns the objective's metrics that validation has too; the others are of unlearning's steps."""
+    """Returns the names of the objective's metrics that are also computed in validation (entropy,
+    mean_token_accuracy). Metrics of unlearning exist in training steps only."""
     return tuple(name for name in objective.metrics if name in METRICS)
 
 
@@ -114,10 +118,12 @@ def evaluate_objective(
     eod: int | None,
     look_for_stop: Callable[[], None] = lambda: None,
 ) -> tuple[float, dict[str, float]]:
-    """Returns the objective's loss and metrics over the first `num_samples` samples, without gradients.
+    """Returns (loss, metrics by name) of the objective over the first `num_samples` samples, without
+    gradients.
 
-    The loss is computed as if all samples were one step. Losses that compare examples of a step (KTO's KL,
-    aot) compare as many as a training step has. look_for_stop: as in `evaluate`.
+    The loss is computed as if all samples were one step. Losses that compare examples with each other (KTO's
+    KL, aot) compare as many at a time as a training step has. look_for_stop: called before each chunk of
+    micro-batches, by all ranks together; an exception that it raises ends the evaluation.
     """
     objective, groups = engine.objective, engine.groups
     batch_sums: list[Tensor] = []
@@ -141,7 +147,7 @@ def evaluate_objective(
 
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
-    """Returns the names of the validation metrics in a row of metrics."""
+    """Returns the names of the metrics that this run's validations log, such as `validation/lm_loss`."""
     metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
     names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *objective.validated)
@@ -151,8 +157,11 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
 def _chunks(
     engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None, look_for_stop: Callable[[], None]
 ) -> Iterator[list[Batch]]:
-    """Yields this data rank's micro-batches of the first `num_samples` samples, in chunks as large as a
-    step."""
+    """Yields lists of this data rank's micro-batches, which together hold its share of the first
+    `num_samples` samples.
+
+    A list has as many micro-batches as a training step. `look_for_stop` is called before each list.
+    """
     args, groups = engine.args, engine.groups
     rows, rank, size = args.train_micro_batch_size_per_gpu, groups.rank("data"), groups.size("data")
     batches = eval_batches(dataset, num_samples, rows, rank, size, collation(args, eod))

@@ -1,4 +1,4 @@
-"""FP8 in a stage: which linears get which product."""
+"""Chooses the linears of a stage that multiply in FP8, and sets their FP8 matrix products."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 def use_fp8(
     stage: Stage, choice: PrecisionChoice, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
-    """Give FP8 products to this stage's linears in the blocks of `args.fp8_blocks`, and log one line.
+    """Make this stage's linears in the blocks `args.fp8_blocks` multiply in FP8, and log one line.
 
-    Does nothing without a recipe, except to log why there is none. Linears with features that are no multiple
-    of the recipe's number stay in bf16; the line names them. Routers, experts, embedding and attention's own
-    products always stay in bf16, the output layer by default.
+    Without a recipe it only logs why. Linears whose sizes are not multiples of `multiple_of(recipe)` stay in
+    bf16; the line names them. Routers, experts, embedding and attention's own products always stay in bf16,
+    the output layer by default.
 
-    Raises ConfigError if the stage has linears, but the recipe takes none of them.
+    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply.
     """
     if choice.recipe is None:
         if choice.reason is not None:
@@ -36,7 +36,7 @@ def use_fp8(
         return
     fitting, unfit = fitting_linears(stage, args, choice.recipe)
     if not fitting and unfit:
-        fix = f"no linear has features that are multiples of {multiple_of(choice.recipe)}; write off"
+        fix = f"no linear has input and output sizes that are multiples of {multiple_of(choice.recipe)}; write off"
         raise args.error("precision_fp8", fix)
     use_te, backend = choose_te_backend(args, choice.recipe, groups.device)
     make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if use_te else None)
@@ -47,25 +47,25 @@ def use_fp8(
     if not args.output_layer_in_bf16 and not args.score_head:
         line += " and the output layer"
     if not args.te_fp8_wgrad:
-        line += ", without gradients of weights"
+        line += ", weight gradients in bf16"
     if args.moe_num_experts > 1:
         line += "; experts and routers in bf16"
     if unfit:
         unfit_names = ", ".join(f"{n} x {name}" for name, n in unfit.items())
-        line += f"; in bf16, not multiples of {multiple_of(choice.recipe)}: {unfit_names}"
+        line += f"; in bf16, as their sizes are not multiples of {multiple_of(choice.recipe)}: {unfit_names}"
     log(line)
 
 
 def multiple_of(recipe: Recipe) -> int:
-    """Returns the number that a linear's features must be multiples of, for a recipe to multiply it."""
+    """Returns the number that a linear's input and output sizes must be multiples of for this FP8 recipe."""
     return MXProduct.multiple if recipe == "mxfp8" else TensorwiseProduct.multiple
 
 
 def fitting_linears(
     stage: Stage, args: ModelArgs, recipe: Recipe
 ) -> tuple[list[tuple[str, Linear | TiedHead]], Counter[str]]:
-    """Returns the `fp8_linears` whose features the recipe takes, and a count of each kind it does not
-    take."""
+    """Returns ((name, linear) of each of `fp8_linears` whose sizes fit the recipe, counts of the others by
+    name and shape)."""
     fitting, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
     for name, linear in fp8_linears(stage, args):
         shape = weight_of(linear).shape
@@ -77,14 +77,15 @@ def fitting_linears(
 
 
 def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
-    """The weight of a linear or of a tied head, `[out, in]`."""
+    """Returns the weight of a linear or of a tied head, `[out, in]`."""
     return linear.projection()[0] if isinstance(linear, TiedHead) else linear.weight
 
 
 def fp8_linears(stage: Stage, args: ModelArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
-    """Yields name and linear for this stage's blocks in `args.fp8_blocks`, and for an output layer in FP8.
+    """Yields (name, linear) for each linear of this stage that FP8 is meant for.
 
-    The linear that makes Mamba's time steps, B and C stays in bf16, as routers do.
+    They are the linears of the blocks `args.fp8_blocks`, and the output layer unless `output_layer_in_bf16`
+    is set. Mamba's `x_proj`, which makes the time steps, B and C, is left out and stays in bf16.
     """
     first_index = block_specs(args)[0].index
     for spec in stage.blocks:
@@ -103,10 +104,12 @@ def fp8_linears(stage: Stage, args: ModelArgs) -> Iterator[tuple[str, Linear | T
 def product_maker(
     recipe: Recipe, stage: Stage, args: ModelArgs, groups: ParallelGroups, engine: TransformerEngine | None = None
 ) -> Callable[[str], Product]:
-    """Returns a function from the name of a linear to its product.
+    """Returns a function that takes the name of a linear and returns the object that computes its FP8
+    products.
 
-    All linears share one product without state; products of `te` are registered in the stage's
-    `delayed_scaling`. engine: computes the products; None: torch does.
+    With the recipe `te` every linear gets an object of its own, registered in `stage.delayed_scaling`. With
+    other recipes all linears share one object without state. engine: Transformer-Engine, if it computes;
+    None: torch.
     """
     in_fp8 = args.te_fp8_wgrad
     formats = Formats(gradient=torch.float8_e4m3fn) if args.te_fp8_format == "e4m3" else Formats()

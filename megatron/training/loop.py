@@ -1,5 +1,7 @@
-"""The training loop takes steps up to `train_iters`; the callbacks around them, listed in
-`builtin_callbacks/build.py`, decide when to save, to evaluate and to stop."""
+"""Runs the training loop, which takes optimizer steps up to `train_iters`.
+
+The callbacks in `builtin_callbacks/build.py`, called around each step, decide when to save and to stop.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,14 +30,17 @@ from megatron.training.step_results import StepResults
 
 
 def steps_of(training: Training) -> Iterator[StepData]:
-    """Returns the optimizer steps still to do. Raises DataError if the training set has too few samples."""
+    """Returns an iterator over the data of the steps that are left, one item per step.
+
+    Raises DataError if the training set has too few samples for them.
+    """
     args, dataset, progress = training.args, training.datasets.train, training.progress
     from_training_set = training.method.num_training_steps(args, progress.iteration, args.train_iters)
     required_samples = progress.consumed_samples + from_training_set * args.train_batch_size
     if dataset is not None and len(dataset) < required_samples:
         raise DataError(
-            f"{len(dataset)} training samples, but {required_samples} are needed to reach train_iters "
-            f"{args.train_iters} from iteration {progress.iteration}: the batch size has changed; lower train_iters"
+            f"the data gives {len(dataset)} training samples, but {required_samples} are needed to reach train_iters "
+            f"{args.train_iters} from iteration {progress.iteration} at the present batch size; lower train_iters"
         )
     next_step = progress.iteration + 1
 
@@ -62,11 +67,11 @@ def steps_of(training: Training) -> Iterator[StepData]:
 def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     """Train to `train_iters`, or until a stop is requested.
 
-    callbacks: of the program, called after validation and before saving. The user's own callbacks are in
-        `training`.
+    callbacks: those that the program adds, called after validation and before saving. The user's own
+        callbacks are in `training`.
 
-    A stop signal is reported at once. The run stops after the step, or between batches of other long work. A
-    signal that came during start-up stops the run before its first step.
+    A stop signal is reported at once. The run then stops after the present step, or between batches of other
+    long work. A signal that came during start-up stops the run before its first step.
 
     Raises NonFiniteError after a step with NaN or Inf, once the last good state is saved. Raises
     NonFiniteStateError instead of saving weights or optimizer state that are not finite.
@@ -76,7 +81,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         if steps_are_left:
             training.method.begin(training)
         with capture_stop_signals(
-            lambda: f"{training.watchdog.activity}; as soon as that can be left the run saves and ends"
+            lambda: f"{training.watchdog.activity}; the run saves and ends as soon as this work can be interrupted"
         ):
             if steps_are_left or ended_as(training, "stopped"):
                 _train(training, callbacks)
@@ -89,7 +94,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
 def _close_completed_run(training: Training, callbacks: Sequence[Callback]) -> None:
     """Write the status and call the callbacks of a run that has taken all of its steps."""
     training.logger.info(f"nothing left to do: train_iters is {training.args.train_iters}")
-    if not ended_as(training, "finished"):  # else the file keeps when that was
+    if not ended_as(training, "finished"):  # else status.json keeps the time at which the run finished
         write_status(training, "finished", None)
     say_ending(training, "finished", None)
     everyone = (*training.user_callbacks, *callbacks)
@@ -115,7 +120,7 @@ def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:
         loop.agree_on_stop()  # a signal that came while the run started
         if loop.stop_reason is not None:
             _stop_before_step(training, callbacks)
-        elif progress.iteration in (0, args.train_iters):  # before it has learned anything; else what was given up
+        elif progress.iteration in (0, args.train_iters):  # validate before the first step, or after the last
             _end_step(training, callbacks, Step(progress.iteration, progress.consumed_samples, args.seq_length, None))
         if loop.stop_reason is None and progress.iteration < args.train_iters:
             _take_steps(training, callbacks, results)
@@ -145,7 +150,7 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
     loop.stopwatch.lap()  # steps are timed from here on
     while progress.iteration < args.train_iters and loop.stop_reason is None:
         data: StepData | None = None
-        with suppress(StopRequested):  # while the model wrote the step's samples
+        with suppress(StopRequested):  # a stop signal while the model generated the step's samples
             data = next(steps, None)
         if data is None:
             _stop_before_step(training, callbacks)
@@ -153,7 +158,7 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
         hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, data.batches)) is not None]
         lr = training.schedule(progress.iteration) * data.lr_factor
         result = training.engine.train_step(data.take(), lr, joined(hooks))
-        results.settle()  # of the step before
+        results.settle()  # the result of the previous step
         results.begin(result)
         training.method.after_step(training, data, result)
         _advance(training, data)
@@ -162,10 +167,13 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
 
 
 def _stop_before_step(training: Training, callbacks: Sequence[Callback]) -> None:
-    """End the run, with a checkpoint, where a stop signal has come before its next step."""
+    """Save a checkpoint and end the run, because a stop signal has come before its next step."""
     training.loop.agree_on_stop()
     if training.loop.stop_reason is None:
-        raise RuntimeError(f"the samples ended after {training.iteration} of {training.args.train_iters} steps")
+        raise RuntimeError(
+            f"no data is left after {training.iteration} of {training.args.train_iters} steps, though no stop was "
+            "requested; report this as a bug"
+        )
     for callback in callbacks:
         callback.on_stop_before_step(training, Step(training.iteration, training.consumed_samples, 0, None))
 
@@ -186,21 +194,22 @@ def _end_step(training: Training, callbacks: Sequence[Callback], step: Step) -> 
 
 
 def _report_error(training: Training, callbacks: Sequence[Callback], problem: Exception) -> None:
-    """Tell the callbacks of the problem; an error of a callback is logged and does not replace it."""
+    """Call `on_error` of all callbacks. An exception that a callback raises is logged and does not replace
+    `problem`."""
     for callback in callbacks:
         try:
             callback.on_error(training, problem)
         except Exception as callback_error:
             training.logger.warning(
-                f"{type(callback).__name__}.on_error: {type(callback_error).__name__}: {callback_error}"
+                f"{type(callback).__name__}.on_error raised {type(callback_error).__name__}: {callback_error}"
             )
 
 
 def _close(training: Training, callbacks: Sequence[Callback]) -> None:
-    """Close all callbacks. The last of the list, the history, then writes that the run has ended.
+    """Close all callbacks; the last one, the history, writes how the run has ended.
 
-    Raises the first exception from the other callbacks on any rank before that. In a run that has already
-    failed, it only warns, and leaves the history as it is.
+    If `close` of another callback raises on any rank, that exception is raised and the history stays open. In
+    a run that has already failed, such exceptions are only logged, and the history stays as it is.
     """
     problems: list[Exception] = []
     *preceding, history = callbacks
@@ -210,7 +219,7 @@ def _close(training: Training, callbacks: Sequence[Callback]) -> None:
         except Exception as problem:
             problems.append(problem)
             if training.loop.ending is None:
-                training.logger.warning(f"{type(callback).__name__}.close: {type(problem).__name__}: {problem}")
+                training.logger.warning(f"{type(callback).__name__}.close raised {type(problem).__name__}: {problem}")
 
     def raise_first() -> None:
         if problems:

@@ -1,7 +1,7 @@
-"""The interface of a kind of training (`neox_arguments/methods.py`): what it changes in a run.
+"""Defines the interface of a training method, such as DPO or GRPO: the parts of a run that it changes.
 
-The base class is next-token prediction on the training set. The loop, the log and checkpoints ask the run's
-method, and know no kind of training by name.
+The defaults of the base class are those of next-token prediction on the training set. The loop, the log and
+checkpoints call the run's method and know no method by name. `neox_arguments/methods.py` lists the methods.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,23 +21,23 @@ from megatron.training.checkpoint.source import mask_padding
 from megatron.training.engine import Engine
 
 Collate = Callable[..., Batch]
-"""Makes a batch of samples; takes the samples, a length and `seed`."""
+"""A function that takes samples, a row length and `seed`, and returns one Batch."""
 
 
 class MethodRun(TrainingRun, Protocol):
-    """A run as its method sees it."""
+    """The part of a run that its `Method` may use."""
 
     @property
     def engine(self) -> Engine:
-        """The model under training."""
+        """The engine that trains the model."""
 
     @property
     def datasets(self) -> Datasets:
-        """The sets, as `Method.finish_datasets` has returned them."""
+        """The run's datasets, as `Method.finish_datasets` returned them."""
 
     @property
     def progress(self) -> TrainingProgress:
-        """How far the run is. A method replaces its `method_state`."""
+        """The run's counters (iteration, samples, tokens). The method may replace its `method_state`."""
 
     @property
     def run_id(self) -> str:
@@ -45,23 +45,27 @@ class MethodRun(TrainingRun, Protocol):
 
 
 class Load(Protocol):
-    """Loads this rank's micro-batches of each step of a set."""
+    """A function that reads a dataset and yields, for each step, the list of this rank's micro-batches."""
 
     def __call__(
         self, dataset: SampleSet, consumed: int, collate: Collate | None = None, num_workers: int | None = None
     ) -> Iterator[list[Batch]]:
-        """consumed: samples that earlier steps have read. collate: None: the run's. num_workers: None: the
-        configuration's."""
+        """Yields the micro-batches of each step.
+
+        consumed: number of samples that earlier steps have read.
+        collate: makes the batches; None: the default.
+        num_workers: number of loader processes; None: as configured.
+        """
 
 
 @dataclass
 class StepData:
-    """This rank's micro-batches of a step, and what the loop must know of them.
+    """This rank's micro-batches of a step, and facts about them that the training loop needs.
 
-    role: names the data of the step, for callbacks and the log.
+    role: a name for the step's data, for callbacks and the log.
     lr_factor: multiplies the learning rate.
     reads_training_set: whether the step consumes a batch of the training set.
-    num_sets: number of sets of which the step reads a sample for each sample of the batch.
+    num_sets: number of datasets that the step reads; it reads as many samples of each as the batch has.
     row_length: tokens in a row; None: as configured.
     """
 
@@ -81,10 +85,10 @@ class StepData:
 
 @dataclass(frozen=True)
 class LoggedSteps:
-    """The steps since the last row of metrics.
+    """The steps that one row of metrics summarises: all since the previous row.
 
-    iteration: of the last one. roles: of each step. trained: (role, loss) of each step that was not skipped.
-    schedule: the learning rate of each step.
+    iteration: of the last of these steps. roles: `StepData.role` of each step. trained: (role, loss) of each
+    step that was not skipped. schedule: takes an iteration, returns its learning rate.
     """
 
     iteration: int
@@ -94,14 +98,15 @@ class LoggedSteps:
 
 
 class Method(MethodState):
-    """One kind of training. One instance serves one run; all ranks call its methods together.
+    """The base class of training methods, such as DPO or GRPO. One instance serves one run.
 
-    state: what a checkpoint keeps of it, in `TrainingProgress.method_state`; the value is never changed, only
-    replaced, so that a step that failed can be taken back.
+    All ranks call its methods together. Its state is in `TrainingProgress.method_state`, which checkpoints
+    save. That value is replaced and never changed in place, so that a failed step can be undone.
     """
 
     def objective(self, args: NeoXArgs) -> Objective:
-        """Returns the losses and metrics of a run. It may be asked of another instance than the run's."""
+        """Returns the objective (losses and metrics) of a run. It must depend on `args` alone, because it is
+        also called on instances that serve no run."""
         raise NotImplementedError
 
     # -- before the first step -------------------------------------------------------------------------------
@@ -111,12 +116,15 @@ class Method(MethodState):
     ) -> NeoXArgs:
         """Returns the configuration with the size of the vocabulary resolved.
 
-        real_rows: as `source.real_rows` returns it.
+        real_rows: number of vocabulary rows that stand for tokens, read from the checkpoint; None if unknown.
         """
         return mask_padding(with_vocabulary(args, tokenizer), real_rows, tokenizer.vocab_size)
 
     def num_steps(self, args: NeoXArgs, iterations: int, log: Callable[[str], None]) -> int:
-        """Returns the number of optimizer steps in `iterations` of `train_iters`. log: for a note on it."""
+        """Returns the number of optimizer steps that `iterations` of `train_iters` take: by default as many.
+
+        log: takes one line if the number differs.
+        """
         return iterations
 
     def num_training_steps(self, args: NeoXArgs, start: int, end: int) -> int:
@@ -124,68 +132,79 @@ class Method(MethodState):
         return max(0, end - start)
 
     def wrap_datasets(self, args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
-        """Returns the sets with the samples that the method reads. eod: the tokenizer's end of a document."""
+        """Returns the datasets, wrapped so that they yield the samples on which this method trains.
+
+        eod: the tokenizer's end-of-document token.
+        """
         return datasets
 
     def finish_datasets(self, parts: RunParts, datasets: Datasets, watchdog: Watchdog) -> Datasets:
-        """Returns the sets as the run reads them, once its checkpoint is loaded; sets up further models."""
+        """Returns the datasets that the run will read. Called once the run's checkpoint is loaded.
+
+        A method also sets up its further models here, such as a teacher.
+        """
         return datasets
 
     def collation(self, args: NeoXArgs, eod: int | None) -> Collate | None:
-        """Returns the collate function of the training set; None: `megatron.data.collation`."""
+        """Returns the function that makes batches of training samples; None: that of
+        `megatron.data.collation`."""
         return None
 
     sets_with_responses: Sequence[str] = ("train", "valid", "test")
     """The fields of `Datasets` whose samples are answers that a reference model may score."""
 
     def response_collation(self, args: NeoXArgs) -> Collate:
-        """Returns the collate function of such samples, to batches with `Responses`."""
+        """Returns the function that makes batches with `Responses` from samples of `sets_with_responses`."""
         return collation(args, None)
 
     def begin(self, run: MethodRun) -> None:
-        """Prepare what writes the steps' samples. Called before the first step, if one is left."""
+        """Start what generates the samples of steps, such as rollouts. Called before the first step, if steps
+        are left."""
 
     def callbacks(self, run: MethodRun) -> Sequence[Callback]:
-        """Returns callbacks of the run. They are called after validation, before the row of metrics is
-        written."""
+        """Returns the method's own callbacks. The run calls them after validation and before it writes the
+        row of metrics."""
         return ()
 
     def close(self) -> None:
-        """End what `begin` has started. Called once the run is over, however it ended."""
+        """Stop what `begin` has started. Called once the run is over, however it ended."""
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def steps(self, run: MethodRun, load: Load) -> Iterator[StepData]:
-        """Yields the steps still to do."""
+        """Yields the data of each step that is left. load: yields a dataset's micro-batches step by step."""
         assert run.datasets.train is not None
         steps = load(run.datasets.train, run.consumed_samples, self.collation(run.args, run.tokenizer.eod))
         return map(StepData, steps)
 
     def after_step(self, run: MethodRun, data: StepData, result: StepResult) -> None:
-        """Note a step in `TrainingProgress.method_state`. Called before the progress counts it."""
+        """Update `TrainingProgress.method_state` after a step, before `progress.iteration` counts it."""
 
     # -- metrics ---------------------------------------------------------------------------------------------
 
     def mean_loss(self, trained: Sequence[tuple[str, float]]) -> float:
-        """Returns the loss of a row of metrics; NaN without steps. trained: as of `LoggedSteps`."""
+        """Returns the loss for a row of metrics: by default the mean; NaN without steps.
+
+        trained: (role, loss) of each step since the previous row that was not skipped.
+        """
         return sum(loss for _, loss in trained) / len(trained) if trained else float("nan")
 
     def row(self, args: NeoXArgs, steps: LoggedSteps) -> Mapping[str, float]:
-        """Returns further values of a row of metrics."""
+        """Returns additional metrics, by name, for the row of metrics that summarises `steps`."""
         return {}
 
     def untrained_reason(self) -> str:
-        """Returns why a step may have no trained token, for the log."""
+        """Returns the reason, for the log, why a step may have no trained token."""
         return "labels mask all of them"
 
 
 def find_method(args: ModelArgs) -> Method:
-    """Returns the method of a run."""
+    """Returns a new instance of the training method that the configuration selects."""
     module = method_module(method_name(args), "method")
     assert module is not None
     return module.Method()
 
 
 def build_objective(args: NeoXArgs) -> Objective:
-    """Returns the losses and metrics of a run."""
+    """Returns the objective (losses and metrics) of the training method that the configuration selects."""
     return find_method(args).objective(args)

@@ -1,4 +1,5 @@
-"""Explains out-of-memory errors in three lines: the request, what this rank holds, and which keys help."""
+"""Explains out-of-memory errors in three lines: the size requested, this rank's memory, the keys to
+change."""
 
 import os
 import re
@@ -20,14 +21,15 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class OutOfMemoryError(UserError, RuntimeError):
-    """The device of a rank has no room for a requested allocation."""
+    """Raised when a rank's GPU, or the host memory of a CPU run, has no room for an allocation."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of a device as one process sees it.
+    """The memory of a device in bytes, as one process sees it.
 
-    allocated: in tensors of this process; reserved: those, and free memory that its allocator keeps.
+    total, free: of the device, whichever processes use it. allocated: in tensors of this process.
+    reserved: `allocated` plus unused memory that torch's allocator keeps for this process.
     """
 
     total: int
@@ -51,10 +53,11 @@ def explained(
     activity: str,
     parts: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
 ) -> Exception:
-    """Returns an out-of-memory problem explained in three lines; any other problem unchanged.
+    """Returns an OutOfMemoryError that explains `problem` in three lines if torch ran out of memory; else
+    `problem` itself.
 
-    activity: the rank's current work, in words. parts: returns the tensors that the rank holds, by the name
-    of their part.
+    activity: the rank's current work, such as "in step 12". parts: returns the tensors that the rank holds,
+    by the name of their part, such as `weights`.
     """
     if not is_out_of_memory(problem):
         return problem
@@ -70,8 +73,11 @@ def explained(
 
 
 def held_bytes(parts: Mapping[str, Iterable[Tensor]], device: torch.device) -> dict[str, int]:
-    """Returns the bytes of storages on a device by part; a storage that two parts share counts for the first
-    part."""
+    """Returns how many bytes on `device` the tensors of each part take.
+
+    A storage that two parts share counts for the first only. parts: tensors by the name of the part, such as
+    `weights`.
+    """
     pointers: set[int] = set()
     sums = dict.fromkeys(parts, 0)
     for part, tensors in parts.items():
@@ -84,21 +90,26 @@ def held_bytes(parts: Mapping[str, Iterable[Tensor]], device: torch.device) -> d
 
 
 def holdings(use: MemoryUse, held: Mapping[str, int]) -> str:
-    """Returns in words how much memory each owner holds: parts of the model, other tensors of this process,
-    its allocator's reserve, and other processes."""
+    """Returns text with the memory of each owner, such as "weights 3.10 GiB, reserved and unused 0.52 GiB".
+
+    Owners are the parts in `held`, other tensors of this process, its allocator's reserve, and other
+    processes.
+    """
     unassigned = use.allocated - sum(held.values())
     sizes = {
         **held,
-        "activations and the rest": unassigned if use.allocated else 0,
+        "activations and other tensors": unassigned if use.allocated else 0,
         "reserved and unused": use.reserved - use.allocated,
         "other processes and libraries": use.total - use.free - use.reserved if use.reserved else 0,
     }
-    return ", ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size > 0) or "nothing of this run's"
+    return ", ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size > 0) or "no tensors of this run"
 
 
 def advice(args: NeoXArgs) -> list[str]:
-    """Returns one line with the keys that would still help this run, cheapest first; [] where all are
-    used."""
+    """Returns one line that names the keys to change to save memory in this run, cheapest first.
+
+    Returns [] if every such key is at its limit.
+    """
     micro, steps = args.train_micro_batch_size_per_gpu or 1, args.gradient_accumulation_steps or 1
     keys: list[tuple[str, str]] = []
     if micro > 1:
@@ -115,13 +126,14 @@ def advice(args: NeoXArgs) -> list[str]:
     if (section is None or section["device"] == "none") and not args.zero_optimization["cpu_offload"]:
         keys.append(("zero_optimization.offload_optimizer.device", "none -> cpu"))
     words = [f"{key}: {change} ({args.origin(key)})" for key, change in keys]
-    return [f"what helps, in this order: {'; '.join(words)}"] if words else []
+    return [f"to use less memory, change these keys, cheapest first: {'; '.join(words)}"] if words else []
 
 
 def _recompute_keys(args: NeoXArgs) -> list[tuple[str, str]]:
-    """Returns the key changes to the next form of recomputation that keeps less memory.
+    """Returns (key, change) pairs that turn on the next stronger recomputation; [] if the strongest is on.
 
-    Selective recomputation costs least, then some blocks, then all blocks one at a time.
+    Example: `[("recompute_granularity", "selective -> full")]`. Selective recomputation costs the least time,
+    then recomputing some blocks, then all blocks one at a time.
     """
     if args.activation_memory_budget is not None:
         budget = args.activation_memory_budget
@@ -138,7 +150,8 @@ def _recompute_keys(args: NeoXArgs) -> list[tuple[str, str]]:
 
 
 def _pass_of(problem: Exception) -> str:
-    """Returns the part of a step in which the problem was raised, by the functions on its traceback."""
+    """Returns the pass in which the exception was raised, such as ", in its backward pass"; "" if unknown. It
+    is read from the function names on the traceback."""
     names = [frame.name for frame in traceback.extract_tb(problem.__traceback__)]
     for words, functions in (
         (", in its backward pass", {"backward", "_engine_run_backward"}),
@@ -152,7 +165,7 @@ def _pass_of(problem: Exception) -> str:
 
 def _requested_size(problem: Exception) -> str:
     match = _REQUEST_PATTERN.search(str(problem))
-    return f"{_size(int(float(match[1]) * _UNITS[match[2]]))} asked" if match else "an allocation failed"
+    return f"{_size(int(float(match[1]) * _UNITS[match[2]]))} requested" if match else "an allocation failed"
 
 
 def _size(count: int) -> str:

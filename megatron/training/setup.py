@@ -62,8 +62,8 @@ from megatron.training.reference.model import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
 
-# What the libraries may be told with `deterministic_mode`, ours first. NCCL's other algorithms sum in an
-# order that timing decides.
+# The values that `deterministic_mode` accepts of each environment variable; the first one is the default.
+# NCCL's other algorithms sum in an order that depends on timing.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -73,19 +73,22 @@ _DETERMINISTIC = {
 def _backward_reach(args: ModelArgs) -> str:
     lowest = lowest_trained(args)
     if lowest > 0:
-        return f"layers below {lowest} run forwards alone"
+        return f"layers below {lowest} have no backward pass"
     if args.no_weight_tying or not (args.trainable and args.trainable["head"]):
-        return "all layers run backwards, down to the embedding"
-    return "the head is the embedding, so all layers run backwards; trainable.embedding_gradient: false leaves that out"
+        return "all layers have a backward pass, down to the embedding"
+    return (
+        "the head shares the embedding's weight, so all layers have a backward pass; to avoid that, set "
+        "trainable.embedding_gradient: false"
+    )
 
 
 def build_engine(
     args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None, engine: type[Engine] | None = None
 ) -> Engine:
-    """Returns an engine with a freshly initialised model.
+    """Returns an engine that holds a freshly initialised model.
 
-    args: with the world size and the vocabulary resolved. engine: None: the engine that `choose_engine`
-    chooses.
+    args: with the world size and the vocabulary resolved. engine: the engine's class; None: `choose_engine`
+    chooses it.
     """
     if engine is None:
         engine = choose_engine(args, groups.device.type == "cuda").load()
@@ -100,19 +103,19 @@ def build_engine(
 
 
 def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
-    """With `deterministic_mode` (as Megatron-LM's), set torch and its libraries to deterministic algorithms.
-    Runs then give the same bits every time. Call it before they use a GPU.
+    """If `deterministic_mode` is set, make torch and its libraries use deterministic algorithms.
 
-    An operation that cannot be deterministic then raises where it is used. Attention kernels that cannot are
-    never chosen by `attention_backend: auto`, and are refused by name.
-    Raises ConfigError if an environment variable asks for the opposite.
+    Runs then give the same bits every time. Call it before torch uses a GPU. An operation without a
+    deterministic version then raises where it is used. `attention_backend: auto` never chooses a kernel that
+    is not deterministic, and naming one is an error.
+    Raises ConfigError if an environment variable selects an algorithm that is not deterministic.
     """
     if not args.deterministic_mode:
         return
     for name, values in _DETERMINISTIC.items():
         if os.environ.setdefault(name, values[0]) not in values:
-            wrong = f"the environment sets {name}={os.environ[name]}"
-            raise args.error("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
+            wrong = f"the environment variable {name}={os.environ[name]} is not deterministic"
+            raise args.error("deterministic_mode", f"{wrong}; unset it, or set it to one of {', '.join(values)}")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     variables = ", ".join(f"{name}={os.environ[name]}" for name in _DETERMINISTIC)
@@ -120,11 +123,12 @@ def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
-    """Returns a function that does work on rank 0 while other ranks wait, and gives all ranks its result.
+    """Returns a function that runs its argument on rank 0 while other ranks wait, and gives all the result.
 
-    Without `use_shared_fs` the first rank of every machine does the work. Index maps are written this way.
+    Datasets write their index maps with it. If `use_shared_fs` is false, the first rank of every machine runs
+    the function.
 
-    Raises DataError when machines that share no files hold different data.
+    Raises DataError if `use_shared_fs` is false and machines hold different data.
     """
     if args.use_shared_fs:
         return lambda work: on_rank_zero(groups, work)
@@ -132,7 +136,9 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     fingerprints = run_on_all_ranks(groups, lambda: data_fingerprint(args) if is_writer else None)
     for rank, data in enumerate(fingerprints):
         if data is not None and data != fingerprints[0]:
-            raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
+            raise DataError(
+                f"use_shared_fs: false: the data on rank {rank}'s machine differs from rank 0's; copy the files"
+            )
 
     def write(work: Callable[[], Any]) -> Any:
         results: list[Any] = []
@@ -143,12 +149,14 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
 
 
 def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
-    """Returns the configuration with `train_iters` set to `steps`, and its schedule checked again. key: the
-    key that determines `steps`, for messages."""
+    """Returns the configuration with `train_iters` set to `steps`, and its schedule checked again.
+
+    key: the key from which `steps` was computed (`train_epochs` or `train_iters`), for messages.
+    """
     place = args.origin(key)
     overrides: dict[str, Any] = {}
     if key == "train_epochs" and args.lr_decay_iters is None and (args.warmup_iters or 0) > steps:
-        overrides["lr_decay_iters"] = args.warmup_iters  # the run ends while it warms up, as in other stacks
+        overrides["lr_decay_iters"] = args.warmup_iters  # the run ends during warm-up, as in other frameworks
     args = args.replace(train_epochs=None, train_iters=steps, **overrides)
     return replace(args, origins=FrozenDict({**args.origins, key: place, "train_iters": place}))
 
@@ -156,8 +164,8 @@ def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
 def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Logger) -> None:
     """Log where the run saves, the resolved configuration, the vocabulary and notes on single keys.
 
-    People take a run's name from the first path in its log, up to a quote, as GPT-NeoX's dump begins with the
-    text of the files. It must not be the path of `load`.
+    `save` comes first, in quotes: scripts written for GPT-NeoX take a run's name from the first quoted path
+    in the log, which must not be the path of `load`.
     """
     if args.save is not None:
         logger.info(f'checkpoints: "{args.save}"')
@@ -165,8 +173,7 @@ def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Log
     logger.info(describe(tokenizer, args.padded_vocab_size))
     if args.softmax_rows is not None:
         logger.info(
-            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
-            "the softmax"
+            f"mask_padded_vocab: the softmax uses {args.softmax_rows} of the vocabulary's {args.padded_vocab_size} rows"
         )
     for note in (*args.startup_notes(), *router_notes(args)):
         logger.info(note)
@@ -182,21 +189,28 @@ def _with_kernels_and_vocabulary(
     engine_name: str,
     say: Callable[[str], None],
 ) -> NeoXArgs:
-    """Returns the configuration with what the device, the tokenizer and the checkpoint decide."""
+    """Returns the configuration with `compile`, a resumed run's FP8 recipe and the vocabulary size resolved.
+
+    They depend on the device, the checkpoint and the tokenizer. manifest: of the resumed run; None for a new
+    one.
+    """
     args = resolve_compile(user_args, groups.device, engine_name, say)
-    if manifest is not None:  # behind `compile`, so that the run goes on with kernels chosen as at its first start
+    if manifest is not None:  # after `compile` is resolved, so that it is chosen as at the run's first start
         args = recorded_precision(args, manifest.config.get("precision_fp8"), say)
     args = adopt_vocabulary(with_masked_ids(args, tokenizer), source, tokenizer.vocab_size)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
     args = method.with_vocabulary(args, tokenizer, groups, real)
-    trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
+    trained_parameters(args)  # raises for a pattern without a match, before anything is read
     return args
 
 
 def _with_length(
     model_args: NeoXArgs, method: Method, groups: ParallelGroups, data_state: DataState, say: Callable[[str], None]
 ) -> NeoXArgs:
-    """Returns the configuration with `train_iters` as the number of optimizer steps."""
+    """Returns the configuration with `train_iters` set to the number of optimizer steps of the run.
+
+    data_state: position in the data, from which `train_epochs` is converted to iterations.
+    """
     args, epochs = model_args, model_args.train_epochs
     if epochs is not None:
         steps = on_rank_zero(groups, lambda: epoch_iterations(model_args, model_args.train_batch_size, data_state))
@@ -204,23 +218,25 @@ def _with_length(
         say(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
         if args.warmup_iters is not None and args.warmup_iters > args.train_iters:
             say(
-                f"warmup_iters: {args.cite('warmup_iters')} is more than these iterations: the learning rate rises to "
-                f"the end, to {args.train_iters / args.warmup_iters:.2g} of lr; set fewer"
+                f"warmup_iters: {args.cite('warmup_iters')} is more than the run's iterations, so the learning rate "
+                f"only reaches {args.train_iters / args.warmup_iters:.2g} of lr at the end; set a smaller warmup_iters"
             )
     steps = method.num_steps(args, args.train_iters, say)
     return args if steps == args.train_iters else _with_iterations(args, steps, "train_iters")
 
 
 def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] | None = None) -> Training:
-    """Build a run up to its first step, on every rank. engine: None: the engine that `choose_engine`
-    chooses.
+    """Returns a run that is ready for its first step. Every rank calls it.
 
-    The configuration is `user_args` as the user wrote it, for this number of ranks; `model_args` with kernels
-    and vocabulary; `run_args` with the number of steps; `args` with the FP8 recipe, as the engine runs it.
+    engine: the engine's class; None: `choose_engine` chooses it.
+
+    The configuration is resolved in this order: `user_args`, as the user wrote it, for this number of ranks;
+    `model_args`, with kernels and vocabulary; `run_args`, with the number of steps; `args`, with the FP8
+    recipe.
     """
     logger = configure_logging(process.rank)
     user_args = configuration.frozen().check_training().for_world(process.world_size)
-    if engine is None and user_args.engine != "auto":  # else it may be a checkpoint's
+    if engine is None and user_args.engine != "auto":  # `auto` may take the checkpoint's, which is read later
         engine = choose_engine(user_args, torch.cuda.is_available()).load()
     if engine is not None:
         engine.check(user_args)

@@ -1,5 +1,4 @@
-"""Saves the best model of a run, by a metric of its validations, to `<save>/best_model` in HuggingFace's
-format."""
+"""Saves the best model of a run, by a validation metric, to `<save>/best_model` in HuggingFace's format."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -23,7 +22,8 @@ FOLDER, NOTE = "best_model", "best.json"
 class BestRecord:
     """The content of `best_model/best.json`.
 
-    mode: whether less or more is better; value: of `metric`, after `iteration` steps of the run `run_id`.
+    mode: "min" if a lower value is better, else "max". value: of `metric`, after `iteration` steps of the run
+    `run_id`.
     """
 
     metric: str
@@ -33,13 +33,13 @@ class BestRecord:
     run_id: str
 
     def is_improvement(self, value: float) -> bool:
-        """Returns whether a value is better than this record's; an equal one is not."""
+        """Returns whether `value` is better than this record's value; an equal value is not."""
         return value < self.value if self.mode == "min" else value > self.value
 
 
 def read_best(folder: Path) -> BestRecord | None:
-    """Returns the record of a best model, None without one. Raises CheckpointError for one that cannot be
-    read."""
+    """Returns the record in the folder of a best model; None if it has none. Raises CheckpointError if it
+    cannot be read."""
     recover(folder)
     file = folder / NOTE
     if not file.is_file():
@@ -47,12 +47,12 @@ def read_best(folder: Path) -> BestRecord | None:
     try:
         return BestRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError) as problem:
-        raise CheckpointError(f"{file}: cannot be read ({problem}); remove {folder}") from problem
+        raise CheckpointError(f"{file} cannot be read ({problem}); delete the folder {folder}") from problem
 
 
 def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) -> None:
-    """Raises ConfigError for a metric of `save_best` that validations of this objective do not have, and
-    where there is no validation data."""
+    """Raises ConfigError if `save_best` names a metric that this run's validations do not have, or if the run
+    has no validation data."""
     if args.save_best is None:
         return
     metric, _ = best_metric(args.save_best)
@@ -61,19 +61,21 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
         if metric not in valid_metrics:
             raise args.error("save_best", f"{metric}: this run has no such metric; it has {', '.join(valid_metrics)}")
         if valid is None:
-            raise args.error("save_best", f"{metric}: there is no validation data")
+            raise args.error("save_best", f"{metric}: this run has no validation data; set some, or remove save_best")
 
 
 class BestModelCallback(Callback):
-    """Saves the model after a validation that is better than all earlier ones of this run. The validation
-    before the first step does not count: the untrained model exists already."""
+    """Saves the model after each validation whose metric is better than all earlier ones of this run.
+
+    The validation before the first step does not count, because it is of the model that the run started from.
+    """
 
     def __init__(self, training: Training) -> None:
         self.training, args = training, training.args
         assert args.save_best is not None and args.save_dir is not None
         self.metric, self.mode = best_metric(args.save_best)
         self.folder = Path(args.save_dir) / FOLDER
-        # The best model of another run, as with `restart`, is replaced.
+        # A best model of another run in this folder is replaced, for example after `restart`.
         earlier_best = on_rank_zero(training.groups, lambda: read_best(self.folder))
         is_same_run = earlier_best is not None and (earlier_best.run_id, earlier_best.metric, earlier_best.mode) == (
             training.checkpointer.run_id, self.metric, self.mode
@@ -81,9 +83,9 @@ class BestModelCallback(Callback):
         self.best = earlier_best if is_same_run else None
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Keep the model if it is the best so far."""
+        """Save the model if it is the best so far."""
         training = self.training
-        better = on_rank_zero(training.groups, lambda: self._better(step))  # where results of eval_tasks are
+        better = on_rank_zero(training.groups, lambda: self._better(step))  # only rank 0 has results of eval_tasks
         if better is None:
             return
         with training.watchdog.phase("saving the best model"):
@@ -97,7 +99,7 @@ class BestModelCallback(Callback):
         value = step.row.get(self.metric)
         if value is None and self.metric.startswith("eval_tasks/"):
             task_metrics = [name for name in step.row if name.startswith("eval_tasks/")]
-            if task_metrics:  # else they were given up, as a signal ends the run
+            if task_metrics:  # else a signal that ends the run interrupted the evaluation
                 args, objective = self.training.args, self.training.engine.objective
                 metric_names = ", ".join([*validation_metrics(args, objective), *task_metrics])
                 raise args.error("save_best", f"{self.metric}: this run has no such metric; it has {metric_names}")

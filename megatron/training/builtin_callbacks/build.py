@@ -1,5 +1,7 @@
-"""Builds the callbacks of a run: one list, in the order in which each of their methods is called. And loads a
-user's own: classes in Python files that `callbacks` names."""
+"""Builds the list of a run's callbacks, in the order in which they are called.
+
+It also loads the user's own callbacks: classes in Python files that the key `callbacks` names.
+"""
 
 import importlib.util
 import inspect
@@ -34,23 +36,26 @@ from megatron.training.step_results import StepResults
 
 
 def name_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Returns the callbacks by the name of their class; `NAME 2` is the second of a class."""
+    """Returns the callbacks by the name of their class; the second of one class is named `NAME 2`."""
     names = [type(callback).__name__ for callback in callbacks]
     earlier = [names[:i].count(name) for i, name in enumerate(names)]
     return {f"{n} {i + 1}" if i else n: c for n, i, c in zip(names, earlier, callbacks, strict=True)}
 
 
 def states_of(callbacks: Mapping[str, Callback]) -> dict[str, Mapping[str, Any]]:
-    """Returns copies of the states of those callbacks that have one, by name, for a checkpoint.
+    """Returns copies of the callbacks' states, by name, for a checkpoint; empty states are left out.
 
-    All ranks call it together. Raises TypeError for a state that a checkpoint could not be loaded with.
+    All ranks call it together. Raises TypeError if a state holds a type that checkpoints cannot keep.
     """
     states = {name: callback.state() for name, callback in callbacks.items()}
     return {name: _copied(f"{name}.state()", state) for name, state in states.items() if state}
 
 
 def _copied(place: str, value: Any) -> Any:
-    """Returns a copy that later steps do not change; a checkpoint may be written beside them."""
+    """Returns a deep copy of a state, because a checkpoint may be written while later steps change the state.
+
+    place: names the value in errors. Raises TypeError for a type that checkpoints cannot keep.
+    """
     if isinstance(value, Mapping):
         return {key: _copied(f"{place}[{key!r}]", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -60,22 +65,22 @@ def _copied(place: str, value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(
-        f"callbacks: {place} is a {type(value).__name__}; a checkpoint keeps numbers, text, tensors, lists and dicts "
-        "of callbacks; return these"
+        f"callbacks: {place} is a {type(value).__name__}, which a checkpoint cannot keep; return numbers, text, "
+        "tensors, lists or dicts"
     )
 
 
 def build_callbacks(training: Training, results: StepResults, evaluations: Sequence[Callback]) -> list[Callback]:
     """Returns the callbacks of a run. All ranks call it together, before the first step.
 
-    evaluations: callbacks that a program gives the run, such as `eval_tasks` and `demo_prompts`. They come
+    evaluations: callbacks that the program adds, such as those of `eval_tasks` and `demo_prompts`. They run
         after validation and before the row of metrics is written.
 
-    The user's own (`callbacks`) come before the checkpoint is saved, so that it holds their state after the
-    step. The history comes last and records how all others ended.
+    The user's own callbacks (`callbacks`) run before the checkpoint is saved, so that it holds their state
+    after the step. The history comes last, because it records how the others ended.
     """
     args, groups, loop, logger = training.args, training.groups, training.loop, training.logger
-    callbacks: list[Callback] = []  # those that call the others' methods hold the list itself
+    callbacks: list[Callback] = []  # callbacks that call others keep a reference to this list
     best = [BestModelCallback(training)] if args.save_best is not None else []
     loop.bar = build_bar(training)
     stop = StopCallback(training, results.settle)
@@ -98,20 +103,20 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
 
     loop.settle = settle
     callbacks += [
-        *([MemoryParts(training)] if args.profile_memory is not None else []),  # first: it sees a step and no more
-        packing,  # counts the places of a step's rows
-        gradients,  # shows gradients to those who measure them
+        *([MemoryParts(training)] if args.profile_memory is not None else []),  # first: it measures the step alone
+        packing,  # counts padding and trained tokens
+        gradients,  # passes gradients to probes
         *([CompiledGraphs()] if args.compile else []),
-        log,  # takes the step's values, to be read when the next step has begun
-        *router_load,  # likewise, the load of experts
+        log,  # collects the step's values, which are read when the next step has begun
+        *router_load,  # does the same with the load of experts
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, callbacks),  # calls on_validation_end
         *training.method.callbacks(training),
         *evaluations,  # eval_tasks, demo_prompts
-        *best,  # keeps the model if validation or evaluation say so
-        trackers,  # write the row, to which all above may have added
+        *best,  # saves the model if it is the best so far
+        trackers,  # write the row, to which the callbacks above have added
         *training.user_callbacks,
-        SaveCallback(training, callbacks),  # calls on_save; all above have counted the step in their state
+        SaveCallback(training, callbacks),  # calls on_save; the states of the callbacks above include this step
         ProgressBarCallback(loop.bar),
         profiler,  # begins and ends its window between two steps
         HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last
@@ -141,10 +146,10 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
 def _import_file(args: ModelArgs, entry: str, path: Path, number: int) -> ModuleType:
     if not path.is_file():
         raise args.error("callbacks", f"{entry}: {path}: no such file")
-    name = f"user_callbacks_{number}_{path.stem}"  # two folders may have files of one name
+    name = f"user_callbacks_{number}_{path.stem}"  # files in two folders may have the same name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise args.error("callbacks", f"{entry}: {path}: is no Python file")
+        raise args.error("callbacks", f"{entry}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles of the file look for it there
     try:

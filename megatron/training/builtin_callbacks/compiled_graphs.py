@@ -1,21 +1,21 @@
-"""Counts the graphs of torch.compile, and warns if it keeps making new ones."""
+"""Counts the graphs that torch.compile makes, and warns if it keeps making new ones."""
 
 import torch
 
 from megatron.callbacks import Callback, Step, TrainingRun
 
-_EXPECTED_RECOMPILATIONS = 4  # a validation, or rows of another length, may need some that no step before has needed
+_EXPECTED_RECOMPILATIONS = 4  # a validation, or the first row of another length, may need new graphs
 
 
 class CompiledGraphs(Callback):
-    """Logs two counts of this process: `runtime/compiled_graphs`, and `runtime/recompilations` after the
-    second step."""
+    """Logs `runtime/compiled_graphs`, the number of graphs that torch.compile has made in this process, and
+    `runtime/recompilations`, how many of them after the second step."""
 
     def __init__(self) -> None:
         self._steps, self._expected, self._warned = 0, 0, False
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Count the graphs, on the host; warn once after more recompilations than expected."""
+        """Count torch.compile's graphs; warn once if there are more recompilations than expected."""
         if step.result is None:
             return
         self._steps += 1
@@ -28,16 +28,17 @@ class CompiledGraphs(Callback):
         if recompilations > _EXPECTED_RECOMPILATIONS and not self._warned:
             self._warned = True
             run.logger.warning(
-                f"torch.compile has made {recompilations} graphs since the second step of this start, each for "
-                f"seconds or minutes; the last because {recompile_reason()}. TORCH_LOGS=recompiles shows all"
+                f"torch.compile has made {recompilations} more graphs since the second step of this start, which took "
+                f"seconds or minutes each; the last one because {recompile_reason()}. To see all reasons, set "
+                "TORCH_LOGS=recompiles"
             )
 
 
 def recompile_reason() -> str:
-    """Returns dynamo's reason for the last recompilation, on one line.
+    """Returns dynamo's reason for the last recompilation, on one line, worded to follow "because".
 
-    If no code was recompiled, it says that the graph is of new code.
+    If no code was recompiled, the reason is that new code was compiled.
     """
     reasons = [metrics.recompile_reason for metrics in torch._dynamo.utils.get_compilation_metrics()]
     last = next(filter(None, reversed(reasons)), None)
-    return "of code that had none" if last is None else " ".join(last.split())
+    return "new code was compiled" if last is None else " ".join(last.split())

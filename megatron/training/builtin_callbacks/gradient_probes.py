@@ -1,4 +1,4 @@
-"""Builds the probes that a configuration asks for, and shows a step's gradients to those that measure
+"""Builds the configured probes (additional metrics), and passes a step's gradients to those that measure
 them."""
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megatron.training.run import Training
 
 
 def joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
-    """Returns one function that calls all hooks; None without hooks."""
+    """Returns one function that passes gradients to all hooks; None if there are no hooks."""
 
     def on_gradients(parts: Parts) -> None:
         for hook in hooks:
@@ -23,20 +23,23 @@ def joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
 
 
 class GradientProbes(Callback):
-    """Shows gradients to the probes that measure them. probes: each with its interval in steps."""
+    """Passes gradients to the probes that measure them.
+
+    probes: (function that takes gradients, interval in steps at which it is called).
+    """
 
     def __init__(self, probes: list[tuple[OnGradients, int]]) -> None:
         self.probes = probes
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> OnGradients | None:
-        """Returns the function that shows this step's gradients to the due probes; None where no probe is
+        """Returns the function that takes this step's gradients to the probes that are due; None if none is
         due."""
         return joined([see for see, interval in self.probes if (run.iteration + 1) % interval == 0])
 
 
 def build_probes(training: Training) -> tuple[list[Probe], GradientProbes]:
-    """Returns the probes of the run, and the callback that shows them gradients. All ranks call it together,
-    before the first step."""
+    """Returns (probes of the run, callback that passes gradients to them). All ranks call it together, before
+    the first step."""
     args, groups = training.args, training.groups
     probes: list[Probe] = []
     gradient_probes: list[tuple[OnGradients, int]] = []

@@ -24,16 +24,16 @@ from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
 
 HISTORY = "training_history.json"
-# Of metrics.jsonl; norms of single parameters stay there.
+# The metrics that are copied from metrics.jsonl; norms of single parameters are not.
 _KINDS = ("train/", "validation/", "test/", "eval_tasks/", "runtime/", "device/")
 _FINAL = ("train/lm_loss", "validation/lm_loss", "test/lm_loss")
-_LOOKED_AT = 64  # samples, for how many pairs a packed row has on average
+_LOOKED_AT = 64  # samples from which the average number of pairs in a packed row is estimated
 
 
 class HistoryCallback(Callback):
-    """Writes status.json from the start on, and at the end history, summary and the log's last line.
+    """Keeps status.json up to date; at the end it writes history, summary and the last line of the log.
 
-    metadata: as `run_metadata`.
+    metadata: from `run_metadata`.
     """
 
     def __init__(self, training: Training, metadata: Mapping[str, Any]) -> None:
@@ -42,21 +42,22 @@ class HistoryCallback(Callback):
         self._is_running = False
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Note that the run is running."""
+        """Write the status `running` to status.json, and from now on every change of phase."""
         write_status(self.training, "running", None)
         note_phases(self.training)
         self._is_running = True
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Note why the run failed. A non-finite step, which all ranks know of, has written its own status."""
-        self.training.watchdog.listener = None  # what is closed now is no phase of a running run
+        """Write why the run failed: to history and summary after a NonFiniteError, which is in status.json
+        already; else to status.json."""
+        self.training.watchdog.listener = None  # closing the callbacks is not a phase of a running run
         if isinstance(problem, NonFiniteError):
             self._write("failed", str(problem))
         elif self._is_running and run.groups.world_rank == 0:
             note_failure(self.training, f"{type(problem).__name__}: {problem}".splitlines()[0])
 
     def close(self) -> None:
-        """Writes the end of a run that did not fail: history, summary, status.json and a last log line."""
+        """If the run did not fail, write its end to history, summary, status.json and the log."""
         ending = self.training.loop.ending
         if ending is not None:
             self._write(*ending)
@@ -64,9 +65,9 @@ class HistoryCallback(Callback):
             say_ending(self.training, *ending)
 
     def _write(self, status: str, reason: str | None) -> None:
-        """Write both files on rank 0; nothing without `save`. All ranks call it together.
+        """Write history and summary on rank 0; nothing without `save`. All ranks call it together.
 
-        A write that fails is logged and does not change how the run ended. status, reason: as in status.json.
+        A write that fails is only logged. status, reason: as in status.json.
         """
         wall_clock = time.monotonic() - self._start_time
 
@@ -81,9 +82,9 @@ class HistoryCallback(Callback):
 
 
 def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[dict[str, Any]]:
-    """Returns a record for each row of metrics.jsonl, with its position, known metrics and `trainable_share`.
+    """Returns a record for each row of metrics.jsonl: its iteration, its metrics and `trainable_share`.
 
-    Non-finite values become null.
+    Norms of single parameters are left out. Non-finite values become None.
     """
     known_metrics = [{name: row[name] for name in row if name in POSITION or name.startswith(_KINDS)} for row in rows]
     share = {"trainable_share": trainable_share}
@@ -102,7 +103,8 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _write(training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float) -> None:
-    """Write both files. wall_clock: seconds of this start."""
+    """Write training_history.json and training_summary.json. wall_clock: seconds since this start of the
+    run."""
     folder, run_id = log_directory(training.args), training.checkpointer.run_id
     assert folder is not None and training.args.save_dir is not None
     file = folder / METRICS_FILE
@@ -167,9 +169,9 @@ def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Map
 
 
 def _answers(training: Training) -> dict[str, float]:
-    """Returns the number of pairs (of examples for KTO) in a step, estimated from the first samples.
+    """Returns the average number of pairs (for KTO, of examples) in a step, such as `{"pairs": 12.5}`.
 
-    Returns {} if the run does not train on preferences.
+    It is estimated from the first samples. Returns {} if the run does not train on preferences.
     """
     args, dataset = training.args, training.datasets.train
     if not trains_preferences(args) or dataset is None:

@@ -1,4 +1,4 @@
-"""The log line of training and the metrics of a step, and the progress bar."""
+"""Writes the log line and the metrics row of training steps, and draws the progress bar."""
 
 import math
 import sys
@@ -23,24 +23,27 @@ from megatron.training.run import Training
 class LogCallback(Callback):
     """Writes NeoX's log line and the metrics row, every `log_interval` steps.
 
-    Loss and the objective's metrics are means over the steps since the last row, without skipped steps;
-    learning rate and norm are the last step's. Losses stay on the device; those of a logged step are read
-    when the next step has begun, or when something else has to wait for the device anyway.
+    Loss and the objective's metrics are means over the steps since the last row, without skipped steps.
+    Learning rate and gradient norm are the last step's. Losses stay on the device. They are read when the
+    step after the logged one has begun, or when something else has to wait for the device anyway.
     """
 
     def __init__(
         self, training: Training, probes: Sequence[Probe] = (), on_settled: Callable[[Step], None] = lambda step: None
     ) -> None:
-        """probes: measure further metrics in logged steps; on_settled: called when a logged step's row has
-        its values."""
+        """Start without steps.
+
+        probes: measure additional metrics in logged steps. on_settled: called when all values of a logged
+            step are in its row.
+        """
         self.training, self.probes, self._on_settled = training, probes, on_settled
         self.steps = 0
-        # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
+        # Tokens per sample, and per row: sums over the steps since the last line; means for the pending line
         self.tokens, self.length = 0, 0.0
         self.rows, self.row_length = 0, 0.0
         self._started = time.time()
-        # Of the steps since the last line: losses, the objective's metrics, whether they were left out, and
-        # whether they were for a loss far above the others, or because none of their tokens is trained.
+        # Values of the steps since the last line. skips: whether each step was skipped; spikes, untrained:
+        # whether it was skipped for a loss far above recent ones, or because it has no trained token.
         self.losses: list[torch.Tensor] = []
         self.metrics: dict[str, list[torch.Tensor]] = {}
         self.skips: list[torch.Tensor] = []
@@ -53,8 +56,8 @@ class LogCallback(Callback):
         self._memory_was_logged = False
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Take the step's values; settle the logged step before it, begin to read this one if it is
-        logged."""
+        """Finish the pending logged step, and collect this step's values. If this step is logged, begin to
+        copy them to the host."""
         self.settle()
         if step.result is None:
             return
@@ -91,7 +94,8 @@ class LogCallback(Callback):
         self.steps, self.tokens, self.rows = 0, 0, 0
 
     def settle(self) -> None:
-        """Finish the pending logged step: write its line, and its values into its row."""
+        """Finish the logged step whose values were being copied to the host: fill its row, write its log
+        line."""
         if self.pending is None:
             return
         (step, reading, lengths, seconds, roles), self.pending = self.pending, None
@@ -184,7 +188,7 @@ class LogCallback(Callback):
 
 
 class ProgressBarCallback(Callback):
-    """The bar of a run in a terminal."""
+    """Advances the progress bar of a run in a terminal."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar
@@ -195,12 +199,12 @@ class ProgressBarCallback(Callback):
             self.bar.update()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar; it stays on the terminal as it is."""
         self.bar.close()
 
 
 def build_bar(training: Training) -> tqdm:
-    """Returns a progress bar of steps, which shows only on rank 0's terminal."""
+    """Returns a progress bar over the run's steps. It shows only on rank 0, if stderr is a terminal."""
     is_visible = training.groups.world_rank == 0 and sys.stderr.isatty()
     steps, done = training.args.train_iters, training.progress.iteration
     return tqdm(total=steps, initial=done, unit="step", file=sys.stderr, disable=not is_visible, dynamic_ncols=True)

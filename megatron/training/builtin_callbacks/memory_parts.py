@@ -18,20 +18,25 @@ from megatron.training.run import Training
 class MemoryParts(Callback):
     """Measures the memory of step `profile_memory` and writes `memory_parts.json`. Other steps cost nothing.
 
-    The file has `iteration`, `device` and `compile`; `ranks`, the result of `_measured` for each rank; and
+    The file has `iteration`, `device` and `compile`; `ranks`, with the peak and its parts on each rank; and
     `timeline`, of the rank with the highest peak.
     """
 
     def __init__(self, training: Training) -> None:
-        """Raises ConfigError where there is no such step, no folder for the file, or no memory to measure."""
+        """Raises ConfigError if `profile_memory` is after the last step, or no folder for the file is set.
+
+        Also raises it if blocks are compiled on a CPU, where their memory cannot be measured.
+        """
         args, self._training, self._open = training.args, training, ExitStack()
         folder, self._iteration = log_directory(args), args.profile_memory
         self._tracker: MemoryTracker | None = None
         if folder is None:
-            raise args.error("profile_memory", f"there is no folder for {MEMORY_FILE}; set log_dir or save")
+            raise args.error("profile_memory", f"no folder is set for {MEMORY_FILE}; set log_dir or save")
         if self._iteration is not None and self._iteration > args.train_iters:
             place = args.cite("train_iters")
-            raise args.error("profile_memory", f"{self._iteration} is after the last iteration, train_iters {place}")
+            raise args.error(
+                "profile_memory", f"{self._iteration} is after the last step, train_iters {place}; set an earlier step"
+            )
         if args.compile and training.groups.device.type == "cpu":
             place = args.origin("compile")
             raise args.error(
@@ -41,7 +46,7 @@ class MemoryParts(Callback):
         self._file = folder / MEMORY_FILE
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
-        """Begin to measure, if this is the step to measure."""
+        """Begin to measure memory, if the step that begins is `profile_memory`."""
         if run.iteration + 1 != self._iteration:
             return
         engine, device = self._training.engine, self._training.groups.device
@@ -51,7 +56,7 @@ class MemoryParts(Callback):
         self._open.enter_context(self._tracker.watching(engine.stage))
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Write the measurements."""
+        """After the measured step, write the file and log the peak."""
         if self._tracker is None:
             return
         self._open.close()
@@ -67,11 +72,11 @@ class MemoryParts(Callback):
         )
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Stop counting."""
+        """Stop measuring memory."""
         self.close()
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop measuring memory."""
         self._open.close()
         self._tracker = None
 

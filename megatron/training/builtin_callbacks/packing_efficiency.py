@@ -1,4 +1,4 @@
-"""Measures the shares of padding and of trained tokens in a step's rows."""
+"""Measures which share of a step's rows is padding, and which share of the other tokens is trained."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ NAMES = ["train/padding_share", "train/packing_efficiency", "train/trained_share
 
 
 class PackingEfficiency(Callback):
-    """Measures padding and trained tokens of all micro-batches since the last logged step (a `Probe`).
+    """A `Probe` of the padding and the trained tokens in all micro-batches since the last logged step.
 
     It measures nothing if rows can have neither padding nor untrained tokens.
     """
@@ -26,16 +26,16 @@ class PackingEfficiency(Callback):
         self.counts = torch.zeros(3, dtype=torch.float64)
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
-        """Count all, padded and trained positions of the step's rows, on the host."""
+        """Count all, padding and trained positions of the step's rows, on the host."""
         if self.is_measured:
             counts = [(batch.tokens.numel(), batch.padding, int(batch.loss_weights.sum())) for batch in batches]
             self.counts += torch.tensor(counts, dtype=torch.float64).sum(dim=0)
 
     def values(self) -> tuple[list[str], Tensor]:
-        """See `Probe.values`. Sums over all ranks, then starts a new count.
+        """Returns (names, values) of the shares over all ranks, then starts a new count.
 
-        Packing efficiency is 1 minus the share of padding. The share of trained tokens is of the positions
-        without padding.
+        `padding_share` is of all positions; `packing_efficiency` is 1 minus that. `trained_share` is of the
+        positions that are not padding.
         """
         if not self.is_measured:
             return [], torch.zeros(0)

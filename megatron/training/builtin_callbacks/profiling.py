@@ -1,5 +1,7 @@
-"""Runs a window of steps under torch's profiler, and takes a snapshot of GPU memory over it; one file a
-rank."""
+"""Runs a window of steps under torch's profiler, and takes a snapshot of GPU memory at its end.
+
+Each rank writes its own file.
+"""
 
 import logging
 from collections.abc import Callable
@@ -14,11 +16,12 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.loggers import log_directory
 
-HISTORY = 100_000  # allocations and frees that a snapshot goes back
+HISTORY = 100_000  # number of allocations and frees in a snapshot
 
 
 def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
-    """Start to record allocations of GPU memory, for `memory_profiling`. Called before the model is built."""
+    """With `memory_profiling`, start to record allocations of GPU memory. Called before the model is
+    built."""
     if args.memory_profiling and groups.device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
@@ -39,10 +42,10 @@ class StepProfiler(Callback):
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger, settle: Callable[[], None]
     ) -> None:
-        """Open the folders of the files.
+        """Choose the folders for traces and snapshots. Raises ConfigError if none is set.
 
-        settle: waits for the collectives under way between steps. gloo's threads write their work into the
-        trace, and torch frees those records at the end of the trace, whether the work is done or not.
+        settle: waits for collectives that run between steps. They must end before the trace does, because
+            gloo's threads write into records that torch then frees.
         """
         self._logger, self._rank, self._settle = logger, groups.world_rank, settle
         self._start, self._last = args.profile_step_start, args.profile_step_stop
@@ -59,16 +62,17 @@ class StepProfiler(Callback):
             self._traces = _folder(args, "memory_profiling", args.memory_profiling_path)
         self._python = _can_trace_python()
         if self._traces is not None and not self._python:
-            logger.info("profile: the traces are without Python stacks, which can crash a run on CPU")
+            logger.info("profile: traces have no Python stacks, because recording them can crash a run that uses gloo")
         if args.memory_profiling and not cuda:
-            logger.info("memory_profiling: no GPU to take a snapshot of; the profiler's trace shows allocations on CPU")
+            logger.info("memory_profiling: without a GPU there is no snapshot; the profiler's trace shows allocations")
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
-        """Begin here, where the loader's workers exist already: none is forked while a trace is made."""
+        """Begin, continue or end the window. The loader's workers exist by now, so none is forked during a
+        trace."""
         self.before_step(run.iteration)
 
     def before_step(self, iteration: int) -> None:
-        """Begin, continue or end the window before a step. iteration: steps done."""
+        """Begin, continue or end the window of profiled steps. iteration: number of steps done so far."""
         if self._profile is not None:
             if iteration == self._last:
                 self._settle()
@@ -94,7 +98,7 @@ class StepProfiler(Callback):
         self._profile.start()
 
     def close(self) -> None:
-        """End the window, if it has begun, and write its files."""
+        """End the window of profiled steps, if it has begun, and write trace and snapshot."""
         if self._profile is not None:
             self._profile.stop()
             self._logger.info(f"profile: traces are in {self._traces}")
@@ -111,11 +115,12 @@ class StepProfiler(Callback):
 
 
 def _can_trace_python() -> bool:
-    """Returns whether torch may hook into every thread's Python code, which can crash with gloo.
+    """Returns whether torch's profiler can record Python stacks safely: with NCCL or one process, not with
+    gloo.
 
-    torch walks the list of threads without its lock, while gloo's threads enter Python to release a tensor at
-    the end of a collective. Before CPython 3.12 a new thread is in the list before it is filled in; before
-    3.14.1 one that leaves can still be met (python/cpython#137400).
+    The profiler walks the interpreter's list of threads without its lock, while gloo's threads enter and
+    leave Python to release tensors. It can meet a thread that is not filled in yet (before CPython 3.12) or
+    already freed (before 3.14.1, python/cpython#137400).
     """
     return not dist.is_initialized() or dist.get_backend() == "nccl"
 
@@ -127,7 +132,7 @@ def _folder(args: NeoXArgs, key: str, configured: str | None) -> Path:
     if logs is not None:
         return logs / "profile"
     folder_key = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
-    raise args.error(key, f"there is no folder for its files; set {folder_key}, log_dir or save")
+    raise args.error(key, f"no folder is set for its files; set {folder_key}, log_dir or save")
 
 
 def _write_trace(folder: Path, rank: int) -> Callable[[torch.profiler.profile], None]:

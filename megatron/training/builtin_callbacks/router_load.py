@@ -1,4 +1,5 @@
-"""Writes the load of each expert to `router_load.jsonl`, next to `metrics.jsonl`."""
+"""Writes the load of each expert (its tokens, divided by the mean) to `router_load.jsonl` in the log
+folder."""
 
 from collections.abc import Sequence
 
@@ -14,32 +15,35 @@ MOST_LINES = 500
 
 
 class RouterLoad(Callback):
-    """Writes a line every `interval` steps, on rank 0. The load of a step is read when the next one has
-    begun, and at a save; other steps cost nothing."""
+    """Writes the load of each expert every `interval` steps, on rank 0. Other steps cost nothing.
+
+    The load of a step is read from the device when the next step has begun, or before a save.
+    """
 
     def __init__(self, training: Training, file: JsonlLogger, layers: Sequence[int]) -> None:
-        """layers: NeoX's indices of the blocks with experts."""
+        """layers: layer indices, as in checkpoints, of the blocks with experts."""
         self._training, self._file, self._layers = training, file, list(layers)
         self._interval = interval(training.args)
         self._pending: tuple[int, HostCopy] | None = None
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Write the pending line, and begin to read the next."""
+        """Write the pending line; if this step is due, begin to copy its expert load to the host."""
         self._settle()
         routing = self._training.engine.routing
         if step.result is not None and routing is not None and step.iteration % self._interval == 0:
             self._pending = step.iteration, HostCopy(routing.load.flatten())
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Write the pending line, which a run resumed from this checkpoint would not write again."""
+        """Write the pending line, because a run that resumes from this checkpoint would not write it
+        again."""
         self._settle()
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Drop the pending line: it is a sum over ranks, which may never arrive."""
+        """Drop the pending line: its values are a sum over ranks, which may never arrive after an error."""
         self._pending = None
 
     def close(self) -> None:
-        """Write the pending line."""
+        """Write the pending line and close the file."""
         try:
             self._settle()
         finally:
@@ -56,14 +60,18 @@ class RouterLoad(Callback):
 
 
 def interval(args: NeoXArgs) -> int:
-    """Returns the steps between two lines: each is a logged step, and a run has no more than about
-    MOST_LINES."""
+    """Returns the number of steps between two lines of `router_load.jsonl`.
+
+    It is a multiple of `log_interval`, large enough that a run writes at most about `MOST_LINES` lines.
+    """
     return args.log_interval * max(1, -(-args.train_iters // (MOST_LINES * args.log_interval)))
 
 
 def build_router_load(training: Training) -> list[RouterLoad]:
-    """Returns the callback on rank 0, if the model has experts and there is a folder for the file, else [].
-    All ranks call it together. Raises ConfigError."""
+    """Returns [RouterLoad] on rank 0 if the model has experts and a log folder is set, else [].
+
+    All ranks call it together. Raises ConfigError if the file cannot be written.
+    """
     groups, balance = training.groups, training.engine.stage.balance
     if training.args.moe_num_experts == 1:
         return []

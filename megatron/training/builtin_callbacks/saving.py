@@ -1,4 +1,4 @@
-"""Decides when a run is saved."""
+"""Saves checkpoints of a run at the configured steps and when a save is requested."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from megatron.training.run import Training
 
 
 class SaveCallback(Callback):
-    """Saves checkpoints at the steps that the keys name, and when a save is due by the loop state.
+    """Saves checkpoints after the configured steps, and when the loop state says that a save is due.
 
     The steps are multiples (or powers) of `checkpoint_factor`, `extra_save_iters`, the last step, and those
-    of `save_hf` and `ephemeral_save_interval`. `StopCallback` makes a save due (`save_interval_in_mins`, a
-    callback's `request_save`).
+    of `save_hf` and `ephemeral_save_interval`. `StopCallback` says that a save is due, after
+    `save_interval_in_mins` or a callback's `request_save`.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback] = ()) -> None:
-        """callbacks: their `on_save` is called after each save."""
+        """callbacks: the callbacks whose `on_save` is called after each save."""
         self.training, self.callbacks = training, callbacks
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether a checkpoint is written after this iteration."""
+        """Returns whether the configuration asks for a lasting checkpoint after this iteration."""
         args = self.training.args
         if args.save is None:
             return False
@@ -37,17 +37,19 @@ class SaveCallback(Callback):
         return int(power) == iteration
 
     def is_ephemeral_due(self, iteration: int) -> bool:
-        """Returns whether a checkpoint that lasts until the next one is written after this iteration."""
+        """Returns whether `ephemeral_save_interval` asks for a checkpoint after this iteration. The next save
+        deletes such a checkpoint."""
         args, interval = self.training.args, self.training.args.ephemeral_save_interval
         return args.save is not None and interval is not None and iteration > 0 and iteration % interval == 0
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Note the validation loss, by which `keep_best_n_checkpoints` chooses."""
+        """Keep the validation loss for the next checkpoint; `keep_best_n_checkpoints` compares these
+        losses."""
         if step.iteration > 0:
             self.training.progress.validation_loss = step.row.get("validation/lm_loss")
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Save if a save is due, and when the run stops; then call `on_save` of all callbacks."""
+        """Save if a save is due or the run stops; then call `on_save` of all callbacks."""
         loop = self.training.loop
         lasting = loop.stop_reason is not None or loop.save_is_due or self.is_due(step.iteration)
         if lasting or self.is_ephemeral_due(step.iteration):
@@ -59,10 +61,10 @@ class SaveCallback(Callback):
                     loop.agree_on_stop()
 
     def on_stop_before_step(self, run: TrainingRun, step: Step) -> None:
-        """Save the state that the run stops with."""
+        """Save the state with which the run stops."""
         self.on_step_end(run, step)
 
     def save(self, ephemeral: bool = False) -> None:
-        """Write a checkpoint of the run's present state. ephemeral: one that lasts until the next."""
+        """Write a checkpoint of the run's present state. ephemeral: the next save deletes it."""
         if self.training.args.save is not None:
             self.training.checkpointer.save(self.training.progress, ephemeral=ephemeral)

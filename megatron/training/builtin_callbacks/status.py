@@ -20,22 +20,24 @@ _TRAINING = "training"
 
 
 def write_status(training: Training, status: str, reason: str | None) -> None:
-    """Write `<save>/status.json`, which launchers read: running, finished, stopped (start again to resume) or
-    failed, and why. All ranks call it together."""
+    """Write `<save>/status.json`, which launchers read. All ranks call it together; rank 0 writes.
+
+    status: running, finished, stopped (start again to resume) or failed. reason: why, or None.
+    """
     on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
 
 
 def say_ending(training: Training, status: str, reason: str | None) -> None:
-    """Write the last line of the log of a run that did not fail."""
+    """Write the last log line of a run that did not fail, such as `run finished at iteration 100`."""
     suffix = f": {reason}" if reason is not None else ""
     training.logger.info(f"run {status} at iteration {training.progress.iteration}{suffix}")
 
 
 def ended_as(training: Training, status: str) -> bool:
-    """Returns whether an earlier start took all steps of this run and ended with this status.
+    """Returns whether an earlier start of this run took all of its steps and ended with this status.
 
-    status: finished; or stopped, by a signal, before the work after the last step was done. All ranks call it
-    together.
+    status: finished; or stopped, if a signal came before the work after the last step was done. All ranks
+    call it together.
     """
 
     def read() -> bool:
@@ -47,9 +49,9 @@ def ended_as(training: Training, status: str) -> bool:
 
 
 def write_stopped_start(args: NeoXArgs, rank: int, reason: str) -> None:
-    """Write status.json of a run that was stopped before it had a model, if `rank` is 0.
+    """Write the status `stopped` for a run that was stopped before its model was built. Only rank 0 writes.
 
-    The next start resumes from its last checkpoint, if there is one.
+    Iteration and run id stay those of the last status.json, if the run has a checkpoint from which to resume.
     """
     if rank != 0 or args.save_dir is None:
         return
@@ -63,8 +65,8 @@ def write_stopped_start(args: NeoXArgs, rank: int, reason: str) -> None:
 def note_phases(training: Training) -> None:
     """Let rank 0 write the run's phase to status.json whenever it changes.
 
-    Phases are training, saving, evaluating and the other activities that the watchdog is told. Writes use no
-    fsync; a write that fails is skipped.
+    Phases are training, saving, evaluating and other activities that the watchdog reports. Files are written
+    without fsync, and a write that fails is ignored.
     """
     noted = _TRAINING
 
@@ -80,15 +82,15 @@ def note_phases(training: Training) -> None:
             temporary.write_bytes(_content(training, "running", None, phase))
             os.replace(temporary, path)
         except OSError:
-            pass  # the next save says what is wrong with the disk
+            pass  # the next save reports what is wrong with the disk
 
     if training.groups.world_rank == 0 and training.args.save_dir is not None:
         training.watchdog.listener = note
 
 
 def note_failure(training: Training, reason: str) -> None:
-    """Write status.json of a run that failed for `reason`, on rank 0. A write that fails is logged and does
-    not replace the reason: the disk may be full."""
+    """Write status.json of a run that failed for `reason`, on rank 0. If writing fails, as on a full disk,
+    that is only logged."""
     try:
         _status_file(training, "failed", reason)
     except (OSError, CheckpointError) as problem:
@@ -107,8 +109,8 @@ def _status_file(training: Training, status: str, reason: str | None) -> None:
 def _content(training: Training, status: str, reason: str | None, phase: str | None) -> bytes:
     """Returns the content of status.json.
 
-    host, pid: of this process, rank 0; launcher_pid: of the deepy.py that started it, which may start it
-    again; job: of Slurm.
+    host, pid: of this process, rank 0. launcher_pid: of the deepy.py that started it, which may restart it.
+    job: the Slurm job.
     """
     args, device = training.args, training.groups.device
     state = {
@@ -126,7 +128,7 @@ def _content(training: Training, status: str, reason: str | None, phase: str | N
 
 
 def _process() -> dict[str, Any]:
-    """Returns host and ids of this process, its Slurm job, and the time."""
+    """Returns the fields of status.json that identify this process: host, pids, Slurm job; and the time."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -1,6 +1,6 @@
 """Decides when a run stops before its last step, and when a timed save is due.
 
-Signals, limits of steps and time, and requests of callbacks count; all ranks agree.
+Reasons are signals, limits of steps and time, and requests of callbacks. All ranks decide alike.
 """
 
 import time
@@ -16,20 +16,24 @@ from megatron.training.run import Training
 
 
 class Agreement:
-    """Exchanges the maximum of each value over all ranks, on the CPU, during the next step or batch.
+    """Computes the maximum of values over all ranks, on the CPU, while the next step or batch runs.
 
-    No rank waits: values handed in after one step come out after the next, on every rank alike.
+    No rank waits: the maxima of the values that ranks pass after one step are returned after the next step,
+    on every rank alike.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: gloo's, of all ranks; None: there is only one rank."""
+        """group: a gloo group of all ranks; None if there is only one rank."""
         self._group = group
         self._work: dist.Work | None = None
         self._values: torch.Tensor | None = None
 
     def exchange(self, values: list[int]) -> list[int] | None:
-        """Hand in this step's values; returns the maxima of the values handed in after the previous step,
-        None the first time. A single process gets its own values back at once."""
+        """Returns the maxima over all ranks of the values of the previous call, and starts to exchange
+        `values`.
+
+        The first call returns None. With a single rank every call returns `values`.
+        """
         if self._group is None:
             return values
         agreed = None
@@ -41,39 +45,39 @@ class Agreement:
         return agreed
 
     def settle(self) -> None:
-        """Wait for the exchange under way; the next `exchange` returns its result all the same."""
+        """Wait for the exchange in progress. The next call of `exchange` still returns its result."""
         if self._work is not None:
             self._work.wait()
 
     def close(self) -> None:
-        """Wait for the exchange under way, and drop it."""
+        """Wait for the exchange in progress, and drop its result."""
         self.settle()
         self._work = None
 
 
 class StopCallback(Callback):
-    """Decides at the end of every step whether to stop, and whether a timed save is due.
+    """Decides at the end of every step whether the run stops, and whether a save by time or request is due.
 
     It writes the decision to `training.loop`, where later callbacks read it. All ranks decide alike: a signal
     or request on one rank counts for all.
     """
 
     def __init__(self, training: Training, settle_result: Callable[[], None] = lambda: None) -> None:
-        """settle_result: waits for the step's result; called before a failed background write ends the
-        run."""
+        """settle_result: waits for the result of the last step. It is called before the exception of a failed
+        background write ends the run."""
         self.training, self._settle_result = training, settle_result
-        self.write_failed = False  # on some rank; known on all after the same step
+        self.write_failed = False  # a background write failed on some rank; set on all after the same step
         group = dist.new_group(backend="gloo") if training.groups.world_size > 1 else None
         self._agreement, self._batch_agreement = Agreement(group), Agreement(group)
-        self._decides = training.groups.world_rank == 0  # whose clock counts
+        self._decides = training.groups.world_rank == 0  # only the clock of rank 0 counts
         self._start_time = self._saved = time.monotonic()
         training.loop.look_for_stop, training.loop.agree_on_stop = self.look_for_stop, self.agree_on_stop
 
     def look_for_stop(self) -> None:
         """Raise StopRequested on all ranks once a stop signal has come to some rank.
 
-        All ranks call it together, between the batches of long work. No rank waits, so that ranks hear of
-        others' signals a batch later.
+        All ranks call it between the batches of long work. No rank waits for others, so a signal on one rank
+        takes effect a batch later.
         """
         if self.training.loop.stop_signal:
             raise StopRequested(self.training.loop.stop_signal)
@@ -97,7 +101,7 @@ class StopCallback(Callback):
         loop.stop_reason = loop.stop_reason or stop_reason(number)
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Decide whether to stop and save. Raises the exception of a failed background write."""
+        """Decide whether to stop and whether to save. Raises the exception of a failed background write."""
         if step.result is None:
             return
         loop = self.training.loop
@@ -107,17 +111,20 @@ class StopCallback(Callback):
             self.training.checkpointer.wait()  # raises the writer's problem
 
     def decide(self, iteration: int) -> tuple[str | None, bool]:
-        """Returns (why the run stops after this iteration or None, whether a timed save is due), the same on
-        every rank."""
+        """Returns (reason why the run stops after this iteration, whether a save is due), the same on every
+        rank.
+
+        The reason is None if the run does not stop.
+        """
         args, loop, now = self.training.args, self.training.loop, time.monotonic()
         timed_out = args.exit_duration_in_mins is not None and now - self._start_time >= args.exit_duration_in_mins * 60
         save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60
         if save:
-            self._saved = now  # asked for once, though the answer comes a step later
+            self._saved = now  # so that it is requested only once, as ranks agree a step later
         timed_out, save = timed_out and self._decides, save and self._decides
         flags = [timed_out, save or loop.save_request, self.training.checkpointer.failed, loop.stop_request is not None]
         agreed = self._agreement.exchange([stop_signal(), *map(int, flags)])
-        loop.save_request = False  # every rank knows of it
+        loop.save_request = False  # it has been sent to all ranks
         self.write_failed = agreed is not None and bool(agreed[3])
         if args.exit_interval is not None and iteration % args.exit_interval == 0:
             return f"exit_interval {args.exit_interval}", False
@@ -129,18 +136,18 @@ class StopCallback(Callback):
             return stop_reason(number), save
         if timed_out:
             return f"exit_duration_in_mins {args.exit_duration_in_mins}", save
-        return (loop.stop_request or "a callback of another rank asked for it") if stop_requested else None, save
+        return (loop.stop_request or "requested by a callback on another rank") if stop_requested else None, save
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Let the next timed save be due an interval after this one."""
+        """Restart the clock of `save_interval_in_mins`, unless the save is ephemeral."""
         if not ephemeral and step.result is not None:
             self._saved = time.monotonic()
 
     def settle(self) -> None:
-        """Wait for the exchange under way. The next decision still uses its result."""
+        """Wait for the exchange of values in progress. The next decision still uses its result."""
         self._agreement.settle()
 
     def close(self) -> None:
-        """Wait for the exchanges under way, and drop their results."""
+        """Wait for the exchanges of values in progress, and drop their results."""
         self._agreement.close()
         self._batch_agreement.close()

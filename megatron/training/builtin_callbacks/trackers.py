@@ -8,9 +8,10 @@ from megatron.training.run import Training
 
 
 class Trackers(Callback):
-    """Hands each step's row to the loggers once it is complete.
+    """Passes each step's row of metrics to the loggers once the row is complete.
 
-    A row is complete when the callbacks before this one have added their values, and the step is settled.
+    That is when the callbacks before this one have added their values, and the step's values are read from
+    the device (`Step.settled`).
     """
 
     def __init__(self, training: Training, loggers: Sequence[MetricLogger]) -> None:
@@ -18,27 +19,27 @@ class Trackers(Callback):
         self._waiting: Step | None = None
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Write the row, or wait for the step's values."""
+        """Write the step's row if its values are read; else keep it until `on_settled`."""
         if step.settled:
             self._write(step)
         else:
             self._waiting = step
 
     def on_settled(self, step: Step) -> None:
-        """Write the row of `step`, if it was not settled at the end of the step."""
+        """Write the row of `step`, if its values were not yet read at the end of the step."""
         if self._waiting is step:
             self._waiting = None
             self._write(step)
 
     def _write(self, step: Step) -> None:
-        """Hand over a row, if it has metrics."""
+        """Pass the step's row to all loggers, if it has metrics."""
         if metrics(step.row):
             with self.training.loop.stopwatch.pause():
                 for target in self.loggers:
                     target.write(step.row)
 
     def close(self) -> None:
-        """Close every logger; each first writes its remaining rows."""
+        """Close every logger, which first writes its remaining rows."""
         with self.training.watchdog.phase("closing the loggers"):
             for target in self.loggers:
                 target.close()

@@ -11,8 +11,11 @@ from megatron.training.run import Training
 
 
 def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int]) -> None:
-    """Write the loss on the validation ("valid") or test ("test") set to the log and the row; nothing without
-    such a set."""
+    """Compute the loss on the validation ("valid") or test ("test") set, and write it to the log and into
+    `row`.
+
+    Does nothing without such a set, or with `eval_iters: 0`.
+    """
     dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[set_name]
     if dataset is None or training.args.eval_iters == 0:
         return
@@ -31,7 +34,7 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
 
 
 def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
-    """Returns the loss on a set, and the metrics of the objective or of language modelling, by name."""
+    """Returns the loss (`lm_loss`) and the other metrics of a dataset, by name."""
     args, engine, eod, look = training.args, training.engine, training.tokenizer.eod, training.loop.look_for_stop
     samples = args.eval_iters * args.train_batch_size
     if trains_preferences(args):
@@ -48,26 +51,27 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     return {**values, **result.metrics}
 
 
-_NO_WORK = {Callback.on_validation_end, SaveCallback.on_validation_end}  # these validate nothing
+_NO_WORK = {Callback.on_validation_end, SaveCallback.on_validation_end}  # methods that evaluate nothing
 
 
 class ValidationCallback(Callback):
     """Computes the validation loss before the first step, every `eval_interval` steps and after the last.
 
-    After the last step it also computes the test loss. It then calls `on_validation_end` of all callbacks.
-    After a stop signal it skips the remaining work, and the run ends with this step.
+    After the last step it also computes the test loss. Then it calls `on_validation_end` of all callbacks.
+    Once a stop signal has come, it skips the remaining work, and the run ends with this step.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback]) -> None:
         self.training, self.callbacks = training, callbacks
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether a validation follows the step of this number."""
+        """Returns whether a validation follows this iteration: a multiple of `eval_interval`, or the last
+        one."""
         args = self.training.args
         return iteration == args.train_iters or iteration % args.eval_interval == 0
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Validate if a validation is due, and test after the last step."""
+        """Compute the validation loss if it is due, and after the last step the test loss."""
         if not self.is_due(step.iteration):
             return
         loop = self.training.loop
@@ -84,7 +88,8 @@ class ValidationCallback(Callback):
             loop.agree_on_stop()
 
     def _has_work(self) -> bool:
-        """Returns whether there is anything to validate with."""
+        """Returns whether a validation has work: validation or test data, or callbacks that evaluate at its
+        end."""
         sets, args = self.training.datasets, self.training.args
         methods = {type(callback).on_validation_end for callback in self.callbacks}
         return bool(args.eval_iters and (sets.valid or sets.test)) or not methods <= _NO_WORK
@@ -95,9 +100,9 @@ class ValidationCallback(Callback):
             validate(self.training, "test", step.iteration, step.row)
 
     def _runs_to_end(self, work: Callable[[], None]) -> bool:
-        """Run `work`, a part of the validation; return False if a stop signal ended it on all ranks.
+        """Run `work`, a part of the validation; return False if a stop signal interrupted it.
 
-        The signal then ends the run with this step.
+        All ranks return the same. The signal then ends the run with this step.
         """
         loop = self.training.loop
         try:

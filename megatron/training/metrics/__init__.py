@@ -1,1 +1,1 @@
-"""Measurements of a run, and their destinations."""
+"""Measures metrics of a run (FLOPs, memory, norms, GPU use) and writes them to files and trackers."""

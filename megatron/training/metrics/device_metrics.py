@@ -1,4 +1,4 @@
-"""Measures utilisation, memory and power of every rank's GPU through NVML: minimum, mean, maximum over
+"""Measures utilisation, memory and power of every rank's GPU by NVML: minimum, mean and maximum over
 ranks."""
 
 import logging
@@ -14,16 +14,17 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 METRICS = ("utilization", "memory_gib", "power_watts")
-"""Per cent of the driver's last sample period in which a kernel ran; GiB in use by all processes; watts."""
+"""The metrics of a GPU: percentage of the driver's last sample period in which a kernel ran, GiB in use by
+all processes, and watts."""
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Returns NVML's name of a CUDA device, independent of CUDA_VISIBLE_DEVICES; None for another device."""
+    """Returns the UUID by which NVML knows a CUDA device, whatever CUDA_VISIBLE_DEVICES is; None on a CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
 class Nvml:
-    """Reads one GPU by NVML. Raises RuntimeError with the missing requirement."""
+    """Reads the metrics of one GPU by NVML. Raises RuntimeError that says why NVML cannot be used."""
 
     def __init__(self, uuid: str | None) -> None:
         if uuid is None:
@@ -46,7 +47,8 @@ class Nvml:
         return [float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu), used_gib, watts]
 
     def sample(self) -> list[float]:
-        """Returns the values of METRICS; NaN when the driver does not answer (other ranks are waiting)."""
+        """Returns the values of `METRICS`, or NaN if the driver does not answer. It does not raise, because
+        other ranks wait for the values."""
         try:
             return self._read()
         except self._nvml.NVMLError:
@@ -60,7 +62,8 @@ class DeviceMetrics:
         self._nvml, self._groups = nvml, groups
 
     def values(self) -> tuple[list[str], Tensor]:
-        """Returns names and values, sampled now."""
+        """Returns (names, values `[names]`) over the GPUs of all ranks, sampled now. All ranks call it
+        together."""
         local_sample = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
             local_sample = local_sample.pin_memory().to(self._groups.device, non_blocking=True)
@@ -74,8 +77,11 @@ class DeviceMetrics:
 
 
 def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> DeviceMetrics | None:
-    """Returns the metrics, or None, by `log_device_metrics`; all ranks call it together. Raises ConfigError
-    where the key is true and a rank cannot read its GPU."""
+    """Returns GPU metrics if `log_device_metrics` is true, or auto and every rank can read its GPU; else
+    None.
+
+    All ranks call it together. Raises ConfigError if the key is true and a rank cannot read its GPU.
+    """
     if args.log_device_metrics is False:
         return None
     opened: list[Nvml] = []
@@ -91,6 +97,6 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
         f"rank {rank}: {reason}" for rank, reason in enumerate(run_on_all_ranks(groups, begin)) if reason is not None
     ]
     if missing and args.log_device_metrics is True:
-        raise args.error("log_device_metrics", f"true, but {missing[0]}")
+        raise args.error("log_device_metrics", f"GPU metrics cannot be read: {missing[0]}; set auto or false")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
     return None if missing else DeviceMetrics(opened[0], groups)

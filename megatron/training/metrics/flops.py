@@ -1,8 +1,5 @@
-"""Counts FLOPs of an optimizer step: exactly for this model, and by GPT-NeoX's formula, to compare logs.
-
-seq_length: mean tokens of a sample where a curriculum truncates them; None: all. row_length: mean tokens of
-the rows they are read in, which attention spans; None: as many.
-"""
+"""Counts the FLOPs of an optimizer step: exactly for this model, and by GPT-NeoX's formula, to compare
+logs."""
 
 import torch
 
@@ -18,12 +15,15 @@ from megatron.neox_arguments.model_args import FULL_BLOCKS
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
     """Returns the FLOPs of matrix products in one iteration of the global batch, forward and backward.
 
+    seq_length, row_length: mean tokens per sample and per row (which attention spans), if a curriculum
+        shortens them; None: `args.seq_length`, and as many per row.
+
     - Backward is twice the forward if all weights are trained. Frozen weights have no gradient, and there is
       no backward below the lowest trained layer.
-    - Grouped queries, gated MLPs and the padded vocabulary count at their real sizes; of experts only those
-      that a token goes to.
-    - Attention counts the causal half of its square, packed documents or not; Mamba 2 that of its chunks.
-      Mamba's scan counts as three products with its state.
+    - Grouped queries, gated MLPs and the padded vocabulary count at their real sizes. Only the experts that a
+      token is routed to count.
+    - Attention counts as the causal half of its square, packed documents or not; Mamba 2 as the causal half
+      of each chunk. Mamba's scan counts as three products with its state.
     - Recomputation does not count.
     """
     seq = seq_length or args.seq_length
@@ -46,8 +46,10 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
 
 
 def _mixing_products(mixer: MixerSpec | None, seq: float) -> float:
-    """Returns the multiplications of one token with other tokens or with a state; products with weights do
-    not count."""
+    """Returns the multiplications per token that a block's mixer makes besides its products with weights.
+
+    They are attention's scores and values, or Mamba's products with its state. seq: tokens in a row.
+    """
     match mixer:
         case AttentionSpec():
             return seq * mixer.heads * mixer.head_dim  # two products of half a square
@@ -60,7 +62,8 @@ def _mixing_products(mixer: MixerSpec | None, seq: float) -> float:
 
 
 def _active(spec: ParamSpec, args: ModelArgs) -> float:
-    """Returns the number of elements of a weight that one token is multiplied with."""
+    """Returns how many elements of this weight one token is multiplied with: all, or of experts the routed
+    share."""
     share = args.moe_top_k / spec.experts if spec.experts is not None else 1.0
     return torch.Size(spec.shape).numel() * share
 
@@ -68,13 +71,14 @@ def _active(spec: ParamSpec, args: ModelArgs) -> float:
 def neox_flops(
     args: NeoXArgs, factor: float, seq_length: float | None = None, row_length: float | None = None
 ) -> float:
-    """Returns FLOPs of one iteration of the global batch by NeoX's formula.
+    """Returns the FLOPs of one iteration of the global batch by GPT-NeoX's formula.
 
-    factor: 3 for forward and backward, 4 where all blocks are recomputed
-    (`recompute.recomputed_product_share`). The formula ignores grouped queries, the width of gated MLPs,
-    experts and the causal half of attention, and its share of the head is right only for factor 4. The
-    formula for models with Mamba counts all blocks as Mamba's. `model_flops` counts blocks that GPT-NeoX does
-    not have.
+    factor: 3 for forward and backward, 4 if all blocks are recomputed. seq_length, row_length: as in
+    `model_flops`.
+
+    The formula ignores grouped queries, the width of gated MLPs, experts and the causal half of attention.
+    Its share for the head is right only with factor 4. With Mamba it counts all blocks as Mamba blocks. For
+    models with blocks that GPT-NeoX lacks, `model_flops` counts instead.
     """
     kinds = set(args.attention_config)
     if kinds - {*FULL_BLOCKS, "mamba"}:
@@ -87,8 +91,10 @@ def neox_flops(
 
 
 def _neox_mamba_flops(args: NeoXArgs, factor: float, seq: float) -> float:
-    """Returns FLOPs of one iteration of the global batch by GPT-NeoX's formula for Mamba: scans, projections,
-    convolutions of each layer, and the head."""
+    """Returns the FLOPs of one iteration of the global batch by GPT-NeoX's formula for Mamba models.
+
+    It counts the scan, projections and convolution of each layer, and the head. seq: tokens per sample.
+    """
     hidden, inner, state = args.hidden_size, args.mamba_inner_size, args.mamba_state_dim or 16
     rank = args.mamba_dt_rank or -(-hidden // 16)
     layer = inner * (11 * state + 4 * rank + 1) + 6 * inner * hidden + 2 * inner * args.mamba_conv_kernel
@@ -97,7 +103,7 @@ def _neox_mamba_flops(args: NeoXArgs, factor: float, seq: float) -> float:
 
 
 def readable_flops(value: float) -> str:
-    """Returns FLOPS as NeoX's log line writes them, `12.3TFLOPS`."""
+    """Returns FLOPs per second as text in the form of GPT-NeoX's log line, such as `12.3TFLOPS`."""
     for unit in ("", "KFLOPS", "MFLOPS", "GFLOPS", "TFLOPS", "PFLOPS", "EFLOPS", "ZFLOPS"):
         if abs(value) < 1000.0:
             return f"{value:3.1f}{unit}"

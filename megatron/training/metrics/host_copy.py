@@ -1,10 +1,11 @@
-"""Values on their way from the device to the host."""
+"""Copies tensors from the device to the host in the background."""
 
 import torch
 
 
 class HostCopy:
-    """Copies values from the device to the host in the background; only `read` waits."""
+    """A copy of a tensor from the device to the host, which runs in the background; only `read` waits for
+    it."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -16,7 +17,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> list[float]:
-        """Returns the values. Waits for the copy only, not for work that was queued after it."""
+        """Returns the copied values. Waits for the copy, but not for work queued on the device after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

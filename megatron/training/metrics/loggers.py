@@ -1,5 +1,7 @@
-"""Writes metrics to metrics.jsonl, TensorBoard, Weights & Biases and Comet: the same rows under the same
-names, in one call a step."""
+"""Writes metrics to metrics.jsonl, TensorBoard, Weights & Biases and Comet.
+
+All of them get the same rows with the same names, in one call per step.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,19 +18,20 @@ MetricRow = Mapping[str, float | int]
 
 
 def metrics(row: MetricRow) -> dict[str, float | int]:
-    """Returns the metrics of a row, without the fields of `POSITION`, such as the iteration."""
+    """Returns a row without the fields that say where it belongs (`POSITION`), such as the iteration."""
     return {name: value for name, value in row.items() if name not in POSITION}
 
 
 class MetricLogger(Protocol):
-    """Takes one row a step: `iteration` and values by name."""
+    """Writes metrics to one destination. `write` takes the row of a step: `iteration` and metrics by name."""
 
     def write(self, row: MetricRow) -> None: ...
     def close(self) -> None: ...
 
 
 class TolerantTracker:
-    """Wraps a tracker: when it cannot write, as to a full disk, it warns once and does not end the run."""
+    """Wraps a logger so that an OSError while it writes, as on a full disk, gives one warning and no
+    exception."""
 
     def __init__(self, target: MetricLogger, say: Callable[[str], None]) -> None:
         self._target, self._say, self._has_warned = target, say, False
@@ -49,11 +52,14 @@ class TolerantTracker:
             if not self._has_warned:
                 self._has_warned = True
                 reason = problem.strerror or problem
-                self._say(f"{type(self._target).__name__}: rows are lost ({reason}); the run goes on")
+                self._say(
+                    f"{type(self._target).__name__} cannot write ({reason}); its metrics are lost, the run goes on"
+                )
 
 
 class TensorBoardLogger:
-    """Event files; values after `iteration` of an earlier start are hidden by TensorBoard."""
+    """Writes TensorBoard event files. TensorBoard then hides values that an earlier start of the run wrote
+    for steps after `iteration`."""
 
     def __init__(self, directory: str, iteration: int, config: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -65,7 +71,7 @@ class TensorBoardLogger:
 
     def write(self, row: MetricRow) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(row).items()]
-        # One event a step, where add_scalar would write one a metric.
+        # This writes one event per step; add_scalar would write one per metric.
         self._writer._get_file_writer().add_summary(self._summary(value=values), int(row["iteration"]))
 
     def close(self) -> None:
@@ -73,7 +79,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """One Weights & Biases run, the same one after a restart."""
+    """Writes to a Weights & Biases run, which a restart continues. `run_id` names it."""
 
     def __init__(self, args: NeoXArgs, run_id: str, rank: int, config: Mapping[str, Any]) -> None:
         try:
@@ -83,7 +89,7 @@ class WandbLogger:
             raise ConfigError([f"{place}: use_wandb needs wandb: pip install 'neox[wandb]'"]) from problem
         directory = log_directory(args)
         name, group = args.wandb_run_name, args.wandb_group
-        if args.wandb_init_all_ranks:  # the ranks' runs are found together by their group
+        if args.wandb_init_all_ranks:  # W&B shows the ranks' runs together by their group
             name, group = f"{name or run_id}-rank{rank}", group or run_id
         try:
             self._run: Any = wandb.init(
@@ -99,7 +105,9 @@ class WandbLogger:
                 config=dict(config),
             )
         except wandb.Error as problem:
-            raise args.error("use_wandb", f"{problem} (or set wandb_mode: offline)") from problem
+            raise args.error(
+                "use_wandb", f"wandb.init failed: {problem}; fix it, or set wandb_mode: offline"
+            ) from problem
 
     def write(self, row: MetricRow) -> None:
         self._run.log(metrics(row), step=int(row["iteration"]))
@@ -109,8 +117,10 @@ class WandbLogger:
 
 
 class CometLogger:
-    """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into
-    log_dir for `comet upload`."""
+    """Writes to a Comet experiment, which a restart continues.
+
+    With `comet_mode: offline` every start writes an archive into log_dir, for `comet upload`.
+    """
 
     def __init__(self, args: NeoXArgs, run_id: str, config: Mapping[str, Any]) -> None:
         place, directory = args.origin("use_comet"), log_directory(args)
@@ -120,7 +130,7 @@ class CometLogger:
             raise ConfigError([f"{place}: use_comet needs comet-ml: pip install 'neox[comet]'"]) from problem
         offline = args.comet_mode == "offline"
         if offline and directory is None:
-            raise args.error("comet_mode", "offline writes into log_dir; set it")
+            raise args.error("comet_mode", "offline writes its archive into log_dir, which is not set; set log_dir")
         try:
             self._experiment: Any = comet_ml.start(
                 workspace=args.comet_workspace,
@@ -139,8 +149,10 @@ class CometLogger:
                     log_graph=False,
                 ),
             )
-        except Exception as problem:  # Comet's, of requests, ValueError
-            raise args.error("use_comet", f"{problem} (or set comet_mode: offline)") from problem
+        except Exception as problem:  # Comet's own, those of requests, or ValueError
+            raise args.error(
+                "use_comet", f"comet_ml.start failed: {problem}; fix it, or set comet_mode: offline"
+            ) from problem
         self._experiment.log_parameters(dict(config))
         self._experiment.log_others(dict(args.comet_others or {}))
 
@@ -152,7 +164,7 @@ class CometLogger:
 
 
 def log_directory(args: NeoXArgs) -> Path | None:
-    """`log_dir`, else `<save>/logs`, or `logs` where that is remote; None when neither is set."""
+    """Returns `log_dir`, else `<save>/logs`, or `logs` if `save` is remote; None if neither key is set."""
     if args.log_dir is not None:
         return Path(args.log_dir).expanduser()
     if is_remote(args.save):
@@ -168,11 +180,11 @@ def build_loggers(
     rank: int = 0,
     say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
-    """Returns the loggers that the configuration asks for on this rank: all on rank 0, W&B elsewhere with
-    `wandb_init_all_ranks`.
+    """Returns this rank's loggers: on rank 0 all configured ones, on other ranks W&B if
+    `wandb_init_all_ranks` is set.
 
-    metadata: shown by trackers with the configuration. say: takes one warning from a logger that cannot write
-    any more. Raises ConfigError for a folder that cannot be written and a tracker that does not start.
+    metadata: shown by trackers next to the configuration. say: takes one warning from each logger that cannot
+    write any more. Raises ConfigError if a folder cannot be written or a tracker does not start.
     """
     config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:
@@ -185,7 +197,10 @@ def build_loggers(
 def build_jsonl(
     args: NeoXArgs, name: str, iteration: int, run_id: str, say: Callable[[str], None]
 ) -> JsonlLogger | None:
-    """Returns the file `name` in the log folder; None without that folder. Raises ConfigError."""
+    """Returns a logger that writes the file `name` in `log_directory`; None if there is no such folder.
+
+    Raises ConfigError if the folder cannot be written.
+    """
     directory = log_directory(args)
     if directory is None:
         return None
@@ -198,11 +213,12 @@ def _writable(args: ModelArgs, key: str, folder: str | Path | None) -> Iterator[
     try:
         yield
     except OSError as problem:
-        raise args.error(key, f"{folder}: {problem.strerror}") from problem
+        raise args.error(key, f"cannot write to {folder} ({problem.strerror}); set another folder") from problem
 
 
 def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:
-    """Returns the loggers that compare runs: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
+    """Returns the configured trackers: TensorBoard, Weights & Biases, Comet. Raises ConfigError if one of
+    them does not start."""
     loggers: list[MetricLogger] = []
     if args.tensorboard_dir is not None:
         with _writable(args, "tensorboard_dir", args.tensorboard_dir):

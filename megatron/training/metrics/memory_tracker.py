@@ -1,8 +1,7 @@
 """Tracks the memory of a device by part (weights, gradients, ...) while training runs, storage by storage.
 
-An allocator does not know what a block of memory is for. torch's own `MemTracker` hooks modules and
-optimizers: it does not know an output layer that computes its loss, nor an engine's fp32 master weights and
-flat buffers.
+torch's own `MemTracker` hooks modules and optimizers. So it misses a loss that is computed inside the output
+layer, and an engine's fp32 master weights and flat buffers.
 """
 
 import weakref
@@ -26,7 +25,7 @@ _MOMENT_PARTS = ("activations", "logits", "other")  # parts known only by the mo
 _POINTS = 200  # of a timeline
 
 Held = Mapping[str, Iterable[Tensor]]
-"""Tensors by part, as `Engine.tensors` gives them."""
+"""Maps the name of a part, such as `weights`, to its tensors, as `Engine.tensors` does."""
 
 
 class MemoryTimeline(NamedTuple):
@@ -34,7 +33,7 @@ class MemoryTimeline(NamedTuple):
 
     parts: bytes of each part at the peak; their sum is `peak`.
     changes: number of allocations and frees.
-    moments: numbers of the changes after which bytes were noted.
+    moments: numbers of the changes after which `bytes_by_part` was sampled.
     bytes_by_part: bytes of each part at each of `moments`.
     """
 
@@ -46,7 +45,7 @@ class MemoryTimeline(NamedTuple):
 
 
 class _Storage:
-    """A storage that was seen. part: see `PARTS`; size: bytes."""
+    """The record of a storage. part: one of `PARTS`. reference: weak reference to it. size: bytes."""
 
     __slots__ = ("part", "reference", "size")
 
@@ -57,43 +56,43 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """Counts the live storages of a device by part, while it is entered as a context.
 
-    A storage can get several of the following parts in its life. It counts as the first of this list, from
-    its allocation on:
+    Each storage belongs to one part. Weights, gradients, optimizer states and buffers are recognised by their
+    tensors, and count as such from their allocation on. Any other storage is assigned by the moment at which
+    it was allocated.
 
-    - weights: of parameters, gathered ones and those of frozen models included;
-    - gradients: of parameters, from a backward pass, and buffers that hold them until the update or between
-      steps;
-    - optimizer states: master weights, moments;
-    - buffers: of modules; also rotary tables, masks and document boundaries that the blocks share in a
-      micro-batch;
-    - logits: allocated in the output layer and its loss, or in their backward pass: logits, their gradients,
-      the gradient of the hidden states, sums of the output layer's weight gradient in another precision;
-    - activations: allocated anywhere else before the update: values kept for the backward pass, its temporary
-      values, communication buffers, the micro-batches on the device;
-    - other: allocated in or after the update, before the step, or by a library (gloo's buffers). A library's
-      storage counts from the first operation that reads it.
+    - weights: parameters, also gathered ones and those of frozen models;
+    - gradients: of parameters, and buffers that hold gradients until the update or between steps;
+    - optimizer states: master weights and moments;
+    - buffers: of modules; also rotary tables, masks and document boundaries, which a micro-batch's blocks
+      share;
+    - logits: allocated in the output layer and its loss, or in their backward pass, such as logits, their
+      gradients and the gradient of the hidden states;
+    - activations: allocated anywhere else before the update, such as values kept for the backward pass,
+      communication buffers and the micro-batches on the device;
+    - other: allocated before the step, in the update or after it, or by a library, such as gloo's buffers. A
+      library's storage counts from the first operation that reads it.
 
-    It does not count memory that a kernel allocates and frees within one operation, nor tensors within
+    Memory that a kernel allocates and frees within one operation does not count, nor do tensors inside
     compiled code.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, held: Callable[[], Held], compiled: bool) -> None:
-        """Start without any storage.
+        """Start with no storage recorded.
 
-        held: returns the tensors that are kept between steps.
-        compiled: the stage has compiled code. Then nothing in it is hooked, and its outputs count as
-            allocated there.
+        held: returns the tensors that are kept between steps, by part.
+        compiled: the blocks are compiled. Then they are not hooked, and a storage that compiled code has
+            allocated counts from the first operation outside that reads it.
         """
         super().__init__()
         self._device, self._held, self._compiled = device.type, held, compiled
         self._storages: dict[int, _Storage] = {}
-        self._num_initial_changes = 0  # the first changes, that make what is there before the step
+        self._num_initial_changes = 0  # changes that record the storages that exist before the step
         self._changes: list[tuple[_Storage, int]] = []
         self._in_head, self._head_start, self._head_nodes = False, 0, set[int]()  # numbers of the head's autograd nodes
         self._updating = False
-        self._hooked: dict[int, Any] = {}  # parameters
+        self._hooked: dict[int, Any] = {}  # hooks by the id of the parameter
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -102,7 +101,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self, stage: Stage) -> Iterator[None]:
-        """Count what a step of this stage allocates."""
+        """Count the memory that a step of this stage allocates within the `with` block."""
         hooks = [register_optimizer_step_pre_hook(self._begin_update)]
         for module in stage.modules():
             if isinstance(module, OutputProjection):
@@ -123,22 +122,22 @@ class MemoryTracker(TorchDispatchMode):
             for hook in (*hooks, *self._hooked.values()):
                 hook.remove()
             self._hooked.clear()
-            self._storages.clear()  # and with them what is called when a storage goes
+            self._storages.clear()  # also drops the callbacks of the weak references
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the tensors it is made of
+            return NotImplemented  # torch calls again with the DTensor's local tensors
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self._see(tensor, is_new=self._compiled)
         output = func(*args, **kwargs)
-        for tensor in (*inputs, *tree_leaves(output)):  # inputs may have another size now
+        for tensor in (*inputs, *tree_leaves(output)):  # the operation may have resized inputs
             if isinstance(tensor, Tensor):
                 self._see(tensor, is_new=True)
         return output
 
-    # -- what a storage is for -------------------------------------------------------------------------------
+    # -- the part of a storage -------------------------------------------------------------------------------
 
     def _see(self, tensor: Tensor, is_new: bool) -> None:
         storage = self._note(tensor, is_new)
@@ -181,12 +180,12 @@ class MemoryTracker(TorchDispatchMode):
         self._label([*self._held()["gradients"], *param_gradients], "gradients")
         self._updating = True
 
-    # -- what is alive ---------------------------------------------------------------------------------------
+    # -- the live storages -----------------------------------------------------------------------------------
 
     def _note(self, tensor: Tensor, is_new: bool) -> _Storage | None:
-        """Returns the record of a tensor's storage, with its present size; None on another device.
+        """Returns the record of a tensor's storage, updated to its present size; None on another device.
 
-        is_new: a storage without a record has just been allocated by an operation.
+        is_new: if the storage has no record yet, an operation has just allocated it.
         """
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
@@ -235,7 +234,7 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    # -- the account -----------------------------------------------------------------------------------------
+    # -- the result ------------------------------------------------------------------------------------------
 
     def timeline(self) -> MemoryTimeline:
         """Returns bytes by part at the peak and over time."""

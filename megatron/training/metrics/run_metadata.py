@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
-    """Returns `git_hash`, else the commit of the package's checkout; None without a checkout or git."""
+    """Returns the key `git_hash` if set, else the short commit hash of the checkout that holds the package.
+
+    None if the package is not in a git checkout, or git is not installed.
+    """
     if args.git_hash is not None:
         return args.git_hash
     try:
@@ -28,14 +31,15 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    # Installed into an environment that lies within another project's checkout, the commit would be that
-    # project's.
+    # If the package is installed in an environment inside another project's checkout, this is not its commit.
     return commit if Path(top).resolve() == package.parent else None
 
 
 def parameter_counts(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
-    """Returns (all, trainable) parameters of the model, shared ones once; all ranks call it together, each
-    with its stage."""
+    """Returns (number of all, number of trainable) parameters of the full model. Shared ones count once.
+
+    All ranks call it together, each with its own stage.
+    """
     counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for spec, trained in _specs(args, stage):
@@ -47,7 +51,10 @@ def parameter_counts(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> t
 
 
 def local_sizes(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
-    """Returns (all, trainable) elements of this rank's part of its stage, before ZeRO."""
+    """Returns (number of all, number of trainable) weight elements of this rank's part of the stage.
+
+    Tensor and expert parallelism are taken into account, ZeRO is not.
+    """
     tensor, expert = groups.size("tensor"), groups.size("expert")
     sizes = [
         (torch.Size(spec.local_shape(tensor)).numel() // (1 if spec.experts is None else expert), trained)
@@ -57,15 +64,15 @@ def local_sizes(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> tuple[
 
 
 def _specs(args: ModelArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
-    """Returns the weights of a stage, packed ones too, and whether they are trained."""
+    """Returns (spec, whether it is trained) for each weight of a stage, 4-bit quantized weights included."""
     specs = named_params(args)
     packed = [(specs[layer, name], False) for layer, name, *_ in quantized_linears(stage)]
     return [*((spec, param.requires_grad) for _, _, param, spec in parameters_with_specs(stage, args)), *packed]
 
 
 def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
-    """Returns commit and number of parameters, for the log, the summary and the trackers' configuration; all
-    ranks call it together."""
+    """Returns git commit and parameter counts by name (`git_hash`, `total_params`, ...), for log, summary and
+    trackers. All ranks call it together."""
     total, trainable = parameter_counts(args, groups, stage)
     return {
         "git_hash": on_rank_zero(groups, lambda: git_hash(args)),
@@ -76,6 +83,7 @@ def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[s
 
 
 def metadata_line(metadata: dict[str, str | int | float | None]) -> str:
-    """Returns one line of the start log, which begins as upstream's."""
+    """Returns the log line with parameter counts and git hash, ` > total params: 1,234 | ...`, as
+    GPT-NeoX's."""
     line = f" > total params: {metadata['total_params']:,} | trainable: {metadata['trainable_params']:,}"
     return f"{line} ({metadata['trainable_share']:.2%}) | git hash: {metadata['git_hash'] or 'unknown'}"
