@@ -83,7 +83,8 @@ class HeadInput(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the predicted distribution at each position, `[seq, batch]` fp32, without gradients."""
+    """Statistics of the model's predicted distribution at each position, `[seq, batch]` fp32, without
+    gradients."""
 
     entropy: Tensor  # in nats
     mean_logit: Tensor  # mean over the vocabulary columns in the softmax
@@ -139,7 +140,7 @@ class HeadGradients:
             self._sum = part if total is None else total.add_(part)
         elif total is None:
             self._sum = torch.mm(grad.t(), x, out_dtype=torch.float32) if wide else grad.t() @ x
-        elif wide:  # the product accumulates, and reads and writes the sum once
+        elif wide:  # the product accumulates into the sum, in one pass over it
             torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
         else:
             total.addmm_(grad.t(), x)

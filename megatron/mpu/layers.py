@@ -240,7 +240,8 @@ class Linear(nn.Module):
             with torch.no_grad():
                 rows = rows_of(weight, place, self.pattern)
                 norms = row_norms(rows, adapter.lora_A, adapter.lora_B, spec.size.scale, group)
-            # The norm is rounded like the magnitude, so that in 16 bits their quotient also starts at 1.
+            # The norm is rounded like the magnitude, so that their quotient starts at exactly 1, also in 16
+            # bits.
             norms = norms.to(weight.dtype).float()
             gains[place] = (self._row_parameter(adapter.lora_magnitude_vector).float() / norms).to(weight.dtype)
         return join_rows(gains, self.pattern, missing=1.0)

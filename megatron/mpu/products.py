@@ -49,7 +49,7 @@ class PlainProduct:
 def biased_output(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Returns x W^T + b as a new tensor, computed by `product` without autograd."""
     if isinstance(product, PlainProduct):
-        return F.linear(x, weight, bias)  # adds the bias as it multiplies
+        return F.linear(x, weight, bias)  # one kernel multiplies and adds the bias
     out = product.output(x, weight)
     # Not in place: recomputation may keep the product, and torch 2.11 compiles the in-place sum with wrong
     # gradients.

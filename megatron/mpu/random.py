@@ -25,7 +25,8 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators with `seed` inside the context, and restores their earlier state after it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would seed every visible device, and walk the stack for each missing kind.
+        # torch.manual_seed is slower: it seeds every visible device, and inspects the stack for absent device
+        # types.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index

@@ -46,7 +46,7 @@ def chunk_scan(
         documents = _chunks(documents, missing, chunk, edge=True)
     # The logarithm of the decay since the chunk began. It is summed in fp64: in fp32, small differences of
     # large sums would be lost, and a document after others would give other results than the document alone.
-    dtype, exponent = x.dtype, _prefix_sums((dt * a).double().transpose(0, 1)).transpose(0, 1)  # as dt
+    dtype, exponent = x.dtype, _prefix_sums((dt * a).double().transpose(0, 1)).transpose(0, 1)  # shaped as dt
     scaled = (x * dt.unsqueeze(4)).to(dtype).unflatten(3, (groups, -1))
 
     # Within a chunk: like attention, where each pair of tokens is weighted by the decay between them.

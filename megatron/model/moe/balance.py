@@ -71,7 +71,7 @@ class Balance:
         self._rate, self._experts = args.moe_router_bias_update_rate, args.moe_num_experts
         self.layers = [i + 2 for i in range(args.num_layers) if args.has_experts(i)]
         first_row = self.layers.index(next(iter(routers))) if routers else 0
-        self._rows = slice(first_row, first_row + len(routers))  # a stage's blocks are neighbours
+        self._rows = slice(first_row, first_row + len(routers))  # a stage's blocks are consecutive
         # For each block with experts: number of tokens of each expert, number of tokens, sum of entropies.
         self._sums = torch.zeros(len(self.layers), self._experts + 2, device=device)
         self._losses = torch.zeros(3, device=device)  # load-balancing loss, z-loss, and dropped choices

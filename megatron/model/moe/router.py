@@ -19,7 +19,7 @@ from megatron.mpu import (
     with_prefix,
 )
 
-_SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # GPT-NeoX's
+_SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # as in GPT-NeoX
 
 
 class RoutingSums(NamedTuple):
@@ -52,7 +52,8 @@ class Routing(NamedTuple):
 
 
 class _Gate(nn.Module):
-    """Computes the experts' logits in fp32, `[.., hidden]` to `[.., experts]`; replicated on tensor ranks."""
+    """Computes the logits of experts in fp32, `[.., hidden]` to `[.., experts]`. It is replicated on all
+    tensor ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -74,7 +74,7 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `matrix` times `scale` in `dtype`: rounded, saturated at the dtype's largest value, and
     contiguous."""
     limit = torch.finfo(dtype).max
-    # torch before 2.12 does not saturate by itself.
+    # torch's own cast saturates only from 2.12 on.
     return (matrix.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
 

@@ -121,7 +121,7 @@ class RowwiseProduct(ScaledProduct):
                 a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=True
             )
         # The kernel for row scales is slow with full accumulation. Scales are powers of two, so multiplying
-        # the result by them rounds nothing.
+        # the result by them afterwards causes no rounding error.
         unit_scale = torch.ones((), device=a.scale.device)
         unscaled = torch._scaled_mm(a.values, b.values.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=dtype)
         return unscaled * a.scale.to(dtype) * b.scale.t().to(dtype)
