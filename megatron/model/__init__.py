@@ -1,10 +1,11 @@
 """The model: one decoder, built from a flat list of layer specs.
 
-`specs.py` describes the layers as data (indices are GPT-NeoX's), `block.py` is a transformer block,
-`attention/` its attention and the backends that compute it, `mlp.py` its feed-forward, `stage.py` the part of
-the model that one pipeline rank holds, `weight_map.py` names and shapes every parameter. Which dimension of a
-linear is split over tensor-parallel ranks stands in `megatron.mpu.layers`. Layers take their spec and
-`ParallelGroups`; nothing is global.
+specs.py describes the layers as data, with GPT-NeoX's layer indices. block.py is a transformer block,
+attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards.
+stage.py is the part of the model that one pipeline rank holds. weight_map.py names every parameter, with its
+shape.
+`megatron.mpu.layers` shards linear layers over tensor-parallel ranks. Layers take their spec and
+`ParallelGroups` as arguments; nothing is global.
 """
 
 from megatron.model.cache import KVCache

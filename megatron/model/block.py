@@ -1,4 +1,5 @@
-"""One block: a mixer and a feed-forward, or one of them, their norms, and the residual form around them."""
+"""One transformer block: a mixer and a feed-forward, or only one of them, with their norms and residual
+connections."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -31,21 +32,21 @@ Feed = Callable[[Tensor], tuple[Tensor, RoutingSums | None]]
 
 
 class SubLayer(Protocol):
-    """The interface of a mixer (tokens see each other) or a feed-forward (each token alone).
+    """The interface of a mixer (in which tokens see each other) or of a feed-forward (which reads each token
+    alone).
 
     Spec: the frozen dataclass that describes it.
-    spec: returns its `Spec`, from the configuration and the number of a block, counted from 0; None if the
+    spec: returns its `Spec` from the configuration and the number of a block, counted from 0; None if the
         block has another kind of sublayer.
-    module_name: only of mixers: GPT-NeoX's name of the module in the block.
+    module_name: only mixers have it: GPT-NeoX's name of the module in the block.
     params: returns the parameters that the constructor allocates for a `Spec`.
-    core: computes everything before the last linear, which is row-parallel, from `[seq, batch, hidden]`.
-        A mixer gets (x, inputs, dropout seed, cache, adapter seed); inputs are `AttentionInputs`, or
-        `StateInputs` if it has a state. A feed-forward gets (x, adapter seed, token_mask as of `Router`), and
-        also returns its `RoutingSums`; None if it has no router.
-    output: the last linear, or the sum of the tensor ranks' summands.
+    core: computes everything before the last linear layer, which is row-parallel, from `[seq, batch,
+        hidden]`. A mixer's takes (x, inputs, dropout seed, cache, adapter seed); inputs are
+        `AttentionInputs`, or `StateInputs` if it has a state. A feed-forward's takes (x, adapter seed,
+        token_mask as in `Router`), and also returns its `RoutingSums`, or None without a router.
+    output: the last linear layer, or a `PartialSum` that sums the outputs of tensor ranks.
 
-    The constructor takes (spec, groups, sequence_parallel). A mixer's also takes `backends`, the kernels that
-    it computes with.
+    The constructor takes (spec, groups, sequence_parallel). A mixer's also takes `backends`, its kernels.
     """
 
     Spec: type
@@ -55,8 +56,8 @@ class SubLayer(Protocol):
     output: Linear | PartialSum
 
 
-# The kinds of sublayers: the first whose `spec` is not None is the block's, which may have none. A new kind
-# is a class in a file of its own, and an entry here.
+# The kinds of sublayers. A block has the first kind whose `spec` is not None, or none of them. To add a kind,
+# write a class in its own file, and an entry here.
 MIXERS: tuple[type[Any], ...] = (SelfAttention, Mamba, Mamba2)
 FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
@@ -67,19 +68,20 @@ _SUBMODULES = (
 
 
 def sublayer_spec(table: Sequence[type[Any]], args: ModelArgs, block: int) -> Any:
-    """Returns the spec of block number `block` by the first class in `table` that has one for it.
+    """Returns the spec of the sublayer that block number `block` has, by the first class in `table` that
+    returns one.
 
-    None if the block has no such sublayer.
+    Returns None if the block has no such sublayer. table: `MIXERS` or `FEED_FORWARDS`.
     """
     return next((spec for kind in table if (spec := kind.spec(args, block)) is not None), None)
 
 
 class DropoutSeeds(NamedTuple):
-    """A block's seeds (`seed_tensor`) for one micro-batch; None if nothing random is drawn.
+    """A block's random seeds (`seed_tensor`) for one micro-batch; None if nothing random is drawn.
 
     attention: for dropout of attention probabilities.
     mixer, feed_forward: for dropout of their outputs.
-    adapters: for dropout of adapters' inputs, and routers' jitter.
+    adapters: for dropout of adapters' inputs, and for the jitter of routers.
     """
 
     attention: Tensor | None = None
@@ -89,10 +91,11 @@ class DropoutSeeds(NamedTuple):
 
 
 class Block(nn.Module):
-    """A block: from `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to the same shape.
+    """A transformer block. Input and output are `[seq, batch, hidden]`, or `[seq/T, ..]` under sequence
+    parallelism.
 
-    checkpoint: runs a function on the block's input, and recomputes activations in the backward pass
-        (`training.recompute`); None: all activations are kept.
+    checkpoint: runs a function on the block's input, and recomputes its activations in the backward pass
+        (`training.recompute`); None: all activations are saved.
     """
 
     checkpoint: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
@@ -117,10 +120,10 @@ class Block(nn.Module):
         super().__init__()
         self.residual = spec.residual
         self.hidden_dropout, self.multiplier = spec.dropout, spec.multiplier
-        # Activations are whole on every tensor rank, except under sequence parallelism, where masks must
-        # differ.
+        # Activations are full on every tensor rank, so dropout masks must be equal. Under sequence
+        # parallelism each rank has other tokens, so the masks must differ.
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
-        self.tensor_rank = groups.rank("tensor")  # whose heads are others than those of other ranks
+        self.tensor_rank = groups.rank("tensor")  # each tensor rank has other attention heads
         self.one_norm = "post_attention_layernorm" not in spec.norms
         mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
         self.mixer_name = None if mixer is None else mixer.module_name
@@ -134,7 +137,8 @@ class Block(nn.Module):
 
     @staticmethod
     def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        """Returns the specs of the parameters that the constructor allocates, in GPT-NeoX's registration
+        order."""
         params = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
         mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
         if mixer is not None:
@@ -146,8 +150,9 @@ class Block(nn.Module):
     def seeds(self, *parts: int) -> DropoutSeeds:
         """Returns the seeds of this rank's dropout for one micro-batch.
 
-        parts: the numbers that they depend on: micro-batch and layer. Tensor ranks have different seeds if
-        their activations differ.
+        Tensor ranks get different seeds where their activations differ, else equal ones.
+
+        parts: the numbers on which the seeds depend: micro-batch seed and layer.
         """
         offsets = (self.tensor_rank, self.seed_offset, self.seed_offset, 0)
         return DropoutSeeds(*(seed_tensor(mix_seed(*parts, i) + offset) for i, offset in enumerate(offsets)))
@@ -160,11 +165,12 @@ class Block(nn.Module):
         cache: LayerCache | StateCache | None = None,
         token_mask: Tensor | None = None,
     ) -> tuple[Tensor, RoutingSums | None]:
-        """Runs the block on `x`; returns the result and the sums of its router (None without one).
+        """Runs the block on `x`; returns its output, and the sums of its router (None without a router).
 
+        inputs: attention inputs or state inputs of this block; None without a mixer.
         seeds: from `Block.seeds`.
         cache: this block's keys and values, or states, in generation; None in training.
-        token_mask: as of `Router`.
+        token_mask: `[seq, batch]` boolean, False for padding, which goes to no expert; None: no padding.
         """
 
         def mix(x: Tensor) -> Tensor:
@@ -179,7 +185,9 @@ class Block(nn.Module):
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
     def _added(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """Returns what a sublayer's output x adds to the residual stream: dropout(x) * multiplier."""
+        """Returns what a sublayer's output `x` adds to the residual stream: dropout(x) * multiplier. seed:
+        None: no dropout.
+        """
         x = x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
@@ -195,35 +203,38 @@ class Block(nn.Module):
         return self.mlp.output(inner, seeds.adapters), routed
 
     def _single(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
-        """x + mixer(norm x), or x + mlp(norm x): the blocks of Mamba and of hybrids."""
+        """Computes x + mixer(norm x), or x + mlp(norm x): a block with one sublayer, as in Mamba and hybrid
+        models."""
         if self.mixer_name is not None:
             return x + self._added(self._mixed(mix(self.norm(x)), seeds), seeds.mixer), None
         fed, routed = self._fed(self.norm(x), feed, seeds)
         return x + self._added(fed, seeds.feed_forward), routed
 
     def _sequential(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
-        """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
+        """Computes h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
         x = x + self._added(self._mixed(mix(self.input_layernorm(x)), seeds), seeds.mixer)
         fed, routed = self._fed(self.post_attention_layernorm(x), feed, seeds)
         return x + self._added(fed, seeds.feed_forward), routed
 
     def _olmo3(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
-        """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
+        """Computes h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise the outputs of
+        sublayers."""
         x = x + self._added(self.post_attention_layernorm(self._mixed(mix(x), seeds)), seeds.mixer)
         fed, routed = self._fed(x, feed, seeds)
         return x + self._added(self.post_feedforward_layernorm(fed), seeds.feed_forward), routed
 
     def _sandwich(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
-        """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
+        """Computes h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 normalises inputs and outputs
+        of sublayers."""
         mixed = self._mixed(mix(self.input_layernorm(x)), seeds)
         x = x + self._added(self.post_attention_layernorm(mixed), seeds.mixer)
         fed, routed = self._fed(self.pre_feedforward_layernorm(x), feed, seeds)
         return x + self._added(self.post_feedforward_layernorm(fed), seeds.feed_forward), routed
 
     def _parallel(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
-        """x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP reads ln1 x too.
+        """Computes x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP also reads ln1 x.
 
-        The row-parallel sums of attention and MLP travel in one all-reduce.
+        Without dropout, one all-reduce sums the row-parallel outputs of both attention and MLP.
         """
         normed, attended, fed = self.input_layernorm(x), self.attention.output, self.mlp.output
         mixed = mix(normed)
@@ -245,5 +256,5 @@ _RESIDUAL_FORMS = {
 
 
 def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
-    """Returns the class in `table` whose specs are of this type; None for no spec."""
+    """Returns the class in `table` that the type of `spec` belongs to; None if `spec` is None."""
     return None if spec is None else next(kind for kind in table if isinstance(spec, kind.Spec))

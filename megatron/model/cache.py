@@ -1,7 +1,8 @@
 """The paged key-value cache of generation (arXiv 2309.06180).
 
-Keys and values of past tokens stay in a pool of blocks, so a new token does not recompute the text before it.
-A text takes more blocks as it grows. Mamba's blocks keep one state for each text instead.
+Keys and values of past tokens stay in a pool of fixed-size blocks of tokens, so a new token does not
+recompute the text before it. A text takes more blocks of the pool as it grows. Mamba layers keep one state
+for each text instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheRows:
-    """Maps the rows of one forward pass to slots in the pool of blocks.
+    """Says which slots of the pool the rows of one forward pass read and write.
 
     slots: `[rows * seq]` int64, the slot of each token: block * block_size + offset in the block.
     table: `[rows, blocks]` int64, the blocks of each row's text in order; unused columns hold any number.
@@ -26,7 +27,7 @@ class CacheRows:
         group reads as many blocks as its longest text has.
     room: buffers that keys and values are gathered into, by (0 for keys or 1 for values, shape). All layers
         and steps reuse them.
-    states: `[rows]` int64, the index of each row's state in Mamba's blocks; None in models without them.
+    states: `[rows]` int64, the index of each row's state in Mamba layers; None in models without them.
     """
 
     slots: Tensor
@@ -37,9 +38,10 @@ class CacheRows:
 
 
 class LayerCache(NamedTuple):
-    """The keys (already rotated) and values of one transformer block on this rank.
+    """The cached keys (already rotated) and values of one attention layer on this rank.
 
-    keys, values: `[blocks, block_size, kv_heads, head_dim]`. rows: which slots `put` and `read` use.
+    keys, values: `[blocks, block_size, kv_heads, head_dim]`. rows: the slots that `put` writes and `read`
+        reads.
     """
 
     keys: Tensor
@@ -47,15 +49,16 @@ class LayerCache(NamedTuple):
     rows: CacheRows
 
     def put(self, k: Tensor, v: Tensor) -> None:
-        """Write keys and values `[rows, kv_heads, seq, head_dim]` of new tokens to their slots."""
+        """Writes the keys and values `[rows, kv_heads, seq, head_dim]` of new tokens to their slots."""
         for pool, x in ((self.keys, k), (self.values, v)):
             pool.view(-1, *pool.shape[2:]).index_copy_(0, self.rows.slots, x.transpose(1, 2).flatten(0, 1))
 
     def read(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields (rows, keys, values) of each of `CacheRows.parts`, for the full text of each row.
+        """Yields (rows, keys, values) for each group of rows in `CacheRows.parts`: the keys and values of
+        their full texts.
 
-        keys, values: `[rows, kv_heads, columns, head_dim]`, valid until the next part is requested. Columns
-        past the end of a text hold any values; mask them.
+        keys, values: `[rows, kv_heads, columns, head_dim]`, valid until the next group is requested. Columns
+            past the end of a text hold any values; mask them.
         """
         for start, end, blocks in self.rows.parts:
             table = self.rows.table[start:end, :blocks].flatten()
@@ -77,11 +80,11 @@ class LayerCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """The cache of one Mamba block on this rank, of constant size per text.
+    """The cache of one Mamba layer on this rank. It has a constant size per text.
 
-    last_inputs: of the convolution, `[texts, k - 1, channels]`.
-    states: of the scan, `[texts, ..]`.
-    rows: which texts the methods read and write.
+    last_inputs: the last inputs of the convolution, `[texts, k - 1, channels]`.
+    states: the states of the scan, `[texts, ..]`.
+    rows: the texts that the methods read and write.
     """
 
     last_inputs: Tensor
@@ -93,20 +96,22 @@ class StateCache(NamedTuple):
         return self.last_inputs[self.rows.states].transpose(0, 1)
 
     def put_inputs(self, x: Tensor) -> None:
-        """Replace the last inputs of the current rows by x, in the shape of `inputs`."""
+        """Replaces the last inputs of the convolution for the current rows by x, `[k - 1, rows,
+        channels]`."""
         self.last_inputs[self.rows.states] = x.transpose(0, 1).to(self.last_inputs.dtype)
 
     def state(self) -> Tensor:
-        """Returns the states of the current rows, `[rows, ..]`."""
+        """Returns the states of the scan for the current rows, `[rows, ..]`."""
         return self.states[self.rows.states]
 
     def put_state(self, state: Tensor) -> None:
-        """Replace the states of the current rows."""
+        """Replaces the states of the scan for the current rows by `state`, `[rows, ..]`."""
         self.states[self.rows.states] = state.to(self.states.dtype)
 
 
 class StateShapes(NamedTuple):
-    """The shapes of one text's last inputs and state in a `StateCache`, and the dtype of the state."""
+    """The shapes that a `StateCache` needs for one text: last inputs of the convolution, and state of the
+    scan with its dtype."""
 
     last_inputs: tuple[int, ...]
     state: tuple[int, ...]
@@ -115,9 +120,10 @@ class StateShapes(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of a stage's blocks, by NeoX layer index, with the rows of one forward pass.
+    """The caches of a stage's layers, by NeoX layer index, for the rows of one forward pass.
 
-    All views share the tensors, which are written in place. block_size: tokens of a block.
+    All views (`with_rows`) share the tensors, which are written in place. block_size: number of tokens in a
+    block of the pool.
     """
 
     layers: Mapping[int, LayerCache | StateCache]
@@ -134,11 +140,12 @@ class KVCache:
         states: Mapping[int, StateShapes],
         texts: int,
     ) -> KVCache:
-        """Returns a cache without rows, filled with zeros, since even masked values must be numbers.
+        """Returns a cache without rows, filled with zeros, because even masked values must be finite numbers.
 
-        heads: (key-value heads, head_dim) of each layer with keys and values.
+        heads: (key-value heads, head_dim) of each layer with keys and values, by NeoX layer index.
         blocks: number of blocks in the pool of each of these layers.
-        states: the shapes of each layer with states. texts: number of texts that it has states for.
+        states: the shapes of each layer with states, by NeoX layer index.
+        texts: number of texts for which these layers have states.
         """
         no_rows = torch.empty(0, 0, dtype=torch.long)
         rows = CacheRows(no_rows.flatten(), no_rows, (), {})
@@ -153,7 +160,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of slots per row of `table`: the most tokens that a text can have."""
+        """The most tokens that a text can have: the number of slots per row of `table`."""
         return self.rows.table.shape[1] * self.block_size
 
     def with_rows(
@@ -164,7 +171,7 @@ class KVCache:
         states: Tensor | None = None,
         room: dict[tuple[int, torch.Size], Tensor] | None = None,
     ) -> KVCache:
-        """Returns a view of the same tensors for other rows. Arguments are those of `CacheRows`.
+        """Returns a view of the same tensors for other rows. Arguments are the fields of `CacheRows`.
 
         parts: None: one group of all rows. room: None: the buffers that all views share.
         """
@@ -176,5 +183,5 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's take no memory before they are written to; torch writes at once.
+    # numpy's zeros take no memory until they are written to; torch writes its zeros at once.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The first layer: token embeddings, absolute positions that are added to them, and NEFTune's noise."""
+"""The first layer: token embeddings, the absolute positions that are added to them, and NEFTune's noise."""
 
 from dataclasses import replace
 
@@ -27,21 +27,23 @@ def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
     Raises ValueError if the padded vocabulary size is not known yet.
     """
     if spec.vocab is None:
-        raise ValueError("padded_vocab_size is not known yet: build the tokenizer first")
+        raise ValueError("padded_vocab_size is not set yet: build the tokenizer first, which determines it")
     shape, blocks = (spec.vocab, spec.hidden), (spec.vocab,)
     return ParamSpec("word_embeddings.weight", shape, 0, blocks, "embedding", weight_decay=True, tied=spec.tied)
 
 
 def copied(weight: ParamSpec) -> ParamSpec:
-    """Returns the spec of a copy of a weight. Beside adapters the copy is trained instead of the weight
+    """Returns the spec of a copy of `weight`, which is trained instead of it while adapters are trained
     (`lora.modules_to_save`)."""
     return replace(weight, name=weight.name.replace(".weight", ".modules_to_save"))
 
 
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The number of tokens of the document that each token belongs to, `[batch, seq]` fp32.
+    """Returns the number of tokens in each token's document, `[batch, seq]` fp32.
 
-    tokens: `[batch, seq]`. cu_seqlens: as of `Documents`; None: each row is one document.
+    tokens: `[batch, seq]`.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end; None: each row is one
+        document.
     """
     (rows, seq), device = tokens.shape, tokens.device
     if cu_seqlens is None:
@@ -50,11 +52,13 @@ def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
-    """Returns `x` plus NEFTune's noise (arXiv 2310.05914): U(-1, 1) * alpha / sqrt(L * hidden), with L the
-    token's entry in `lengths`.
+    """Returns `x` plus NEFTune's noise (arXiv 2310.05914): uniform in [-1, 1] times alpha / sqrt(length *
+    hidden).
 
-    x: `[seq/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence. lengths:
-    `[batch, seq]`. The noise of the full sequence is a function of `seed` alone.
+    The noise of the full sequence is a function of `seed` alone.
+
+    x: `[seq/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence.
+    lengths: `[batch, seq]`, the length to use for each token.
     """
     rows, seq = lengths.shape
     shape = seq, rows, x.shape[-1]
@@ -65,8 +69,7 @@ def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0
 
 
 class Embedding(nn.Module):
-    """Turns tokens into hidden states, and adds learned or sinusoidal positions, NEFTune's noise and
-    dropout."""
+    """Turns tokens into hidden states, with learned or sinusoidal positions, NEFTune's noise and dropout."""
 
     def __init__(self, spec: EmbeddingSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -98,7 +101,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Returns hidden states `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
 
-        tokens, positions: `[batch, seq]`. seed: of noise and dropout. cu_seqlens: as of `Documents`.
+        tokens, positions: `[batch, seq]`.
+        seed: of noise and dropout.
+        cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end; None: each row is
+            one document.
         """
         x = self.word_embeddings(tokens.t())
         sequence_group = self.group if self.sequence_parallel else None

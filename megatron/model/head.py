@@ -1,4 +1,5 @@
-"""The last layers: the final norm, and the output projection to this rank's shard of the vocabulary."""
+"""The last layers: the final norm, and the output projection to this tensor rank's part of the vocabulary, or
+to scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from megatron.mpu import (
 
 
 class FinalNorm(nn.Module):
-    """The norm after the last block; GPT-NeoX names its parameters `norm.*`."""
+    """The norm after the last block; its parameters are named `norm.*`, as in GPT-NeoX."""
 
     def __init__(self, spec: FinalNormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -45,9 +46,10 @@ class FinalNorm(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """Base of all heads: computes logits, or applies a function to hidden states and the `OutputLayer`.
+    """The base of all output layers: computes logits, or passes hidden states and an `OutputLayer` to a
+    function.
 
-    softcap: as of `HeadSpec`.
+    softcap: c; logits x become c tanh(x / c). None: no cap.
     """
 
     softcap: float | None = None
@@ -63,14 +65,14 @@ class OutputProjection(nn.Module):
         self.kernels = compiled_kernels()
 
     def projection(self) -> tuple[Tensor, Product]:
-        """Returns the weight `[vocab/T, hidden]`, and the `Product` that multiplies by it."""
+        """Returns the weight `[vocab/T, hidden]`, and the `Product` that multiplies hidden states by it."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
         """Returns the logits `[..., vocab/T]` of x `[..., hidden]`, or the result of `use`.
 
         use: called with x and the `OutputLayer`. If the weight is sharded over data ranks (ZeRO 3), it is
-        available only within this call.
+            available only within this call.
         """
         weight, product = self.projection()
         if use is None:
@@ -81,16 +83,15 @@ class OutputProjection(nn.Module):
 
 
 class Head(OutputProjection):
-    """An untied output projection of `HeadInput.hidden_states`.
+    """The output projection with a weight of its own, `final_linear.weight` (not tied to the embedding).
 
-    Its parameter is `final_linear.weight`. Beside adapters a copy of it may be trained
-    (`final_linear.modules_to_save`).
+    With adapters, a copy of the weight may be trained and used instead (`final_linear.modules_to_save`).
     """
 
     def __init__(self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__(groups, sequence_parallel)
         self.final_linear = Linear(self._linear(spec), groups)
-        self.final_linear.group = None  # its input went through `copy_to_tensor` already
+        self.final_linear.group = None  # the stage has already applied `copy_to_tensor` to its input
         allocate(self.final_linear, self._copies(spec), groups, "modules_to_save")
         self.adapters_on, self.softcap = spec.copied, spec.softcap
 
@@ -101,7 +102,8 @@ class Head(OutputProjection):
 
     @classmethod
     def params(cls, spec: HeadSpec) -> tuple[ParamSpec, ...]:
-        """Returns the head's parameters; none if it is tied, since its weight is the embedding's."""
+        """Returns the specs of the parameters; () if the head is tied, since its weight is then the
+        embedding's."""
         return () if spec.tied else (*with_prefix("final_linear", cls._linear(spec).params()), *cls._copies(spec))
 
     @classmethod
@@ -115,10 +117,11 @@ class Head(OutputProjection):
 
 
 class ScoreHead(OutputProjection):
-    """Computes the score of each token from `HeadInput.hidden_states`.
+    """The output layer of a reward model: computes one score per token from `HeadInput.hidden_states`.
 
-    Its parameter `rm_linear.weight`, `[1, hidden]`, is sharded along its input as in GPT-NeoX: each rank
-    computes a part of the sum."""
+    Its parameter `rm_linear.weight`, `[1, hidden]`, is sharded along its input features as in GPT-NeoX: each
+    rank computes a part of the sum.
+    """
 
     def __init__(self, spec: ScoreSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__(groups, sequence_parallel)
@@ -127,7 +130,8 @@ class ScoreHead(OutputProjection):
 
     @staticmethod
     def params(spec: ScoreSpec) -> tuple[ParamSpec, ...]:
-        """Returns the weight's spec. It is initialised like transformers' (normal, `init_method_std`)."""
+        """Returns the spec of the weight. It is initialised as in transformers (normal, deviation
+        `init_method_std`)."""
         shape, blocks = (1, spec.hidden), (spec.hidden,)
         return (ParamSpec("rm_linear.weight", shape, 1, blocks, "normal", weight_decay=True),)
 
@@ -135,17 +139,24 @@ class ScoreHead(OutputProjection):
         return self.rm_linear.weight, PlainProduct()  # type: ignore[return-value]
 
     def forward(self, x: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
-        """`[..., hidden]` to the scores `[..., 1]` on every rank, or to what `use` returns."""
+        """Returns the scores `[..., 1]` of x `[..., hidden]`, full on every tensor rank, or the result of
+        `use`.
+
+        use: called with x and the `OutputLayer`.
+        """
         if use is None:
             return scores_of(x, self.projection()[0], self.group).unsqueeze(-1)
         return super().forward(x, use)
 
 
 class TiedHead(OutputProjection):
-    """Final projection with the embedding's weight, or with the embedding's trained copy beside adapters.
+    """The output projection with the embedding's weight; with adapters, with the embedding's trained copy if
+    there is one.
 
     If the embedding is on the same stage, the head uses its parameter. Otherwise the head has a copy, whose
-    gradient is summed with the first stage's. product: as of `Linear`.
+    gradient is summed with the first stage's.
+
+    product: computes the matrix products.
     """
 
     product: Product

@@ -1,6 +1,7 @@
 """A model for inference: this rank's stage, tokenizer and configuration, from a checkpoint or from a run.
 
-`build_filled_stage` makes a stage for inference alone, with weights that a function reads layer by layer.
+`build_filled_stage` builds a stage for inference only, and fills it with weights that are read layer by
+layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +21,13 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 LoadLayers = Callable[..., Mapping[int, Mapping[str, Tensor]]]
-"""From `layers`, `tensor_rank` and `tensor_size` to weights by layer and name, as `load_weights`."""
+"""A function of `layers`, `tensor_rank` and `tensor_size` that returns this rank's weights, by NeoX layer
+index and name, like `load_weights`."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's stage in evaluation mode, and what generation and evaluation need beside it.
+    """This rank's stage in evaluation mode, and what else generation and evaluation need.
 
     args: the configuration, as `for_inference` returned it.
     dtype: of weights and hidden states.
@@ -34,10 +36,11 @@ class Model:
     lockstep: parameters or experts are sharded over data-parallel ranks (ZeRO 3, expert parallelism), so all
         of these ranks must run the stage equally often.
     source: the folder that the weights came from; empty in training.
-    adapter_rows: sets the adapter of each row of a batch (`Request.adapter`); None: rows choose none.
+    adapter_rows: set it to choose the adapter of each row of a batch (`Request.adapter`); None: adapters are
+        not chosen per row.
     adapters: (folder, factor) of each set of adapters merged into the weights.
-    declared_eos_ids: further ids that end a text, from the model's own files, besides the tokenizer's end of
-        document.
+    declared_eos_ids: ids that end a text according to the model's own files, in addition to the tokenizer's
+        end of document.
     """
 
     args: NeoXArgs
@@ -59,21 +62,21 @@ class Model:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folder of the weights, then those of the adapters merged into them."""
+        """The folder of the weights, then the folders of the adapters merged into them."""
         return (self.source, *(path for path, _ in self.adapters))
 
     @property
     def positions(self) -> int:
-        """Number of tokens of the longest text that the model can read."""
+        """The number of tokens of the longest text that the model can read."""
         unused = self.args.opt_pos_emb_offset if self.args.pos_emb == "learned" else 0
         return self.args.max_position_embeddings - unused
 
 
 def for_inference(args: NeoXArgs) -> NeoXArgs:
-    """Returns the configuration without settings that only help training.
+    """Returns the configuration without the settings that only help training.
 
-    Off are sequence parallelism (it cannot shard a single token), compiled blocks (each length of text would
-    compile again) and expert capacity (a text would depend on others in the batch).
+    It turns off sequence parallelism (a single token cannot be sharded), compiled blocks (each text length
+    would compile again) and expert capacity (a text's output would depend on other texts in the batch).
     """
     return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None)
 
@@ -81,10 +84,10 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 def build_filled_stage(
     args: NeoXArgs, groups: ParallelGroups, load: LoadLayers, log: Callable[[str], None], *, at_once: bool
 ) -> Stage:
-    """Returns this rank's stage with the weights that `load` returns for a list of layers.
+    """Builds this rank's stage and fills it with the weights that `load` returns for a list of layers.
 
-    at_once: read all layers together, so that an error names the problems of all layers; false: one layer
-    after another, which needs less memory.
+    at_once: True: all layers are read together, so that an error names the problems of all layers. False: one
+        layer after another, which needs less memory.
     """
     stage = build_stage(args, groups, log=log)
     materialize(stage, DTYPES[args.params_dtype]).eval()
@@ -104,7 +107,8 @@ def build_filled_stage(
 
 @contextmanager
 def attributes_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of each module within the context; its end restores their values."""
+    """Sets the attribute `name` of each module to `value` within the context; restores the old values at its
+    end."""
     old_values = [(module, getattr(module, name)) for module in modules]
     for module, _ in old_values:
         setattr(module, name, value)
@@ -119,17 +123,17 @@ def attributes_set(modules: Iterable[nn.Module], name: str, value: Any) -> Itera
 def eager_blocks(stage: Stage) -> Iterator[None]:
     """Runs the blocks of a stage uncompiled within the context; `stage.compiled` is then False.
 
-    Without it, shapes other than those of training steps would be compiled to further graphs.
+    Otherwise every shape that training steps do not have would compile another graph.
     """
     blocks = [stage.layers[str(spec.index)] for spec in stage.blocks] if stage.compiled else []
-    # torch's stance "force_eager" would reach into kernels that are compiled by themselves (FlexAttention's).
+    # torch's "force_eager" would also turn off the compilation of single kernels, such as FlexAttention's.
     with attributes_set(blocks, "_compiled_call_impl", None), attributes_set([stage], "compiled", False):
         yield
 
 
 @contextmanager
 def inference_mode(stage: Stage) -> Iterator[None]:
-    """Runs a stage that is being trained as `for_inference` would have built it, within the context.
+    """Within the context, runs a stage that is being trained as if `for_inference` had configured it.
 
     The stage is in evaluation mode, without sequence parallelism and expert capacity, and its blocks run
     uncompiled. The end of the context restores all of these.

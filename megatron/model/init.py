@@ -1,6 +1,8 @@
 """Allocates and initialises the weights of a new stage.
 
-Initial values are a function of (seed, parameter, shape) alone, so any layout starts from the same model."""
+Initial values are a function of (seed, parameter, shape) alone, so every parallel layout starts from the same
+model.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +16,12 @@ from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise, mark, mix_seed, shard_rows
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 
-# Elements; another number gives other random numbers on a GPU.
+# Number of elements that are drawn at a time. Another value would give other random numbers on a GPU.
 _PIECE = 2**23
 
 Finish = Callable[[int, Sequence[tuple[str, nn.Parameter]]], None]
-"""Called with NeoX's index of a layer and what `materialize` has just given memory in it, by name."""
+"""A function called with a layer's NeoX index, and the (name, parameter) pairs that were just allocated in
+it."""
 
 
 @torch.no_grad()
@@ -34,7 +37,8 @@ def materialize(
     Values are undefined until `finish` sets them. Shared parameters stay shared, and frozen ones frozen.
     Parameters that are not on the meta device keep their memory and values.
 
-    finish: fills, or shards, each layer before the next one is allocated.
+    dtype: of the parameters.
+    finish: fills, or shards, the parameters of each layer before the next layer is allocated.
     frozen_dtype: of parameters that are not trained; None: `dtype`.
     precise: allocate parameters marked as precise in fp32, whatever `dtype` is.
     """
@@ -45,7 +49,7 @@ def materialize(
         for path, module in layer.named_modules():
             for name, param in module._parameters.items():
                 if param is None or param.device.type != "meta":
-                    continue  # blocks may share a module
+                    continue  # already allocated: blocks may share a module
                 if param not in allocated:
                     its_dtype = dtype if param.requires_grad else frozen_dtype or dtype
                     if is_never_trained(param) or (precise and is_precise(param)):
@@ -61,8 +65,8 @@ def materialize(
 
 
 def _deviations(args: ModelArgs) -> dict[str, float]:
-    # NeoX's normal distributions; hidden_size stands for the fan-in in small_init and wang_init, whatever the
-    # layer.
+    # The standard deviations of NeoX's normal distributions. small_init and wang_init use hidden_size as the
+    # fan-in of every layer.
     depth, hidden, std = args.num_layers, args.hidden_size, args.init_method_std
     return {
         "normal": std,
@@ -74,14 +78,17 @@ def _deviations(args: ModelArgs) -> dict[str, float]:
 
 
 def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: ModelArgs, generator: torch.Generator) -> None:
-    """Fill the next rows of a parameter from `generator`, which drew the rows before them."""
+    """Fills `rows`, the next rows of a parameter, with initial values.
+
+    generator: has drawn the rows before these. method: a name of an initialisation, or a constant.
+    """
     if isinstance(method, float):
         rows.fill_(method)
     elif method == "ones":
         rows.fill_(1.0)
     elif method == "zeros":
         rows.zero_()
-    elif method == "kaiming_uniform":  # of torch's and peft's linears: with a = sqrt(5)
+    elif method == "kaiming_uniform":  # as in torch's and peft's linear layers: a = sqrt(5)
         bound = 1.0 / math.sqrt(math.prod(spec.shape[1:]))
         rows.uniform_(-bound, bound, generator=generator)
     elif method == "gaussian_over_rank":
@@ -109,15 +116,17 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: ModelArgs, g
 def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yields the fp32 initial value of a full parameter (over all tensor ranks) in pieces: (first row, rows).
 
-    The size of pieces is bounded and depends only on the parameter's shape. An orthogonal weight is a single
-    piece, because its QR decomposition needs all rows.
+    The size of a piece is bounded, and depends only on the parameter's shape. An orthogonal weight has one
+    piece per matrix, because its QR decomposition needs all rows.
+
+    layer: NeoX's layer index.
     """
     configured = {"output": args.output_layer_init_method, "input": args.init_method, "embedding": args.init_method}
     method = spec.init if isinstance(spec.init, float) else configured.get(spec.init, spec.init)
     generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
-    # Of a multiple of 16 elements each: then torch's generator of the CPU, which makes normal numbers 16 at a
-    # time, gives the numbers of a single call for all. The last piece takes what is left over.
+    # Pieces have a multiple of 16 elements. torch's CPU generator draws normal numbers 16 at a time, so the
+    # pieces get the same numbers as one call for all rows. The last piece also takes the remaining rows.
     if str(method).endswith("orthogonal"):
         step = spec.matrix_shape[0]
     else:
@@ -130,12 +139,13 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
 
 
 def initial_weight(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
-    """Returns all rows of `initial_rows` as one tensor, drawn by the CPU's generator."""
+    """Returns the fp32 initial value of a full parameter as one tensor, drawn by the CPU's generator."""
     return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)
 
 
 def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
-    """Yields this rank's shard, or experts, of a parameter's initial value as (first row in it, rows)."""
+    """Yields this rank's part (tensor shard, own experts) of a parameter's initial value, as (first row in
+    the part, rows)."""
     start, count = spec.expert_rows(groups)
     for full_start, full_rows in initial_rows(spec, layer, args, groups.device):
         for row, rows in shard_rows(full_rows, full_start, spec, groups.rank("tensor"), groups.size("tensor")):
@@ -153,12 +163,13 @@ def init_stage(
     frozen_dtype: torch.dtype | None = None,
     precise: bool = True,
 ) -> None:
-    """Allocates a stage as `materialize` does, and sets this rank's initial values, rounded from fp32.
+    """Allocates a stage's parameters, and sets this rank's initial values, rounded from fp32.
 
     Weights that the stage holds quantised are quantised one at a time.
 
     take_over: called with each layer's index and parameters, before the next layer is allocated.
-    frozen_dtype, precise: as of `materialize`.
+    frozen_dtype: of parameters that are not trained; None: `dtype`.
+    precise: allocate parameters marked as precise in fp32, whatever `dtype` is.
     """
     specs, packed = named_params(args), quantized_linears(stage)
 
@@ -188,10 +199,12 @@ def _key(layer: int, name: str) -> tuple[int, str]:
 
 
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
-    """Returns the parameters of a stage as (layer, name in the weight map, parameter).
+    """Returns the parameters of a stage as (NeoX layer index, name in the weight map, parameter).
 
-    The last stage's copy of a tied embedding counts as layer 0's. copies: list a parameter that blocks share
-    once for each block; false: for the first block only.
+    The last stage's copy of a tied embedding counts as layer 0's.
+
+    copies: True: a parameter that blocks share is listed once for each block; False: for the first block
+        only.
     """
     params: dict[tuple[int, str], nn.Parameter] = {}
     for full_name, param in stage.named_parameters(remove_duplicate=not copies):
@@ -201,6 +214,7 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
 
 
 def parameters_with_specs(stage: Stage, args: ModelArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
-    """`stage_parameters`, each with its `ParamSpec` of the weight map."""
+    """Returns the parameters of a stage as (NeoX layer index, name in the weight map, parameter, its
+    `ParamSpec`)."""
     specs = named_params(args)
     return [(layer, name, param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

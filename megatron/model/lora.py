@@ -1,4 +1,5 @@
-"""Low-rank adapters of a stage (`lora`): switching off, initial values, and merging into weights."""
+"""Low-rank adapters of a stage (`lora`): switching them off, initial values, and merging them into
+weights."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,36 +14,39 @@ from megatron.mpu import Linear
 from megatron.mpu.lora import join_rows, row_norms, rows_of
 
 _COPY, _WEIGHT, _SCORE = ".modules_to_save", ".weight", "rm_linear.weight"
-_MIN_NORM = torch.finfo(torch.float32).tiny ** 0.5  # norm of a row of zeros, as of `row_norms`
+_MIN_NORM = torch.finfo(torch.float32).tiny ** 0.5  # used as the norm of a row of zeros, as in `row_norms`
 
 
 @contextmanager
 def without_adapters(stage: nn.Module) -> Iterator[None]:
-    """Switches off adapters, and the copies trained instead of weights, within the context."""
+    """Within the context, the stage runs with its base weights: without adapters, and without trained copies
+    of weights."""
     on = [module for module in stage.modules() if getattr(module, "adapters_on", False)]
     with attributes_set(on, "adapters_on", False):
         yield
 
 
 def linears_with_adapters(layer: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The linears of a layer that have adapters, by name."""
+    """Yields (name, linear layer) for each linear layer with adapters in `layer`."""
     for name, module in layer.named_modules():
         if isinstance(module, Linear) and module.adapters is not None:
             yield name, module
 
 
 def begun_names(names: Iterable[str]) -> frozenset[str]:
-    """Returns the names of parameters that are initialised from weights: DoRA's magnitudes, and copies."""
+    """Returns those names whose parameters start from the base weights: DoRA's magnitudes, and trained copies
+    of weights."""
     return frozenset(name for name in names if name.endswith((_COPY, ".lora_magnitude_vector")))
 
 
 def begun_values(
     layer: nn.Module | None, weights: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """Returns the initial values of `begun_names`: norms of rows for DoRA's magnitudes, weights for copies.
+    """Returns the initial values that follow from base weights: row norms for DoRA's magnitudes, weights for
+    trained copies.
 
-    layer: the module; None for one without linears.
-    weights: this rank's shards, by our names.
+    layer: the module; None for a layer without linear layers.
+    weights: this rank's shards of the layer's parameters, by name; names are those of the weight map.
     group: the tensor ranks, all of which call it together.
     """
     initial = {name: weights[name.replace(_COPY, _WEIGHT)] for name in weights if name.endswith(_COPY)}
@@ -52,7 +56,7 @@ def begun_values(
             continue
         row_group = group if linear.parallel == "row" else None
         weight = weights.get(f"{name}.weight")
-        if weight is None:  # the layer holds it packed
+        if weight is None:  # quantised: the layer holds it packed
             weight = linear.dense_weight()
         for adapter in linear.adapters.specs:
             prefix = f"{name}.lora.{adapter.name}"
@@ -65,14 +69,15 @@ def begun_values(
 def merged_layer(
     weights: Mapping[str, Tensor], adapters: Sequence[tuple[nn.Module, Mapping[str, Tensor], float]]
 ) -> dict[str, Tensor]:
-    """Merges adapters into the weights of a layer: W + scale B A, with DoRA each row at its magnitude.
+    """Returns the weights of a layer with adapters merged in: W + scale B A; with DoRA, each row has its
+    magnitude as norm.
 
     Trained copies, and a reward model's score head, replace their weights. Changes of several adapters are
     summed in fp32; results have the dtypes of the weights.
 
-    weights: full tensors by our names, without adapters.
-    adapters: for each set of adapters (module of the layer, full tensors, factor of its change). The module
-        is built for one tensor rank, and may be on the meta device.
+    weights: full tensors by name in the weight map, without adapters.
+    adapters: for each set of adapters (module of the layer, full tensors by name, factor of its change). The
+        module is built for one tensor rank, and may be on the meta device.
     """
     sums: dict[str, Tensor] = {}
     merged = dict(weights)
@@ -89,8 +94,12 @@ def merged_layer(
 def _changes(
     layer: nn.Module, weights: Mapping[str, Tensor], values: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (weight's name, the fp32 change to add to it) for each weight that adapters or trained copies
-    change."""
+    """Yields (name of a weight, fp32 change to add to it) for each weight that adapters or a trained copy
+    change.
+
+    weights: the layer's base weights. values: the adapters' parameters and trained copies. All are full
+        tensors by name.
+    """
     for name, copy in values.items():
         if name.endswith(_COPY):
             place = name.replace(_COPY, _WEIGHT)
@@ -101,9 +110,9 @@ def _changes(
 
 
 def change_of(linear: Linear, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns the change that adapters make to a full weight `[out, in]`, fp32.
+    """Returns the fp32 change that a linear layer's adapters make to its full weight `[out, in]`.
 
-    values: the adapters' full parameters, by name within the linear.
+    values: the adapters' full parameters, by name within the linear layer, such as `lora.q_proj.lora_A`.
     """
     assert linear.adapters is not None
     changes: dict[int, Tensor] = {}
@@ -121,10 +130,13 @@ def change_of(linear: Linear, weight: Tensor, values: Mapping[str, Tensor]) -> T
 
 
 def low_rank(linear: Linear, weight: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Combines the adapters of a full linear into one: returns (A, B, gains), fp32.
+    """Joins the adapters of a full linear layer into a single one: returns (A, B, gains), fp32.
 
-    A is `[R, in]`. B is `[R, out]` and includes the scale. gains `[out]` are DoRA's; None without DoRA.
-    weight: `[out, in]`. values: as of `change_of`.
+    A is `[R, in]`, with R the sum of the adapters' ranks. B is `[R, out]` and includes the scale. gains
+    `[out]` are DoRA's factors of the output; None without DoRA.
+
+    weight: `[out, in]`. values: the adapters' full parameters, by name within the linear layer, such as
+        `lora.q_proj.lora_A`.
     """
     assert linear.adapters is not None
     lora, linear_adapters, pattern = linear.adapters.lora, linear.adapters.specs, linear.adapters.pattern

@@ -34,17 +34,22 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate <= `limit` and |up| <= `limit` (clamped).
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), after clamping gate to <= `limit` and up to [-limit,
+    limit].
 
-    It is gpt-oss's activation (`GptOssExperts._apply_gate` of transformers, `swigluoai` of vLLM). gate and up
-    have the same shape and dtype, and so does the result.
+    It is gpt-oss's activation (`GptOssExperts._apply_gate` of transformers, `swigluoai` of vLLM). gate, up
+    and the result have the same shape and dtype.
     """
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
 def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of gate and up that a gated feed-forward applies: act(gate) * up, or gpt-oss's."""
+    """Returns the function of (gate, up) of a gated feed-forward: act(gate) * up, or gpt-oss's
+    `clamped_swiglu`.
+
+    name: a name in `ACTIVATIONS`, or swigluoai.
+    """
     if name == "swigluoai":
         return clamped_swiglu
     activate = ACTIVATIONS[name]
@@ -55,10 +60,11 @@ XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 class XIELU(nn.Module):
-    """x -> a x^2 + b x above 0, and n (expm1(min(x, eps)) - x) + b x below it (arXiv 2411.13010), in fp32.
+    """The activation xIELU with trained parameters, in fp32 (arXiv 2411.13010).
 
-    a = softplus(alpha_p), n = b + softplus(alpha_n), b = 0.5; `alpha_p` and `alpha_n` `[1]` are trained, and
-    the same on every tensor rank, whose features differ.
+    x > 0: a x^2 + b x; otherwise n (expm1(min(x, eps)) - x) + b x. Here a = softplus(alpha_p), n = b +
+    softplus(alpha_n), b = 0.5 and eps = -1e-6.
+    alpha_p and alpha_n `[1]` are trained. They are equal on all tensor ranks, so their gradients are summed.
     """
 
     alpha_p: nn.Parameter
@@ -71,7 +77,7 @@ class XIELU(nn.Module):
 
     @staticmethod
     def params() -> tuple[ParamSpec, ...]:
-        """The parameters; at first a = n = 0.8, as in the paper."""
+        """Returns the specs of the parameters. Their initial values give a = n = 0.8, as in the paper."""
         return tuple(
             ParamSpec(name, (1,), init=math.log(math.expm1(at_first)))
             for name, at_first in (("alpha_p", 0.8), ("alpha_n", 0.8 - XIELU_BETA))
@@ -87,8 +93,11 @@ class XIELU(nn.Module):
 
 
 class MLP(nn.Module):
-    """linear2(act(linear1 x)), or linear2(act(gate) * up) with linear1's rows [up; gate];
-    `[seq, batch, hidden]`."""
+    """The dense feed-forward: linear2(act(linear1 x)), or gated: linear2(act(gate) * up). Input and output:
+    `[seq, batch, hidden]`.
+
+    In a gated feed-forward the rows of linear1 are [up; gate].
+    """
 
     Spec = DenseSpec
     spec = staticmethod(dense_spec)
@@ -120,7 +129,8 @@ class MLP(nn.Module):
 
     @classmethod
     def params(cls, spec: DenseSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in NeoX's registration order."""
+        """Returns the specs of the parameters that the constructor allocates, in NeoX's registration
+        order."""
         linear1, linear2 = cls._linears(spec)
         trained = with_prefix("act_fn", XIELU.params()) if spec.activation == "xielu" else ()
         return (*with_prefix("linear1", linear1.params()), *with_prefix("linear2", linear2.params()), *trained)
@@ -132,8 +142,11 @@ class MLP(nn.Module):
     def core(
         self, x: Tensor, adapter_seed: Tensor | None = None, token_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`. adapter_seed: as
-        of `Linear.forward`."""
+        """Computes the feed-forward without `linear2`: `[seq, batch, hidden]` to `[seq, batch, ffn/T]`.
+
+        Returns (the result, None); the None stands for the sums of a router. token_mask is not used.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
+        """
         x = self.linear1(x, adapter_seed)
         if self.gated:
             up, gate = x.chunk(2, dim=-1)

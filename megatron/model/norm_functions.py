@@ -16,10 +16,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NormFunctions:
-    """The norm functions of a backend. Both return the shape and dtype of x.
+    """The norm functions of one library. Both return a tensor in the shape and dtype of x.
 
-    layer_norm: (x, shape, weight or None, bias or None, eps), as `torch.nn.functional.layer_norm`.
-    rms_norm: (x, shape, weight, eps, zero_centered), as `torch.nn.functional.rms_norm`. zero_centered:
+    layer_norm: takes (x, shape, weight or None, bias or None, eps), as `torch.nn.functional.layer_norm`.
+    rms_norm: takes (x, shape, weight, eps, zero_centered), as `torch.nn.functional.rms_norm`. zero_centered:
         multiply by 1 + weight, in fp32.
     """
 
@@ -37,8 +37,10 @@ TORCH_NORMS = NormFunctions(F.layer_norm, _rms_norm)
 
 
 def apex_norms() -> NormFunctions:
-    """The functions of NVIDIA apex's FusedLayerNorm and FusedRMSNorm. Raises PackageProblem where it cannot
-    be imported."""
+    """Returns the functions of NVIDIA apex's FusedLayerNorm and FusedRMSNorm.
+
+    Raises PackageProblem if apex cannot be imported.
+    """
     names = ("fused_layer_norm", "fused_layer_norm_affine", "fused_rms_norm_affine")
     apex = import_compiled("apex.normalization.fused_layer_norm", *names)
 
@@ -57,10 +59,14 @@ def apex_norms() -> NormFunctions:
 
 
 def transformer_engine_norms() -> NormFunctions:
-    """The kernels under Transformer-Engine's LayerNorm and RMSNorm. Raises PackageProblem where it cannot be
-    imported."""
+    """Returns the kernels that Transformer-Engine's LayerNorm and RMSNorm call.
+
+    Raises PackageProblem if Transformer-Engine cannot be imported.
+    """
     types = import_compiled("transformer_engine.pytorch.constants", "TE_DType").TE_DType
-    kernels = import_module("transformer_engine_torch")  # its C++, which importing the package loads
+    kernels = import_module(
+        "transformer_engine_torch"
+    )  # its C++ extension, which the package loads when it is imported
 
     def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         if weight is None:
@@ -73,7 +79,7 @@ def transformer_engine_norms() -> NormFunctions:
     return NormFunctions(layer_norm, rms_norm)
 
 
-_ALL_SMS = 0  # multiprocessors that the kernels leave to others
+_ALL_SMS = 0  # number of GPU multiprocessors that the kernels leave unused
 
 
 class _EngineLayerNorm(torch.autograd.Function):

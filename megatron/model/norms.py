@@ -1,4 +1,4 @@
-"""The norms of hidden states with NeoX's parameter names, and those of queries and keys."""
+"""The norms of hidden states, with NeoX's parameter names, and the norms of queries and keys."""
 
 from collections.abc import Mapping
 
@@ -20,20 +20,23 @@ from megatron.mpu import (
 
 
 def _gain(spec: NormSpec | HeadNormSpec) -> str:
-    """The initial value of RMSNorm's weights: "zeros" where they are added to 1, else "ones"."""
+    """Returns the initialisation of RMSNorm's weights: "zeros" if 1 is added to them, else "ones"."""
     return "zeros" if spec.zero_centered else "ones"
 
 
 class Norm(nn.Module):
-    """The base of norms of hidden states `[..., hidden]`. functions: compute LayerNorm and RMSNorm."""
+    """The base of norms of hidden states `[..., hidden]`.
+
+    functions: the kernels that compute LayerNorm and RMSNorm.
+    """
 
     functions: NormFunctions = TORCH_NORMS
 
     def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.shape, self.eps, self.zero_centered = (spec.width,), spec.eps, spec.zero_centered
-        # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights
-        # are summed.
+        # The weights are replicated on tensor ranks. Under sequence parallelism each rank sees a part of the
+        # sequence, so their gradients are summed over ranks.
         self.group = groups.group("tensor") if sequence_parallel else None
         allocate(self, self.params(spec), groups, "weight", "bias")
 
@@ -46,8 +49,10 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """LayerNorm; parameters `weight` and, where norms have biases, `bias`. non_parametric_layernorm has
-    neither."""
+    """LayerNorm, with parameter `weight`, and `bias` if norms have biases.
+
+    non_parametric_layernorm has no parameters.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -65,9 +70,9 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * scale; parameter `scale` (arXiv 1910.07467).
+    """Computes x / sqrt(mean(x^2) + eps) * scale, with parameter `scale` (arXiv 1910.07467).
 
-    zero_centered_gamma: times 1 + scale, all in fp32.
+    With zero_centered_gamma it multiplies by 1 + scale, all in fp32.
     """
 
     scale: nn.Parameter
@@ -82,7 +87,8 @@ class RMSNorm(Norm):
 
 
 class ScaleNorm(Norm):
-    """x / max(|x|, eps) * g; parameter `g`, a single number (arXiv 1910.05895)."""
+    """Computes x / max(|x|, eps) * g, where |x| is the L2 norm and the parameter `g` a single number (arXiv
+    1910.05895)."""
 
     g: nn.Parameter
 
@@ -104,7 +110,7 @@ NORMS: Mapping[str, type[Norm]] = {
 
 
 def set_norm_functions(module: nn.Module, functions: NormFunctions) -> None:
-    """Make all norms of hidden states in `module` use these functions."""
+    """Makes all norms of hidden states in `module` compute with these functions."""
     for norm in module.modules():
         if isinstance(norm, Norm):
             norm.functions = functions
@@ -115,7 +121,7 @@ def build_norm(spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool =
 
 
 class _HeadNorm(nn.Module):
-    """Base of norms of queries or keys `[seq, batch, heads, head_dim]`, over this rank's heads.
+    """The base of norms of queries or keys `[seq, batch, heads, head_dim]`, over this rank's heads.
 
     Weights are sharded over tensor ranks like the heads. heads: number of heads on all ranks.
     """
@@ -136,7 +142,7 @@ class _HeadNorm(nn.Module):
         return 1.0 + scale.float() if self.zero_centered else scale
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Returns the mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`.
+        """Returns the mean of x over all heads of all tensor ranks, `[..., 1, 1]`.
 
         Heads that several ranks share count equally often. Each rank uses the mean for its own heads, so its
         gradients are summed over ranks as well.
@@ -146,10 +152,10 @@ class _HeadNorm(nn.Module):
 
 
 class QKLayerNorm(_HeadNorm):
-    """LayerNorm over all heads together, one for queries and keys; parameters `weight`, `bias`
-    `[heads, head_dim]`.
+    """LayerNorm over all heads together. Queries and keys share its parameters `weight` and `bias`, `[heads,
+    head_dim]`.
 
-    GPT-NeoX takes the heads of one tensor rank together, so its numbers depend on model_parallel_size; ours
+    GPT-NeoX normalises over the heads of one tensor rank, so its results depend on model_parallel_size; ours
     do not.
     """
 
@@ -171,8 +177,8 @@ class QKLayerNorm(_HeadNorm):
 
 
 class QKRMSNorm(_HeadNorm):
-    """RMSNorm of each head alone, one for queries and keys, as NeoX's; parameter `scale`
-    `[heads, head_dim]`."""
+    """RMSNorm of each head by itself, as in NeoX. Queries and keys share its parameter `scale`, `[heads,
+    head_dim]`."""
 
     scale: nn.Parameter
 
@@ -187,8 +193,8 @@ class QKRMSNorm(_HeadNorm):
 
 
 class WideRMSNorm(_HeadNorm):
-    """RMSNorm over the whole width of queries or of keys, as OLMo's; parameter `scale`
-    `[heads * head_dim]`."""
+    """RMSNorm over all heads of queries, or of keys, together, as in OLMo; parameter `scale` `[heads *
+    head_dim]`."""
 
     scale: nn.Parameter
 
@@ -204,9 +210,9 @@ class WideRMSNorm(_HeadNorm):
 
 
 class PerHeadRMSNorm(_HeadNorm):
-    """RMSNorm of each head of queries or of keys alone, as Qwen 3's; parameter `scale` `[head_dim]`.
+    """RMSNorm of each head by itself, for queries or for keys, as in Qwen 3; parameter `scale` `[head_dim]`.
 
-    All heads share it, so the gradients of the tensor ranks' heads are summed.
+    All heads share `scale`, so its gradients are summed over tensor ranks.
     """
 
     scale: nn.Parameter
@@ -229,7 +235,8 @@ _HEAD_NORMS: Mapping[str, type[_HeadNorm]] = {
 
 
 def head_norms(attention: AttentionSpec) -> dict[str, tuple[type[_HeadNorm], HeadNormSpec, int]]:
-    """The norms of queries and keys by their names in attention: class, spec and number of heads of each."""
+    """Returns the norms of queries and keys by attribute name (such as q_norm), each as (class, spec, number
+    of heads)."""
     spec = attention.norms
     if spec is None:
         return {}

@@ -1,4 +1,5 @@
-"""Runs forward passes over pipeline stages, in any layout, with or without a training engine."""
+"""Runs forward passes through all pipeline stages, in any parallel layout, with or without a training
+engine."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,11 +39,12 @@ def forward_only(
     dtype: torch.dtype,
     shape: Shape,
 ) -> list[Tensor]:
-    """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes.
+    """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes from
+    each.
 
     stage: runs this rank's stage.
-    read: called on the last stage with the final hidden states (and their head) and the batch; returns a
-        tensor of `shape(batch)`.
+    read: called on the last stage with (final hidden states and output layer, batch); returns a tensor of
+        `shape(batch)`.
     dtype: of the hidden states that stages exchange.
     Returns one fp32 tensor for each micro-batch, the same on every pipeline rank.
     """

@@ -8,7 +8,7 @@ from megatron.model.specs import LayerSpec
 from megatron.model.weight_map import layer_params, layer_specs
 from megatron.neox_arguments import ModelArgs
 
-# What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
+# NeoX's class names of these layers, in lower case, which `pipe_partition_method: type:REGEX` matches.
 _NEOX_CLASSES = {
     "embedding": "embeddingpipe",
     "block": "paralleltransformerlayerpipe",
@@ -19,9 +19,10 @@ _NEOX_CLASSES = {
 
 
 def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
-    """Returns the weight of each layer, which `pipe_partition_method` balances over the stages.
+    """Returns the weight of each layer. `partition_layers` balances their sums over the stages.
 
-    It is 1, the number of parameters, or whether the layer's class matches a pattern.
+    By `pipe_partition_method`, a weight is 1, the layer's number of parameters, or 1 for layers whose class
+    matches a pattern, else 0.
     """
     method = args.pipe_partition_method.lower()
     if method == "uniform":
@@ -34,21 +35,26 @@ def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
         weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
         if any(weights):
             return weights
-    expected = "expected uniform, parameters, or type:REGEX with a REGEX that matches layers, as type:transformer|mlp"
-    raise args.error("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
+    expected = (
+        "expected uniform, parameters, or type:REGEX where REGEX matches a layer's class, as type:transformer|mlp"
+    )
+    raise args.error(
+        "pipe_partition_method", f"{args.pipe_partition_method} is not supported or matches no layer: {expected}"
+    )
 
 
 def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
-    """Split the list of layers into `stages` contiguous parts, one for each pipeline stage.
+    """Splits the list of layers into `stages` contiguous parts, one for each pipeline stage.
 
-    It minimises the largest weight of a stage, then maximises the smallest. Ties give earlier stages more, so
-    equal blocks are split as by DeepSpeed's `partition_balanced`. Every stage gets a block, because all
-    stages must have the same parameter groups.
+    It minimises the largest total weight of a stage, then maximises the smallest. Ties give earlier stages
+    more, so equal blocks are split as by DeepSpeed's `partition_balanced`. Every stage gets a block, because
+    all stages must have the same parameter groups.
     """
     specs = layer_specs(args)
     weight = [0, *accumulate(_layer_weights(args, specs))]
     blocks = [0, *accumulate(spec.kind == "block" for spec in specs)]
-    # By number of layers cut so far: (largest, -smallest weight of a stage, bounds of the stages).
+    # The best split of the first n layers, by n: (largest, -smallest weight of a stage, bounds of the
+    # stages).
     cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
     for _ in range(stages):
         ways = [

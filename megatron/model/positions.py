@@ -1,5 +1,5 @@
-"""Position information: rotary with its scalings, sinusoidal, alibi and relative biases, all computed in
-fp32."""
+"""Position information in fp32: rotary embedding with its scalings, sinusoidal embedding, ALiBi, and T5's
+relative biases."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from megatron.neox_arguments import ModelArgs
 
 
 class Rope(NamedTuple):
-    """The tables of rotary embedding for the tokens of a micro-batch.
+    """The cos and sin tables of rotary embedding for the tokens of a micro-batch.
 
-    cos, sin: `[seq, batch, 1, rotary_dim]` fp32, factor * cos and factor * sin of each angle. sin is negated
-        where `apply_rope` needs it.
-    interleaved: as of `RotarySpec`.
+    cos, sin: `[seq, batch, 1, rotary_dim]` fp32, cos and sin of each angle times the scaling's factor. sin is
+        negated where `apply_rope` needs it.
+    interleaved: dimensions 2i and 2i + 1 are rotated together; False: dimensions i and i + rotary_dim / 2.
     query_scale: `[seq, batch, 1, 1]` fp32, a factor of rotated queries; None: no factor.
     """
 
@@ -30,14 +30,14 @@ class Rope(NamedTuple):
 
 
 def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = None) -> Tensor:
-    """The rotation frequencies in radians per position, from high to low, `[..., dim / 2]` fp32."""
+    """Returns the rotation frequencies in radians per position, from high to low, `[..., dim / 2]` fp32."""
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
 def rope_length_limit(args: ModelArgs) -> int | None:
     """Returns the text length beyond which rotary frequencies change; None if they never do.
 
-    Beyond it, frequencies depend on the length (dynamic NTK), or are a second fixed set (LongRoPE).
+    In longer texts, frequencies depend on the length (dynamic NTK), or are a second fixed set (LongRoPE).
     """
     scaling = args.rope_scaling
     if scaling is None or not args.rotates_by_length:
@@ -46,12 +46,13 @@ def rope_length_limit(args: ModelArgs) -> int | None:
 
 
 def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
-    """Returns the scaled rotation frequencies in radians per position, and the factor of cos and sin.
+    """Returns the scaled rotation frequencies in radians per position, `[width / 2]` fp32, and the factor of
+    cos and sin.
 
-    Frequencies are `[width / 2]` fp32, scaled by HuggingFace's formulas.
+    The formulas are HuggingFace's.
 
-    length: number of tokens of the text, which only dynamic NTK and LongRoPE read: a number, or
-        `[batch, 1 or seq]` for rows or tokens. Frequencies are then `[batch, 1 or seq, width / 2]`.
+    length: number of tokens of the text, which only dynamic NTK and LongRoPE read: a number; or `[batch, 1]`
+        for rows or `[batch, seq]` for tokens, and frequencies are then `[batch, 1 or seq, width / 2]`.
     """
     dim, base, scaling = rotary.width, rotary.base, rotary.scaling
     if scaling is None:
@@ -59,7 +60,7 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     factor = scaling["factor"]
     trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
-        # Filled there: a copy from the host would be waited for.
+        # Created on the device, because the host would wait for a copy.
         tokens = length if isinstance(length, Tensor) else torch.full((), length, device=device)
         stretch = factor * tokens.double().clamp(min=trained) / trained
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
@@ -77,7 +78,7 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Tensor:
-    # Long waves are stretched, short ones are kept, those between are blended.
+    # Long wavelengths are stretched by the factor, short ones are kept, and those between are interpolated.
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
     blend = (trained / waves - low) / (high - low)
@@ -87,8 +88,8 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Te
 
 
 def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, length: int | Tensor) -> Tensor:
-    # arXiv 2402.13753: found by search, one stretch for each frequency, in texts up to the trained length and
-    # in longer ones.
+    # arXiv 2402.13753: each frequency is divided by a factor of its own, found by search. There is one list
+    # of factors for texts up to the trained length, and one for longer texts.
     short, long = (
         frequencies / torch.tensor(scaling[name], dtype=torch.float32).to(frequencies.device, non_blocking=True)
         for name in ("short_factor", "long_factor")
@@ -102,14 +103,14 @@ def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, len
 def longrope_factor(trained: int, positions: float) -> float:
     """Returns LongRoPE's attention factor, which multiplies cos and sin.
 
-    trained: the original length. positions: the length that the model is stretched to.
+    trained: the length that the model was trained with. positions: the length to which it is extended.
     """
     return math.sqrt(1 + math.log(positions / trained) / math.log(trained)) if positions > trained else 1.0
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: int, base: float) -> Tensor:
-    # arXiv 2309.00071, section 3.2; the ramp runs over dimensions, between two numbers of turns in the
-    # trained length.
+    # arXiv 2309.00071, section 3.2. The ramp between scaled and unscaled frequencies runs over dimensions.
+    # Its ends are the dimensions that make beta_fast and beta_slow full turns over the trained length.
     def dimension(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
@@ -124,7 +125,8 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: in
 
 
 def _yarn_factor(scaling: Mapping[str, Any]) -> float:
-    """Returns YaRN's attention factor. It multiplies cos and sin, and so attention logits by its square."""
+    """Returns YaRN's attention factor. It multiplies cos and sin, so attention logits are multiplied by its
+    square."""
 
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
@@ -137,8 +139,10 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def rope_tables(rotary: RotarySpec, positions: Tensor, length: int | Tensor) -> Rope:
-    """The tables for tokens at `positions` `[batch, seq]` (arXiv 2104.09864); length: as of
-    `rope_frequencies`."""
+    """Returns the rotary tables for tokens at `positions` `[batch, seq]` (arXiv 2104.09864).
+
+    length: number of tokens of the text, for scalings that depend on it (see `rope_frequencies`).
+    """
     frequencies, factor = rope_frequencies(rotary, length, positions.device)
     angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1).unsqueeze(2)
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -150,7 +154,11 @@ def rope_tables(rotary: RotarySpec, positions: Tensor, length: int | Tensor) -> 
 
 
 def _query_scale(rotary: RotarySpec, positions: Tensor) -> Tensor | None:
-    """`Rope.query_scale`, by which attention of Llama 4 and Ministral 3 stays sharp in long texts."""
+    """Returns the factor of rotated queries, `[seq, batch, 1, 1]` (`Rope.query_scale`); None if the scaling
+    has none.
+
+    It grows with the position, so that attention of Llama 4 and Ministral 3 stays sharp in long texts.
+    """
     beta = None if rotary.scaling is None else rotary.scaling["llama_4_scaling_beta"]
     if beta is None or rotary.scaling is None:
         return None
@@ -159,8 +167,8 @@ def _query_scale(rotary: RotarySpec, positions: Tensor) -> Tensor | None:
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of `[seq, batch, heads, head_dim]` in fp32; the others
-    stay."""
+    """Rotates the first `rotary_dim` dimensions of x `[seq, batch, heads, head_dim]` in fp32; the others stay
+    unchanged."""
     rotary_dim = rope.cos.shape[-1]
     turning = x[..., :rotary_dim].float()
     if rope.interleaved:
@@ -172,15 +180,19 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def sinusoidal_embedding(positions: Tensor, hidden_size: int) -> Tensor:
-    """Sinusoidal positions `[..., hidden_size]` fp32: all sines, then all cosines, of base 10000 (GPT-NeoX's
-    order)."""
+    """Returns sinusoidal embeddings of `positions`, `[..., hidden_size]` fp32, with base 10000.
+
+    In GPT-NeoX's order: all sines, then all cosines.
+    """
     angles = positions.unsqueeze(-1).float() * _frequencies(hidden_size, 10000.0, positions.device)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slope of each head (arXiv 2108.12409), interpolated as in its authors' code where the number of
-    heads is not a power of two."""
+    """Returns ALiBi's slope of each head (arXiv 2108.12409).
+
+    If the number of heads is not a power of two, slopes are interpolated as in the authors' code.
+    """
 
     def powers(n: int) -> list[float]:
         start = 2.0 ** -(2.0 ** -(math.log2(n) - 3))
@@ -193,7 +205,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
     """Returns the column of the key minus the column of the query, `[batch or 1, 1, queries, seq]`.
 
-    queries: the columns of the queries, `[batch, queries]`; None: all of seq.
+    queries: the columns of the queries, `[batch, queries]`; None: all columns of seq.
     """
     keys = torch.arange(seq, device=device)
     return (keys - (keys.unsqueeze(0) if queries is None else queries).unsqueeze(2)).unsqueeze(1)
@@ -205,7 +217,7 @@ def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distan
     The result is `[1, heads, seq, seq]` fp32.
 
     slopes: `[heads]`.
-    positions: `[batch, queries]`, the columns of the queries; None: all of seq. With it the result is
+    positions: `[batch, queries]`, the columns of the queries; None: all columns of seq. With it the result is
         `[batch, heads, queries, seq]`.
     distance: `[batch, 1, queries, keys]`, key - query to use instead of the difference of columns.
     """
@@ -214,8 +226,11 @@ def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distan
 
 
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """T5's bucket of each distance query - key >= 0: half of the buckets hold one distance each, the others
-    grow logarithmically up to max_distance."""
+    """Returns T5's bucket number of each distance query - key >= 0.
+
+    Half of the buckets hold one distance each. The others hold ranges that grow logarithmically up to
+    max_distance; longer distances are in the last bucket.
+    """
     exact = buckets // 2
     growth = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
     logarithmic = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
@@ -223,9 +238,10 @@ def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor
 
 
 class RelativePositionBias(nn.Module):
-    """T5's relative biases (arXiv 1910.10683), one table for all blocks; `weight` `[buckets, local heads]`.
+    """T5's relative position biases (arXiv 1910.10683), one table for all blocks: `weight` `[buckets, local
+    heads]`.
 
-    As in NeoX they are scaled by sqrt(head_dim), beside logits that are divided by it.
+    As in NeoX, biases are multiplied by sqrt(head_dim).
     """
 
     weight: nn.Parameter
@@ -242,8 +258,12 @@ class RelativePositionBias(nn.Module):
         return (ParamSpec("weight", shape, 1, blocks, "xavier_normal", weight_decay=True, shared=True),)
 
     def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
-        """The bias of attention logits, -inf for future keys; shapes and arguments are those of
-        `alibi_bias`."""
+        """Returns the bias of attention logits, -inf for future keys: `[1, heads/T, seq, seq]` fp32.
+
+        positions: `[batch, queries]`, the columns of the queries; the result is then `[batch, heads/T,
+            queries, seq]`. None: all columns of seq.
+        distance: `[batch, 1, queries, keys]`, key - query to use instead of the difference of columns.
+        """
         distance = distances(seq, self.weight.device, positions) if distance is None else distance
         bucket = relative_bucket((-distance).clamp(min=0), self.buckets, self.max_distance)
         bias = F.embedding(bucket.squeeze(1), self.weight.float()).permute(0, 3, 1, 2) * self.scale

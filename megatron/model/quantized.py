@@ -1,4 +1,5 @@
-"""Base weights of adapters in 4 bits (`lora.quantization`): the linears of a stage's blocks."""
+"""Base weights in 4 bits while adapters are trained (`lora.quantization`): the linear layers of a stage's
+blocks."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,9 +13,10 @@ from megatron.neox_arguments import ModelArgs
 
 
 def quantize_base(stage: Stage, args: ModelArgs, log: Callable[[str], None]) -> None:
-    """Makes the linears of a stage's blocks hold quantised weights, if `lora.quantization` is set.
+    """Makes the linear layers of a stage's blocks hold 4-bit weights, if `lora.quantization` is set, and logs
+    a line.
 
-    The stage is still on the meta device. The weights are no parameters afterwards. Logs a line. Raises
+    The stage must still be on the meta device. Afterwards these weights are buffers, not parameters. Raises
     ConfigError if bitsandbytes is missing.
     """
     if args.lora is None or not args.quantized:
@@ -36,16 +38,17 @@ def quantize_base(stage: Stage, args: ModelArgs, log: Callable[[str], None]) -> 
     line = f"lora.quantization: nf4: {size:,} weights of this stage's blocks take 4 bits each, unpacked to {dtype}"
     if uneven:
         line += (
-            f"; rows are no multiples of {BLOCK}, so that other layouts round otherwise: {', '.join(sorted(uneven))}"
+            f"; blocks of {BLOCK} weights with one scale cross rows, so other parallel layouts round differently, in "
+            f"{', '.join(sorted(uneven))}"
         )
     if args.moe_num_experts > 1:
-        line += f"; experts stay in {dtype}"
+        line += f"; weights of experts are not quantised and stay in {dtype}"
     log(line)
 
 
 def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear, QuantizedProduct]]:
-    """Returns (NeoX layer index, name in the weight map, linear, its product) of each linear with a quantised
-    weight."""
+    """Returns each linear layer with a 4-bit weight: (NeoX layer index, name in the weight map, the layer,
+    its product)."""
     return [
         (int(index), f"{name}.weight", module, module.product)
         for index, layer in stage.layers.items()
@@ -56,7 +59,7 @@ def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear, QuantizedPro
 
 @torch.no_grad()
 def take_quantized(stage: Stage, weights: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Quantises the weights that the stage holds quantised, one at a time; returns the other weights.
+    """Quantises the weights that the stage holds in 4 bits, one at a time; returns all other weights.
 
     weights: this rank's shards by NeoX layer index and name, on any device.
     """
@@ -69,6 +72,6 @@ def take_quantized(stage: Stage, weights: Mapping[int, Mapping[str, Tensor]]) ->
 
 
 def quantized_memory(stage: Stage) -> list[Tensor]:
-    """Returns the tensors of quantised weights: their bytes, and the scales of their blocks."""
+    """Returns the tensors that hold a stage's 4-bit weights: packed bytes, and the scales of their blocks."""
     linears = quantized_linears(stage)
     return [tensor for _, _, linear, product in linears for tensor in (linear.weight, *product.scales())]

@@ -1,8 +1,9 @@
-"""The model's layers as data: frozen descriptions, made from the configuration once.
+"""The model's layers as data: frozen descriptions (specs), made once from the configuration.
 
-What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs,
-partitioning and conversion. Blocks may differ in all of it. A mixer is attention, Mamba or Mamba 2; a
-feed-forward is dense or a mixture of experts; other kinds are added to the tables of `model.block`.
+All code that depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes,
+FLOPs, partitioning and conversion. So every block may differ from the others. A mixer is attention, Mamba or
+Mamba 2; a feed-forward is dense or a mixture of experts. Other kinds are added to the tables in
+`model.block`.
 """
 
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from megatron.neox_arguments.values.lora_settings import block_adapters, copied_
 
 Residual = Literal["sequential", "parallel", "olmo3", "sandwich", "single"]
 
-# Of Transformer-Engine's LayerNormMLP in GPT-NeoX, whatever the epsilon keys say (transformer_engine.py).
+# The epsilons of Transformer-Engine's LayerNormMLP in GPT-NeoX (transformer_engine.py), which ignores the
+# keys.
 _TE_EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-8}
-# `activation` -> the function of it, or of its gate
+# value of `activation` -> name of its function; for gated activations, of the function applied to the gate
 _FUNCTIONS = {
     "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swish": "silu", "swiglu": "silu",
     "bilinear": "identity", "glu": "sigmoid",
@@ -27,8 +29,12 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm of hidden states. kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm; width: number
-    of features; zero_centered: rmsnorm multiplies by 1 + its weight."""
+    """A norm of hidden states.
+
+    kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm.
+    width: number of features.
+    zero_centered: rmsnorm multiplies by 1 + its weight.
+    """
 
     kind: str
     width: int
@@ -39,11 +45,12 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class HeadNormSpec:
-    """The norms of queries and keys.
+    """The norms of queries and keys in attention.
 
-    form: layernorm (over all heads, one module for both), rmsnorm (each head by itself, one module for both),
-    wide (one over all queries, one over all keys) or per_head (each head by itself, one weight for all
-    heads).
+    form: layernorm: over all heads, one module for both queries and keys; rmsnorm: each head by itself, one
+        module for both; wide: one norm over all queries, one over all keys; per_head: each head by itself,
+        one weight for all heads.
+    zero_centered: rmsnorm multiplies by 1 + its weight.
     """
 
     form: str
@@ -55,12 +62,15 @@ class HeadNormSpec:
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary position embedding.
+    """Rotary position embedding of a layer.
 
-    width: number of dimensions of a head that are rotated. base: rope_theta.
-    scaling: the key `rope_scaling`; None: this layer's rotary positions are not scaled.
-    positions: max_position_embeddings, from which scaling stretches unless `scaling` has an original length.
-    interleaved: dimensions 2i and 2i + 1 are rotated together, not i and i + width / 2."""
+    width: number of dimensions of a head that are rotated.
+    base: rope_theta.
+    scaling: the value of the key `rope_scaling`; None: this layer's rotary positions are not scaled.
+    positions: max_position_embeddings, the length from which scaling stretches, unless `scaling` has an
+        original length.
+    interleaved: dimensions 2i and 2i + 1 are rotated together; False: dimensions i and i + width / 2.
+    """
 
     width: int
     base: float
@@ -76,7 +86,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class RelativeSpec:
-    """T5's relative position biases, one table for all blocks (`pos_emb: rpe`)."""
+    """T5's relative position biases (`pos_emb: rpe`). All blocks share one table."""
 
     buckets: int
     max_distance: int
@@ -86,19 +96,22 @@ class RelativeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Self-attention over `heads` queries and `kv_heads` keys and values of `head_dim`.
+    """Self-attention with `heads` heads of queries, and `kv_heads` heads of keys and values, of size
+    `head_dim`.
 
     window: number of keys before its own that a query sees; None: all. It is W in flash attention's
         `window_size=(W, 0)`, and one less than transformers' `sliding_window`.
-    backend: `attention_backend`; but flash in flash blocks if `attention_config` has global blocks too.
+    backend: `attention_backend`; but flash for blocks that `attention_config` lists as flash next to global
+        ones.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     softcap: c; logits x become c tanh(x / c). None: no cap.
-    clip: queries, keys and values are clamped to [-clip, clip]; None: they are not.
-    sinks: each head's softmax has an additional logit, which is a parameter and has no value.
-    bias, output_bias: whether query_key_value, and dense, have biases.
+    clip: queries, keys and values are clamped to [-clip, clip]; None: they are not clamped.
+    sinks: each head's softmax has an additional logit, which is a parameter and has no value vector.
+    bias: query_key_value has a bias. output_bias: dense has a bias.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
         (gpt_j_residual).
-    lora: the adapters of its linears."""
+    lora: the low-rank adapters of its linear layers.
+    """
 
     hidden: int
     heads: int
@@ -122,21 +135,24 @@ class AttentionSpec:
 
     @property
     def biased(self) -> bool:
-        """Whether position biases are added to attention logits. Every call then has a mask."""
+        """Whether position biases (ALiBi or T5's) are added to attention logits. Every attention call then
+        has a mask."""
         return self.alibi or self.relative is not None
 
     @property
     def inputs(self) -> tuple[int | None, RotarySpec | None, str]:
-        """The fields that `AttentionInputs` depend on. Blocks with equal values share their inputs."""
+        """The fields on which `AttentionInputs` depend. Blocks with equal values share their inputs."""
         return self.window, self.rotary, self.backend
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) where it is gated.
+    """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) if gated.
 
-    width: its inner width. activation: a name in `mlp.ACTIVATIONS`, xielu or swigluoai.
-    parallel_residual, lora: as of `AttentionSpec`.
+    width: its inner width.
+    activation: a name in `mlp.ACTIVATIONS`, xielu or swigluoai.
+    parallel_residual: its output is summed over tensor ranks together with the attention's (gpt_j_residual).
+    lora: the low-rank adapters of its linear layers.
     """
 
     hidden: int
@@ -150,13 +166,18 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """The router, which chooses the experts of each token.
+    """The router of a mixture of experts, which chooses the experts of each token.
 
     sinkhorn: in training, experts are chosen by scores that Sinkhorn balances over the micro-batch.
-    scores: softmax or sigmoid. normalized: chosen scores are divided by their sum. factor: multiplies them.
-    groups, top_groups: neighbouring experts form groups; only experts of the best `top_groups` are chosen.
-    bias: the logits have biases. jitter: relative noise on the router's input in training; 0: none.
-    bias_update_rate: of the untrained bias that affects only the choice of experts; None: no such bias."""
+    scores: softmax or sigmoid of the logits.
+    normalized: the scores of chosen experts are divided by their sum.
+    factor: multiplies the scores of chosen experts.
+    groups, top_groups: consecutive experts form `groups` groups; experts are chosen from the best
+        `top_groups` only.
+    bias: the logits have biases.
+    bias_update_rate: step of the untrained bias that affects only the choice of experts; None: no such bias.
+    jitter: relative noise on the router's input in training; 0: no noise.
+    """
 
     hidden: int
     experts: int
@@ -174,12 +195,15 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts: each token's output is the sum of its experts' outputs, times their scores.
+    """A mixture of experts: each token's output is the sum of its experts' outputs, weighted by their scores.
 
-    expert: one expert. capacity_factor: most tokens of an expert, in units of the mean; None: no limit.
-    sharded: each tensor rank holds a slice of every expert; else some experts in full.
-    shared: a feed-forward that all tokens also go through. shared_gate: a sigmoid gate multiplies its output.
-    latent: experts read a projection of width `expert.hidden`; the sum of their outputs is projected back."""
+    expert: describes one expert.
+    capacity_factor: the most tokens that an expert takes, in units of the mean per expert; None: no limit.
+    sharded: True: each tensor rank holds a slice of every expert; False: it holds some experts in full.
+    shared: a feed-forward that all tokens also go through; None: there is none.
+    shared_gate: a sigmoid gate multiplies the output of `shared`.
+    latent: experts read a projection of width `expert.hidden`; the sum of their outputs is projected back.
+    """
 
     router: RouterSpec
     expert: DenseSpec
@@ -194,11 +218,15 @@ class MoESpec:
 class MambaSpec:
     """Mamba's mixer (arXiv 2312.00752): a state of `state` numbers for each of `inner` channels.
 
-    dt_rank: inner width of the projection of time steps. conv_kernel: tokens that the convolution sees.
-    conv_bias: the convolution has biases. bias: the linears have, except dt_proj, which always has one.
-    norm_eps: of the RMSNorms (without weights) of B, C and time steps; None: no norms.
-    fp32_params: A_log and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision.
-    lora: the adapters of in_proj and x_proj."""
+    dt_rank: inner width of the projection of time steps.
+    conv_kernel: number of tokens that the convolution spans.
+    conv_bias: the convolution has biases.
+    bias: the linear layers have biases; dt_proj always has one.
+    norm_eps: epsilon of the RMSNorms (without weights) of B, C and time steps; None: no norms.
+    fp32_params: A_log and D stay fp32 beside 16-bit weights.
+    state_fp32: the state is fp32 in any precision.
+    lora: the low-rank adapters of in_proj and x_proj.
+    """
 
     hidden: int
     inner: int
@@ -215,12 +243,21 @@ class MambaSpec:
 
 @dataclass(frozen=True)
 class Mamba2Spec:
-    """Mamba 2's mixer (arXiv 2405.21060): `heads` of `head_dim` channels, each with one decay and a state
-    `[head_dim, state]`.
+    """Mamba 2's mixer (arXiv 2405.21060): `heads` heads of `head_dim` channels.
 
-    groups: neighbouring heads form groups, which share B and C, and the mean square of the gated norm.
-    norm_eps: of the gated norm. chunk: tokens per chunk of the scan. time_step_limit: (lowest, highest).
-    Other fields: as of `MambaSpec`."""
+    Each head has one decay and a state `[head_dim, state]`.
+
+    groups: consecutive heads form `groups` groups. A group shares B and C, and the mean square of the gated
+        norm.
+    conv_kernel: number of tokens that the convolution spans.
+    conv_bias, bias: the convolution, and the linear layers, have biases.
+    norm_eps: epsilon of the gated norm.
+    chunk: tokens per chunk of the scan.
+    time_step_limit: (lowest, highest) time step.
+    fp32_params: A_log and D stay fp32 beside 16-bit weights.
+    state_fp32: the state is fp32 in any precision.
+    lora: the low-rank adapters of in_proj.
+    """
 
     hidden: int
     heads: int
@@ -239,23 +276,29 @@ class Mamba2Spec:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads."""
+        """The number of channels of all heads."""
         return self.heads * self.head_dim
 
 
-# The unions of all kinds of mixers and of feed-forwards.
+# All kinds of mixers, and all kinds of feed-forwards.
 MixerSpec = AttentionSpec | MambaSpec | Mamba2Spec
 FeedForwardSpec = DenseSpec | MoESpec
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The embedding, from tokens to hidden states.
+    """The embedding layer, from tokens to hidden states.
 
+    index: NeoX's layer index.
     vocab: rows of the embedding; None before the tokenizer is known.
-    learned: rows of learned positions; 0: none. offset: position p reads row p + offset.
-    noise: NEFTune's alpha; None: no noise. tied: the head has the same weight.
-    copied: a copy of the weight is trained beside adapters (`lora.modules_to_save`)."""
+    learned: rows of learned positions; 0: none.
+    offset: position p reads row p + offset.
+    sinusoidal: adds sinusoidal positions.
+    multiplier: factor of the token embeddings.
+    noise: NEFTune's alpha; None: no noise.
+    tied: the output layer has the same weight.
+    copied: with adapters, a copy of the weight is trained in its place (`lora.modules_to_save`).
+    """
 
     kind: ClassVar[str] = "embedding"
     index: int
@@ -273,10 +316,12 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: a mixer and a feed-forward, or one of them alone (residual: single).
+    """One block: a mixer and a feed-forward, or only one of them (residual: single).
 
+    index: NeoX's layer index.
     norms: by their names in the block; `residual` decides which exist.
-    multiplier: factor of what the mixer and the feed-forward add to the residual stream."""
+    multiplier: factor of what the mixer and the feed-forward add to the residual stream.
+    """
 
     kind: ClassVar[str] = "block"
     index: int
@@ -290,7 +335,10 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class FinalNormSpec:
-    """The norm after the last block. multiplier: of its output, and so of the logits of tokens."""
+    """The norm after the last block.
+
+    index: NeoX's layer index. multiplier: factor of its output, and so of the logits of tokens.
+    """
 
     kind: ClassVar[str] = "norm"
     index: int
@@ -302,8 +350,11 @@ class FinalNormSpec:
 class HeadSpec:
     """The output layer, from hidden states to logits.
 
-    tied: its weight is the embedding's, and so is a trained copy. copied: as of `EmbeddingSpec`.
-    softcap: c; logits x become c tanh(x / c). None: no cap."""
+    index: NeoX's layer index.
+    tied: its weight, or the trained copy of it, is the embedding's.
+    copied: with adapters, a copy of the weight is trained in its place (`lora.modules_to_save`).
+    softcap: c; logits x become c tanh(x / c). None: no cap.
+    """
 
     kind: ClassVar[str] = "head"
     index: int
@@ -316,7 +367,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The output layer of a reward model, from hidden states to one score a token."""
+    """The output layer of a reward model, from hidden states to one score per token."""
 
     kind: ClassVar[str] = "score"
     index: int
@@ -327,15 +378,15 @@ LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec | ScoreSpec
 
 
 def norm_kind(args: ModelArgs) -> str:
-    """The key `norm` without the prefix `te_`, which only says how the norm's parameters are named on
+    """Returns the value of the key `norm` without the prefix `te_`, which only changes names of parameters on
     disk."""
     return args.norm.removeprefix("te_")
 
 
 def has_one_norm(args: ModelArgs) -> bool:
-    """Whether attention and MLP read the output of one norm (gpt_j_tied).
+    """Whether attention and MLP read the output of the same norm (gpt_j_tied).
 
-    Transformer-Engine's MLP has a norm of its own, in GPT-NeoX too.
+    Never with Transformer-Engine's MLP (te_layernorm_mlp), which has a norm of its own, also in GPT-NeoX.
     """
     return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
 
@@ -345,8 +396,10 @@ def _has_norm_bias(args: ModelArgs) -> bool:
 
 
 def norm_spec(args: ModelArgs, *, in_te_mlp: bool = False) -> NormSpec:
-    """Returns the norm that the key `norm` names. in_te_mlp: for Transformer-Engine's MLP, whose norm has a
-    fixed epsilon."""
+    """Returns the norm that the key `norm` selects.
+
+    in_te_mlp: for Transformer-Engine's MLP, whose norm has a fixed epsilon.
+    """
     kind = norm_kind(args)
     epsilons = {"rmsnorm": args.rms_norm_epsilon, "scalenorm": args.scalenorm_epsilon}
     eps = _TE_EPSILON[kind] if in_te_mlp else epsilons.get(kind, args.layernorm_epsilon)
@@ -354,10 +407,11 @@ def norm_spec(args: ModelArgs, *, in_te_mlp: bool = False) -> NormSpec:
 
 
 def rotary_spec(args: ModelArgs, *, local: bool = False) -> RotarySpec:
-    """Returns the rotary settings of the model.
+    """Returns the rotary settings of the model's layers.
 
-    local: for layers with a window. If `rope_local_base_freq` is set, it is their base, without scaling;
-    otherwise local changes nothing."""
+    local: for layers with a window. If `rope_local_base_freq` is set, these layers have it as base, without
+        scaling. Otherwise they have the settings of all layers.
+    """
     # NeoX rounds the rotated width down to an even number of dimensions.
     width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
@@ -366,7 +420,7 @@ def rotary_spec(args: ModelArgs, *, local: bool = False) -> RotarySpec:
 
 
 def head_norm_spec(args: ModelArgs) -> HeadNormSpec | None:
-    """The norms of queries and keys; None without use_qk_layernorm."""
+    """Returns the norms of queries and keys; None without use_qk_layernorm."""
     if not args.use_qk_layernorm:
         return None
     form, eps = norm_kind(args), args.rms_norm_epsilon
@@ -382,12 +436,12 @@ def _block_value(value: int | tuple[int, ...], block: int) -> int:
 
 
 def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
-    """The attention of block number `block`, counted from 0; None where it has none."""
+    """Returns the attention of block number `block`, counted from 0; None if the block has another mixer."""
     if args.attention_config[block] not in (*FULL_BLOCKS, "attention"):
         return None
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
     width = args.sliding_window_width if slides else None
-    # A window as wide as the longest sequence is none.
+    # A window as wide as the longest sequence hides nothing, so it counts as no window.
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
     named_flash = args.attention_config[block] == "flash" and "global" in args.attention_config
@@ -405,14 +459,14 @@ def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
 
 
 def attention_scale(args: ModelArgs) -> float | None:
-    """The factor of attention logits; None: 1 / sqrt(head_dim)."""
+    """Returns the factor of attention logits; None: 1 / sqrt(head_dim)."""
     if args.query_pre_attn_scalar is not None:
         return args.query_pre_attn_scalar**-0.5
     return args.attention_multiplier
 
 
 def lora_spec(args: ModelArgs, block: int) -> LoraSpec | None:
-    """The adapters of the linears of block number `block`, counted from 0."""
+    """Returns the low-rank adapters of block number `block`, counted from 0; None without `lora`."""
     if args.lora is None:
         return None
     init, sizes = args.lora["init"], block_adapters(args, block)
@@ -425,7 +479,7 @@ def lora_spec(args: ModelArgs, block: int) -> LoraSpec | None:
 
 
 def dense_spec(args: ModelArgs, block: int) -> DenseSpec | None:
-    """The dense feed-forward of block number `block`, counted from 0; None where it has none."""
+    """Returns the dense feed-forward of block number `block`, counted from 0; None if the block has none."""
     return _dense(args, block) if args.has_dense(block) else None
 
 
@@ -438,7 +492,7 @@ def _dense(args: ModelArgs, block: int) -> DenseSpec:
 
 
 def moe_spec(args: ModelArgs, block: int) -> MoESpec | None:
-    """The mixture of experts of block number `block`, counted from 0; None where it has none."""
+    """Returns the mixture of experts of block number `block`, counted from 0; None if the block has none."""
     if not args.has_experts(block):
         return None
     dense, shared_width = _dense(args, block), args.moe_shared_expert_intermediate_size
@@ -458,11 +512,12 @@ def moe_spec(args: ModelArgs, block: int) -> MoESpec | None:
 
 
 def activation_name(args: ModelArgs) -> str:
-    """The nonlinearity of `activation`; for gated ones, that of the gate.
+    """Returns the name of the function that the key `activation` selects; for gated activations, that of the
+    gate.
 
-    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's
+    gelu is exact (erf), or the tanh approximation with `bias_gelu_fusion`, as in NeoX. Transformer-Engine's
     gelu and geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x *
-    x)))` in common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
+    x)))` in common/util/math.h. Its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
     """
     name = _FUNCTIONS.get(args.activation, args.activation)
     tanh = args.te_layernorm_mlp or (args.activation == "gelu" and args.bias_gelu_fusion)
@@ -470,7 +525,8 @@ def activation_name(args: ModelArgs) -> str:
 
 
 def block_norms(args: ModelArgs, block: int) -> dict[str, NormSpec]:
-    """Returns the norms of block number `block`, by their names in the block; single blocks have `norm`."""
+    """Returns the norms of block number `block`, by their names in the block; blocks with a single sublayer
+    have `norm`."""
     if args.attention_config[block] not in FULL_BLOCKS:
         return {"norm": norm_spec(args)}
     norm, mlp_norm = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
@@ -491,7 +547,7 @@ def residual_form(args: ModelArgs, block: int) -> Residual:
 
 
 def embedding_spec(args: ModelArgs) -> EmbeddingSpec:
-    """The embedding of the model, with the absolute positions that `pos_emb` asks for."""
+    """Returns the embedding of the model, with the absolute positions that `pos_emb` selects."""
     return EmbeddingSpec(
         index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,
         learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,

@@ -1,4 +1,4 @@
-"""A pipeline stage: a contiguous part of the decoder, and how a micro-batch runs through it."""
+"""A pipeline stage: a contiguous part of the decoder's layers, and how a micro-batch runs through it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -48,15 +48,15 @@ from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
 
 Ran = tuple[Tensor, tuple[RoutingSums, ...]]
-"""The hidden states after some blocks, and the sums of each router among these."""
+"""The hidden states after some blocks, and the `RoutingSums` of each router in these blocks."""
 RunBlocks = Callable[[Callable[[Tensor, int, int], Ran], Tensor, int, int], Ran]
 
 
 class HiddenStates(NamedTuple):
-    """The tensors that travel between pipeline stages.
+    """The tensor that one pipeline stage sends to the next.
 
     hidden_states: `[seq, batch, hidden]`, or this tensor rank's `[seq/T, batch, hidden]` under sequence
-    parallelism.
+        parallelism.
     """
 
     hidden_states: Tensor
@@ -64,7 +64,7 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferenceContext:
-    """The inputs of a forward pass without gradients beside its batch. In training there are none.
+    """The inputs of a forward pass without gradients, besides its batch. Training has none.
 
     cache: a batch without positions fills it (rows are padded on the right); a batch with positions continues
         the texts in it.
@@ -73,7 +73,7 @@ class InferenceContext:
         continuations. A token sees earlier tokens of the context and of its own branch. Each branch continues
         the context's positions.
     logit_positions: `[n]` int64, row * seq + column of the tokens whose logits are computed, which are then
-        `[n, 1, vocab/T]`; None: all.
+        `[n, 1, vocab/T]`; None: all tokens.
     text_lengths: `[batch]` int64, number of tokens of the full text that each row is a part of, for rotary
         frequencies that depend on it; None: texts end with the last token of each row.
     """
@@ -86,13 +86,13 @@ class InferenceContext:
 
 
 class Stage(nn.Module):
-    """The layers of one pipeline stage; the full decoder without pipeline parallelism.
+    """The layers of one pipeline stage; without pipeline parallelism, the full decoder.
 
     Parameters are named `layers.<NeoX index>.<NeoX name>`. They are on the meta device until `materialize`.
 
     run_blocks: runs the blocks that need gradients. It calls a function of (x, first block, end block) for
-        consecutive ranges of blocks; `training.recompute` sets one that keeps fewer activations.
-    compiled: blocks are compiled.
+        consecutive ranges of blocks; `training.recompute` sets one that saves fewer activations.
+    compiled: whether the blocks are compiled.
     dtype: of the weights that blocks compute with, and of hidden states.
     backends: the attention backends by `AttentionSpec.backend`.
     scans: the kernels of Mamba's mixers.
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         self.drops_tokens = any(isinstance(feed, MoESpec) and feed.capacity_factor is not None for feed in feeds)
         self._slopes: dict[int, Tensor] = {}  # by number of heads
         self.layers = nn.ModuleDict()
-        # Memory comes later, one layer after the other, in the dtype that is wanted.
+        # `materialize` allocates memory later, one layer after another, in the dtype of the run.
         unallocated = replace(groups, device=torch.device("meta"))
         for spec in specs:
             self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
@@ -157,8 +157,10 @@ class Stage(nn.Module):
         return TiedHead(spec, groups, sequence_parallel, words)
 
     def _share_relative_biases(self, groups: ParallelGroups) -> None:
-        """Give every block the same table of relative biases under NeoX's name; pipeline stages sum its
-        gradient."""
+        """Gives every attention block the same table of relative position biases, under NeoX's name.
+
+        Pipeline stages sum the gradients of their copies.
+        """
         tables: dict[RelativeSpec, RelativePositionBias] = {}
         for layer, spec in self.attention.items():
             relative, attention = spec.relative, self.layers[str(layer)].attention
@@ -175,13 +177,14 @@ class Stage(nn.Module):
 
     @property
     def state_blocks(self) -> list[BlockSpec]:
-        """The blocks of this stage whose mixer has a state (Mamba)."""
+        """The blocks of this stage whose mixer has a state (Mamba and Mamba 2)."""
         return [spec for spec in self.blocks if isinstance(spec.mixer, MambaSpec | Mamba2Spec)]
 
     # -- caches ----------------------------------------------------------------------------------------------
 
     def empty_cache(self, blocks: int, block_size: int, texts: int = 0) -> KVCache:
-        """Returns a cache of `blocks` blocks of `block_size` tokens, and the states of `texts` texts.
+        """Returns a cache for generation, with `blocks` blocks of `block_size` tokens, and the states of
+        `texts` texts.
 
         Keys and values have the dtype of the weights.
         """
@@ -190,12 +193,12 @@ class Stage(nn.Module):
 
     @property
     def cache_bytes(self) -> int:
-        """Number of bytes that one token takes in the cache of this rank."""
+        """The number of bytes that one token takes in this rank's key-value cache."""
         return 2 * sum(heads * width for heads, width in self._cached.values()) * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """Number of bytes that the states of one text take on this rank."""
+        """The number of bytes that the Mamba states of one text take on this rank."""
         sizes = [
             math.prod(shapes.last_inputs) * self.dtype.itemsize + math.prod(shapes.state) * shapes.state_dtype.itemsize
             for shapes in self._states.values()
@@ -204,30 +207,31 @@ class Stage(nn.Module):
 
     @property
     def _states(self) -> dict[int, StateShapes]:
-        """Returns the shapes of the state that this rank keeps of each text, by layer."""
+        """The shapes of the state that this rank keeps of each text, by NeoX layer index."""
         kinds = {kind.Spec: kind for kind in MIXERS}
         mixers = {spec.index: spec.mixer for spec in self.state_blocks}
         return {i: kinds[type(mixer)].state_shapes(mixer, self.tensor_size, self.dtype) for i, mixer in mixers.items()}
 
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
-        """(key-value heads of this rank, head_dim) of each layer that has a cache."""
+        """(key-value heads of this rank, head_dim) of each layer with a key-value cache, by NeoX layer
+        index."""
         size = self.tensor_size
         return {layer: (share_out(spec.kv_heads, size)[0], spec.head_dim) for layer, spec in self.attention.items()}
 
-    # -- what blocks are given -------------------------------------------------------------------------------
+    # -- inputs of blocks ------------------------------------------------------------------------------------
 
     def attention_inputs(
         self, layer: int, batch: Batch, positions: Tensor, context: InferenceContext
     ) -> AttentionInputs:
-        """Returns the attention inputs of the block with this NeoX layer index.
+        """Returns the attention inputs of the block with NeoX layer index `layer`.
 
-        All blocks with equal `AttentionSpec.inputs` share them.
+        All blocks with equal `AttentionSpec.inputs` share them. positions: `[batch, seq]`.
         """
         mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer)
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
-            # Rows of every length: a mask compiles nothing anew.
+            # A mask, because rows have many lengths: a block mask would be compiled for each of them.
             return tree_inputs(mixer, positions, branches, torch.zeros_like(branches), length, None, bias)
         if cache is not None and batch.positions is not None:
             return cached_inputs(mixer, positions, context.text_lengths, cache.length, self.dtype, bias)
@@ -251,9 +255,10 @@ class Stage(nn.Module):
         return None
 
     def _slopes_of(self, heads: int) -> Tensor:
-        """Returns ALiBi's slopes of this rank's heads, `[heads/T]`.
+        """Returns ALiBi's slopes of this rank's heads, `[heads/T]`. heads: number of heads over all tensor
+        ranks.
 
-        They are cached on the device, because the host waits for such a copy.
+        They are cached on the device, because copying them makes the host wait.
         """
         if heads not in self._slopes:
             local = heads // self.tensor_size
@@ -267,7 +272,7 @@ class Stage(nn.Module):
         self, x: Tensor, inputs: Mapping[int, AttentionInputs | StateInputs], batch: Batch, cache: KVCache | None
     ) -> Ran:
         specs, dropping = self.blocks, self.training and self.drops
-        # Padding takes no expert's room.
+        # Padding must not use up the capacity of experts.
         token_mask = (
             batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
         )
@@ -297,9 +302,9 @@ class Stage(nn.Module):
         """Runs one micro-batch through this stage. Returns `HiddenStates`, or on the last stage the result of
         `finish`.
 
-        hidden: the output of the stage before; None on the first stage.
-        finish: called within the forward pass, because ZeRO 3 has the weights only there. It gets the last
-            stage's `HeadInput`; by default it returns the logits `[seq, batch, vocab/T]`.
+        hidden: the output of the previous stage; None on the first stage.
+        finish: called with the last stage's `HeadInput` within the forward pass, because with ZeRO 3 the
+            weights are available only there. By default it returns the logits `[seq, batch, vocab/T]`.
         context: inputs of a forward pass without gradients. With a cache or padded rows, the batch must have
             no document boundaries.
         """
@@ -313,10 +318,10 @@ class Stage(nn.Module):
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
                 x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), starts)
         else:
-            assert hidden is not None, "a later stage needs the hidden states of the stage before"
+            assert hidden is not None, "a pipeline stage after the first needs the previous stage's hidden states"
             x = hidden.hidden_states
             if self.specs[0].index <= self.lowest_trained:
-                x = x.detach()  # a pipeline's input asks for a gradient
+                x = x.detach()  # the pipeline's input requires a gradient, but no layer below here is trained
         inputs_by_spec: dict[object, AttentionInputs] = {}
         for layer, spec in self.attention.items():
             if spec.inputs not in inputs_by_spec:
@@ -325,7 +330,9 @@ class Stage(nn.Module):
         inputs = {layer: inputs_by_spec[spec.inputs] for layer, spec in self.attention.items()}
         if self.state_blocks:
             shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
-            assert inference.branch_ids is None and not shares_prefixes, "branches of a text have states of their own"
+            assert inference.branch_ids is None and not shares_prefixes, (
+                "Mamba blocks support no trees or shared prefixes"
+            )
             states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
             inputs |= {spec.index: states for spec in self.state_blocks}
         x, routed = self._run_blocks(x, inputs, batch, inference.cache)
@@ -347,10 +354,10 @@ def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, start: int, 
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
-    """Returns this rank's pipeline stage on the meta device, which has shapes only.
+    """Returns this rank's pipeline stage on the meta device, where parameters have shapes but no memory.
 
-    Chooses its attention backends and Mamba kernels. `init_stage` allocates and initialises its parameters,
-    `materialize` only allocates them.
+    It chooses the attention backends and Mamba kernels. Then `init_stage` allocates and initialises the
+    parameters, or `materialize` only allocates them.
     """
     mixers = [block.mixer for block in block_specs(args)]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]

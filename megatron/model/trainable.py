@@ -1,4 +1,4 @@
-"""Selects the parameters that a run trains (`trainable`, `lora`), and the lowest layer that needs
+"""Selects the parameters that a run trains (`trainable`, `lora`), and finds the lowest layer that needs
 gradients."""
 
 import difflib
@@ -11,26 +11,27 @@ from megatron.model.weight_map import is_adapter, layer_params, shared_params
 from megatron.neox_arguments import ConfigError, ModelArgs
 
 ParamName = tuple[int, str]
-"""(NeoX's layer index, name in the weight map); a parameter that blocks share counts as the first block's."""
+"""(NeoX's layer index, name in the weight map). A parameter that blocks share belongs to the first block."""
 
 EMBEDDING: ParamName = (0, "word_embeddings.weight")
-_SUGGESTIONS = 4  # names shown for a pattern that matches none
+_SUGGESTIONS = 4  # number of similar names in the message about a pattern that matches no parameter
 
 
 def head_parameter(args: ModelArgs) -> ParamName:
-    """Returns the (layer, name) of the output layer's weight. A tied head's is the embedding."""
+    """Returns the (NeoX layer index, name) of the output layer's weight; for a tied head, that of the
+    embedding."""
     if not args.no_weight_tying:
         return EMBEDDING
     return args.num_layers + 4, "rm_linear.weight" if args.score_head else "final_linear.weight"
 
 
 def trained_parameters(args: ModelArgs) -> frozenset[ParamName]:
-    """Returns the (layer, name) of each parameter that is trained.
+    """Returns the (NeoX layer index, name) of each parameter that is trained.
 
-    With `lora` these are adapters, trained copies and a score head; with `trainable` those that it selects;
-    otherwise all. A tied head is the embedding.
+    With `lora` these are adapters, trained copies of weights, and a score head. With `trainable` they are the
+    parameters that it selects; otherwise all. The weight of a tied head is the embedding.
 
-    Raises ConfigError for a pattern that matches no parameter, or if no parameter is trained.
+    Raises ConfigError for a pattern that matches no parameter, or if no parameter is selected.
     """
     shared, params = shared_params(args), layer_params(args)
     all_names = [(i, p.name) for i, specs in params.items() for p in specs if p.trained and shared.get(p.name, i) == i]
@@ -54,12 +55,15 @@ def trained_parameters(args: ModelArgs) -> frozenset[ParamName]:
                 pattern.replace("\\", ""), {name for _, name in all_names}, _SUGGESTIONS, 0.0
             )
             problems.append(
-                f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
-                f"{', '.join(close_names)}; blocks are layers 2 to {args.num_layers + 1}"
+                f"{args.origin('trainable.names')}: trainable.names: {pattern} matches no parameter; similar names: "
+                f"{', '.join(close_names)}; patterns are searched in LAYER.NAME, where blocks are layers 2 to "
+                f"{args.num_layers + 1}"
             )
         trained |= matched
     if not trained and not problems:
-        problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
+        problems.append(
+            f"{args.origin('trainable')}: trainable: selects no parameter to train; set last_layers, head or names"
+        )
     if options["embedding_gradient"] is False and not problems:
         problems += _embedding_problems(args, trained)
     if problems:
@@ -70,13 +74,17 @@ def trained_parameters(args: ModelArgs) -> frozenset[ParamName]:
 def _embedding_problems(args: ModelArgs, trained: set[ParamName]) -> Iterable[str]:
     place = f"{args.origin('trainable.embedding_gradient')}: trainable.embedding_gradient: false"
     if args.no_weight_tying or EMBEDDING not in trained:
-        yield f"{place} is for a tied head that is trained; remove it"
+        yield f"{place} has an effect only if a tied head is trained, which is not so here; remove it"
     elif (0, "position_embeddings.weight") in trained:
-        yield f"{place}: position_embeddings.weight is trained, which needs that gradient; remove one of them"
+        yield (
+            f"{place} turns off gradients of the embedding layer, but position_embeddings.weight is trained there; "
+            "remove one of the two from trainable"
+        )
 
 
 def lowest_trained(args: ModelArgs) -> int:
-    """Returns the NeoX index of the lowest layer that needs gradients. Layers below it only run forward."""
+    """Returns the NeoX index of the lowest layer that needs gradients. Layers below it run forward without
+    gradients."""
     if args.trainable is None and args.lora is None:
         return 0
     trained = trained_parameters(args)
@@ -86,7 +94,8 @@ def lowest_trained(args: ModelArgs) -> int:
 
 
 def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: ModelArgs) -> None:
-    """Set `requires_grad` of a stage's parameters by `trainable` or `lora`, before an optimizer is made.
+    """Sets `requires_grad` of a stage's parameters as `trainable` or `lora` says. Call it before an optimizer
+    is created.
 
     params: (NeoX's layer index, name in the weight map, parameter), from `stage_parameters`.
     """

@@ -1,9 +1,9 @@
-"""The model as a list of layers, and the one weight map: every parameter's name, full shape, owners and
+"""The model as a list of layers, and the weight map: every parameter's name, full shape, sharding and
 initialisation.
 
-Initialisation, saving, loading, conversion and resharding read this table; names are those of GPT-NeoX's
-per-layer checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head or score; N+4
-holds no parameter when tied).
+Initialisation, saving, loading, conversion and resharding read this table. Names are those of GPT-NeoX's
+per-layer checkpoint files: layer 0 is the embedding, 2 to N + 1 the blocks, N + 3 the final norm, N + 4 the
+output layer (untied head or score). A tied head has no parameter in layer N + 4.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from megatron.neox_arguments.values.lora_settings import copied_modules
 
 
 def layer_specs(args: ModelArgs) -> tuple[LayerSpec, ...]:
-    """The layers of the whole model, in execution order."""
+    """Returns the specs of the full model's layers, in execution order."""
     last = args.num_layers + 1
     blocks = []
     for i in range(args.num_layers):
@@ -48,24 +48,24 @@ def layer_specs(args: ModelArgs) -> tuple[LayerSpec, ...]:
         softcap=args.final_logit_softcapping,
     )  # fmt: skip
     norm = FinalNormSpec(last + 2, norm_spec(args), args.logit_scale)
-    if args.score_head:  # of hidden states as the norm leaves them, as transformers' classes
+    if args.score_head:  # reads the norm's output without multiplier, as transformers' classes do
         head, norm = ScoreSpec(last + 3, args.hidden_size), replace(norm, multiplier=1.0)
     return (embedding_spec(args), *blocks, norm, head)
 
 
 def block_specs(args: ModelArgs) -> tuple[BlockSpec, ...]:
-    """The blocks among `layer_specs`."""
+    """Returns the specs of the full model's blocks, in execution order."""
     return tuple(spec for spec in layer_specs(args) if isinstance(spec, BlockSpec))
 
 
 def attention_of(args: ModelArgs, layer: int) -> AttentionSpec | None:
-    """The attention of the block with this NeoX layer index; None for other layers and mixers."""
+    """Returns the attention of the block with NeoX layer index `layer`; None for other layers and mixers."""
     mixer = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 
 def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """Returns the parameters by NeoX layer index, without layers that have none.
+    """Returns the parameters of each layer, by NeoX layer index. A tied head, which has none, is left out.
 
     `args.padded_vocab_size` must be known.
     """
@@ -77,9 +77,10 @@ def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Tells whether a parameter of this name is trained while base weights are frozen (`lora`).
+    """Whether a parameter of this name is trained while base weights are frozen (`lora`).
 
-    It is an adapter's, a copy in place of a weight, or the head of a reward model."""
+    This holds for parameters of adapters, trained copies of weights, and the score head of a reward model.
+    """
     return ".lora." in name or name.endswith(".modules_to_save") or name == "rm_linear.weight"
 
 
@@ -92,26 +93,28 @@ def may_be_wide(name: str) -> bool:
 
 
 def base_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """`layer_params` of the model without adapters and copies."""
+    """Returns the parameters of the model without adapters and trained copies, by NeoX layer index."""
     return layer_params(args) if args.lora is None else layer_params(replace(args, lora=None))
 
 
 def adapter_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """Returns the adapters and copies among `layer_params`, by the layers that have some."""
+    """Returns the parameters that `lora` trains (adapters, trained copies, a score head), by NeoX layer
+    index.
+
+    Layers without any are left out.
+    """
     adapters = {i: tuple(p for p in specs if is_adapter(p.name)) for i, specs in layer_params(args).items()}
     return {layer: specs for layer, specs in adapters.items() if specs}
 
 
 def named_params(args: ModelArgs) -> dict[tuple[int, str], ParamSpec]:
-    """The parameters of `layer_params`, by NeoX layer index and name."""
+    """Returns the spec of each parameter of the full model, by (NeoX layer index, name)."""
     return {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
 
 
 def shared_params(args: ModelArgs) -> dict[str, int]:
-    """Returns the parameters that all blocks share, by name, with the NeoX index of the first block.
-
-    The first block owns them.
-    """
+    """Returns the names of the parameters that all blocks share, each with the NeoX index of the first block,
+    which owns it."""
     owners: dict[str, int] = {}
     for (layer, name), spec in named_params(args).items():
         if spec.shared:
@@ -120,9 +123,9 @@ def shared_params(args: ModelArgs) -> dict[str, int]:
 
 
 def unused_params(args: ModelArgs, layer: int) -> tuple[ParamSpec, ...]:
-    """Returns the norms of a layer (by NeoX index) that GPT-NeoX saves but never uses.
+    """Returns the norms of a layer that GPT-NeoX saves but never uses. Checkpoints hold their initial values.
 
-    Checkpoints hold their initial values.
+    layer: NeoX's layer index.
     """
     if not 2 <= layer < args.num_layers + 2 or residual_form(args, layer - 2) == "single":
         return ()

@@ -1,13 +1,19 @@
-"""Model parallelism (Megatron's `mpu`): process groups, layers split over tensor ranks, the output layer and
-its loss.
+"""Model parallelism (Megatron's `mpu`): process groups, linear layers sharded over tensor ranks, the output
+layer and its loss.
 
-`groups.py` holds the process groups as one frozen object, `mappings.py` the collectives, `parameters.py` the
-specs of parameters. `layers.py` has the linear layer, `parallel_linear.py` its columns and rows over tensor
-ranks, `products.py` its matrix product, `grouped.py` products by group. `head.py` has the output layer and
-its loss in chunks, `cross_entropy.py` the loss of a chunk of logits over tensor ranks. `random.py` derives
-seeds of dropout, `gpu_kernels.py` lists the GPUs on which each kernel has run.
+groups.py: all process groups of a rank, as one frozen object. initialize.py creates and connects them.
+mappings.py: the collectives of tensor, sequence and expert parallelism, with gradients.
+parameters.py: `ParamSpec`, which describes a parameter and how it is sharded.
+layers.py: the linear layer and the token embedding. parallel_linear.py: their column- and row-parallel
+computation.
+products.py: the matrix products of a linear layer; fp8/ and quantized.py have other versions. grouped.py: one
+product per expert.
+lora.py: low-rank adapters of a linear layer.
+head.py: the output layer, and losses computed in chunks of tokens. cross_entropy.py: the loss of one chunk.
+divergence.py: losses of distillation.
+random.py: dropout seeds. gpu_kernels.py: the GPUs on which each kernel has been tested.
 
-Everything takes its groups as an argument; nothing here is global.
+Functions and classes take their process groups as arguments; nothing here is global.
 """
 
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels

@@ -1,9 +1,10 @@
-"""Vocab-parallel cross-entropy: log-probabilities of labels, statistics, and the gradient of the logits.
+"""Vocab-parallel cross-entropy of a chunk of logits: log-probabilities of labels, statistics, and the logits'
+gradient.
 
-The vocabulary may be split over tensor ranks (arXiv 1909.08053, section 3). Everything is fp32, whatever the
-dtype of the logits. Functions here are elementwise except for sums over a row of logits, so torch.compile
-makes one or two kernels of each. Without compilation they work on slices of a few rows, which bounds the
-memory for fp32 copies.
+The vocabulary may be sharded over tensor ranks (arXiv 1909.08053, section 3). Everything is computed in fp32,
+whatever the dtype of the logits. Functions here are elementwise except for sums over a row of logits, so
+torch.compile makes one or two kernels of each. Without compilation they run on slices of a few rows, which
+bounds the memory for fp32 copies.
 """
 
 from collections.abc import Callable
@@ -15,21 +16,22 @@ from torch import Tensor
 
 from megatron.mpu.mappings import gather_from_tensor
 
-# Logits in a slice: 128 MiB in fp32, one or two copies alive at once; on a CPU as many as fit its caches.
+# Number of logits in a slice. On a GPU they take 128 MiB in fp32, and one or two copies are alive at once. On
+# a CPU a slice fits the caches.
 SLICE, CPU_SLICE = 2**25, 2**20
 
-# Maps log p(label) of tokens to their losses, elementwise, fp32 `[n]`.
+# A function from log p(label) of tokens, fp32 `[n]`, to the losses of the tokens, elementwise.
 TokenLoss = Callable[[Tensor], Tensor]
 
 
 class VocabPart(NamedTuple):
-    """This rank's part of the vocabulary.
+    """The part of the vocabulary that this tensor rank holds.
 
-    group: the tensor ranks over which it is split; None for one rank.
+    group: the tensor ranks over which the vocabulary is sharded; None for one rank.
     rank: this rank's index in the group.
     first_column: index of this part's first column in the full vocabulary.
-    local_columns: columns of this part that take part in the softmax; further columns are padding.
-    columns: columns that take part, over all ranks.
+    local_columns: number of columns of this part in the softmax; the columns after them are padding.
+    columns: number of columns in the softmax, over all ranks.
     """
 
     group: dist.ProcessGroup | None
@@ -40,29 +42,31 @@ class VocabPart(NamedTuple):
 
     @classmethod
     def for_rank(cls, size: int, group: dist.ProcessGroup | None, columns: int | None) -> "VocabPart":
-        """The part of a rank that holds `size` columns.
+        """Returns the part of the calling rank, which holds `size` columns including padding.
 
-        columns: number of leading columns of the full vocabulary that take part in the softmax (None: all).
+        columns: number of leading columns of the full vocabulary in the softmax, the rest is padding; None:
+            all.
         """
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         total, first_column = size * ranks if columns is None else columns, rank * size
         return cls(group, rank, first_column, min(max(total - first_column, 0), size), total)
 
     def local(self, labels: Tensor) -> Tensor:
-        """Labels as indices of this rank's columns; -1 for labels of other ranks."""
+        """Converts labels of the full vocabulary to columns of this rank; -1 for labels that other ranks
+        hold."""
         local = labels - self.first_column
         return local.masked_fill_((local < 0) | (local >= self.local_columns), -1)
 
 
 class TokenValues(NamedTuple):
-    """The values of each token after the reduction over all ranks, fp32 `[n]` each.
+    """The values of each token, reduced over all tensor ranks unless noted, fp32 `[n]` each.
 
     logprobs: log p(label).
-    logsumexp: of the logits.
-    highest: the largest logit on this rank.
-    inverse: factor with which p of a column of this rank is exp(logit - highest) * inverse.
+    logsumexp: log of the sum of exp(logit) over the vocabulary.
+    highest: the largest logit on this rank alone.
+    inverse: factor for this rank: p of one of its columns is exp(logit - highest) * inverse.
     entropy: in nats; None if not requested.
-    mean_logit: over the columns that take part; None if not requested.
+    mean_logit: mean over the columns in the softmax; None if not requested.
     is_top: 1 if no token is likelier than the label, else 0; None if not requested.
     """
 
@@ -76,15 +80,18 @@ class TokenValues(NamedTuple):
 
 
 def _label_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits at local labels in fp32, 0 for labels of other ranks, `[rows]`."""
-    if torch.compiler.is_compiling():  # reading in the order of the other reads lets them share a kernel
+    """Returns the logits at the labels, fp32 `[rows]`.
+
+    labels: columns of this rank; -1 for labels of other ranks, whose result is 0.
+    """
+    if torch.compiler.is_compiling():  # a full pass over the logits, which the compiler fuses with the other passes
         numbers = torch.arange(logits.shape[1], device=logits.device)
         return torch.where(numbers == labels[:, None], logits, 0.0).sum(-1, dtype=torch.float32)
     return logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).float().masked_fill_(labels < 0, 0.0)
 
 
 def _shifted_logits(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
-    """logit / temperature - highest, in a new fp32 tensor `[rows, local_columns]`."""
+    """Returns logit / temperature - highest, as a new fp32 tensor `[rows, local_columns]`."""
     if temperature == 1.0:
         return logits - highest[:, None]
     divided = logits / temperature if logits.dtype == torch.float32 else logits.float().div_(temperature)
@@ -92,10 +99,12 @@ def _shifted_logits(logits: Tensor, highest: Tensor, temperature: float) -> Tens
 
 
 def _row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns exp(logit - highest) `[rows, local_columns]`, and sums of each row `[3 or 5, rows]`.
+    """Returns exp(logit - highest) `[rows, local_columns]`, and five sums of each row, `[5, rows]`; three
+    without `statistics`.
 
-    The sums are the highest logit, the sum of exp, and the label's logit. With `statistics` also the sum of
-    (logit - highest) * exp and the sum of the logits. All are of logits divided by the temperature, in fp32.
+    The sums are: the highest logit, the sum of exp(logit - highest), the label's logit, the sum of (logit -
+    highest) * exp(logit - highest), and the sum of the logits. All logits are divided by the temperature, in
+    fp32.
     """
     highest = logits.amax(-1).float() / temperature
     shifted = _shifted_logits(logits, highest, temperature)
@@ -110,7 +119,11 @@ def _row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: flo
 
 
 def _combined(sums: Tensor, rank: int, columns: int) -> TokenValues:
-    """Computes the values of tokens from the sums of all ranks, `[3 or 5, ranks, n]`."""
+    """Computes the `TokenValues` of tokens from the row sums of all tensor ranks, `[3 or 5, ranks, n]` (see
+    `_row_sums`).
+
+    rank: this rank's index. columns: number of columns in the softmax over all ranks.
+    """
     if sums.shape[1] == 1:
         (highest, total, label, *extra), inverse = sums[:, 0].unbind(), sums[1, 0].reciprocal()
     else:
@@ -129,8 +142,8 @@ def _combined(sums: Tensor, rank: int, columns: int) -> TokenValues:
 
 
 def _with_slopes(loss: TokenLoss, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the losses of tokens, and their derivatives with respect to the log-probabilities."""
-    if torch.compiler.is_compiling():  # the compiler does not support autograd.grad below
+    """Returns `loss(logprobs)`, the losses of tokens, and their derivatives with respect to `logprobs`."""
+    if torch.compiler.is_compiling():  # the compiler does not support the autograd.grad used below
 
         def summed(x: Tensor) -> tuple[Tensor, Tensor]:
             losses = loss(x)
@@ -145,8 +158,11 @@ def _with_slopes(loss: TokenLoss, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, label_slope: Tensor) -> None:
-    """Overwrites the logits with their gradient: exp * scale, plus `label_slope` at the labels; `[rows]`
-    each."""
+    """Overwrites the logits of each row with their gradient: exp * scale, plus `label_slope` at the row's
+    label.
+
+    exp: exp(logit - highest), shaped as the logits. scale, labels, label_slope: `[rows]` each.
+    """
     if torch.compiler.is_compiling():
         numbers = torch.arange(logits.shape[1], device=logits.device)
         logits.copy_(exp * scale[:, None] + torch.where(numbers == labels[:, None], label_slope[:, None], 0.0))
@@ -161,14 +177,16 @@ def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, la
 
 
 def row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float) -> Tensor:
-    """The sums of each row `[3 or 5, rows]` from which `_combined` computes values. Logits are divided by the
-    temperature."""
+    """Returns the sums of each row that the loss needs, `[3 or 5, rows]`; see `_row_sums`. Logits are divided
+    by the temperature."""
     return _row_sums(logits, labels, statistics, temperature)[1]
 
 
 class Slopes(NamedTuple):
-    """The factors of the gradient of a row's logits, fp32 `[rows]` each. The gradient is exp(logit - highest)
-    * scale, plus `label_slope` at the label."""
+    """The factors of the gradient of a row's logits, fp32 `[rows]` each.
+
+    The gradient is exp(logit - highest) * scale, plus `label_slope` at the label.
+    """
 
     highest: Tensor
     scale: Tensor
@@ -187,12 +205,16 @@ def loss_rows(
     rank: int,
     columns: int,
 ) -> Tensor:
-    """Returns `[1 or 3, rows]`: the weighted loss of each row; with `statistics` also its weighted entropy
-    and top-1 flag.
+    """Returns the weighted loss of each row, `[1, rows]`; with `statistics` also weighted entropy and top-1
+    flag, `[3, rows]`.
 
-    The flag is 1 where the label is the likeliest token. sums: `[3 or 5, ranks, rows]` of all ranks; None for
-    a single rank. gradient: the logits are overwritten with their gradient. It includes that of z_loss *
-    logsumexp^2, which the returned loss does not.
+    The top-1 flag is 1 if the label is the likeliest token.
+
+    labels: columns of this rank, -1 for labels of other ranks.
+    sums: results of `row_sums` on all tensor ranks, `[3 or 5, ranks, rows]`; None for a single rank.
+    z_loss: coefficient of logsumexp^2. It changes the gradient, but not the returned loss.
+    gradient: overwrite the logits with their gradient.
+    rank, columns: index of this rank, and number of columns in the softmax over all ranks.
     """
     exp, sums = (None, sums) if sums is not None else _own_sums(logits, labels, statistics)
     losses, slopes = _losses(sums, weights, loss, z_loss, statistics, gradient, rank, columns)
@@ -205,15 +227,15 @@ def loss_rows(
 def _loss_slopes(
     logits: Tensor, sums: Tensor | None, labels: Tensor, weights: Tensor, *options: Any
 ) -> tuple[Tensor, Slopes | None]:
-    """Returns the losses of `loss_rows`, and the `Slopes` that give the logits' gradient. Does not change the
-    logits."""
+    """Returns the result of `loss_rows`, and the `Slopes` that give the logits' gradient. It does not change
+    the logits."""
     sums = _own_sums(logits, labels, options[2])[1] if sums is None else sums
     return _losses(sums, weights, *options)
 
 
 def _own_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
-    """Returns the result of `_row_sums` for a single rank, where the sums get a dimension of ranks, of size
-    1."""
+    """Returns the results of `_row_sums` for a single rank; the sums get a dimension of ranks, `[3 or 5, 1,
+    rows]`."""
     exp, sums = _row_sums(logits, labels, statistics)
     return exp, sums.unsqueeze(1)
 
@@ -242,7 +264,8 @@ def _losses(
 
 
 def _put_loss_gradient(logits: Tensor, highest: Tensor, scale: Tensor, label_slope: Tensor, labels: Tensor) -> Tensor:
-    """Overwrites the logits with their gradient, from the `Slopes` of `_loss_slopes`. Returns `scale`."""
+    """Overwrites the logits with their gradient, given the three `Slopes` that `_loss_slopes` returned.
+    Returns `scale`."""
     _put_gradient(logits, (logits - highest[:, None]).exp_(), scale, labels, label_slope)
     return scale
 
@@ -250,10 +273,12 @@ def _put_loss_gradient(logits: Tensor, highest: Tensor, scale: Tensor, label_slo
 def put_logprob_gradient(
     logits: Tensor, highest: Tensor, inverse: Tensor, labels: Tensor, grad: Tensor, temperature: float
 ) -> Tensor:
-    """Overwrites the logits with their gradient, given the gradient `grad` of log p(label), fp32 `[rows]`.
+    """Overwrites the logits with their gradient, given `grad` `[rows]` fp32, the gradient of log p(label).
+    Returns `grad`.
 
-    p is the softmax of logits divided by the temperature. highest, inverse: as in `TokenValues`. Returns
-    `grad`.
+    p is the softmax of the logits divided by the temperature.
+
+    highest, inverse: as in `TokenValues`. labels: columns of this rank, -1 for labels of other ranks.
     """
     exp, label_slope = _shifted_logits(logits, highest, temperature).exp_(), grad / temperature
     _put_gradient(logits, exp, -label_slope * inverse, labels, label_slope)
@@ -261,7 +286,7 @@ def put_logprob_gradient(
 
 
 class Kernels(NamedTuple):
-    """The functions `row_sums`, `loss_rows` and `put_logprob_gradient`, plain or compiled."""
+    """The functions `row_sums`, `loss_rows` and `put_logprob_gradient`, either plain or compiled."""
 
     row_sums: Callable[..., Tensor]
     loss_rows: Callable[..., Tensor]
@@ -269,8 +294,8 @@ class Kernels(NamedTuple):
 
 
 def _in_slices(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps a function of logits and per-row tensors so that it runs on a few rows at a time, which bounds
-    memory."""
+    """Wraps a function of logits and per-row tensors, so that it runs on a few rows at a time. This bounds
+    its memory."""
 
     def sliced(logits: Tensor, *inputs: object) -> Tensor:
         rows, size = logits.shape
@@ -287,15 +312,15 @@ def _in_slices(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def plain_kernels() -> Kernels:
-    """The uncompiled functions, which run on slices."""
+    """Returns the uncompiled functions, which run on slices of a few rows."""
     return Kernels(_in_slices(row_sums), _in_slices(loss_rows), _in_slices(put_logprob_gradient))
 
 
 def compiled_kernels() -> Kernels:
-    """Returns the functions compiled for any number of rows.
+    """Returns the functions compiled by torch.compile, for any number of rows.
 
-    Values per row and values per logit are computed in two graphs: in one graph the compiler would recompute
-    the values per row for each logit.
+    Loss and gradient are two graphs, one for values per row and one for values per logit. In a single graph
+    the compiler would recompute the values per row for each logit.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,10 +351,13 @@ def compiled_kernels() -> Kernels:
 def sums_of_ranks(
     logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float = 1.0
 ) -> Tensor:
-    """`row_sums` of every rank, `[3 or 5, ranks, rows]`, by one all-gather. labels: local `[rows]`."""
+    """Gathers the result of `row_sums` from every tensor rank, `[3 or 5, ranks, rows]`, in one all-gather.
+
+    labels: columns of this rank, -1 for labels of other ranks; `[rows]`.
+    """
     if part.local_columns:
         sums = kernels.row_sums(logits[:, : part.local_columns], labels, statistics, temperature)
-    else:  # only padding: below all other logits, and finite
+    else:  # this rank has only padding: its highest logit is below all others, and finite
         sums = torch.zeros(5 if statistics else 3, len(logits), device=logits.device)
         sums[0] = -1e30
     ranks = 1 if part.group is None else dist.get_world_size(part.group)
@@ -339,9 +367,11 @@ def sums_of_ranks(
 def values_of(
     logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float
 ) -> TokenValues:
-    """Returns the values of tokens, computed from this rank's logits `[rows, vocab/T]` divided by the
+    """Returns the `TokenValues` of tokens from this rank's logits `[rows, vocab/T]`, divided by the
     temperature in fp32.
 
-    All values but `highest` and `inverse` are the same on every tensor rank. labels: local `[rows]`.
+    All values except `highest` and `inverse` are the same on every tensor rank.
+
+    labels: columns of this rank, -1 for labels of other ranks; `[rows]`.
     """
     return _combined(sums_of_ranks(logits, labels, part, kernels, statistics, temperature), part.rank, part.columns)

@@ -1,9 +1,9 @@
-"""Divergences of two models' distributions over a vocabulary, computed from hidden states in chunks of
-tokens.
+"""Divergences between the predictions of two models, for distillation, computed from hidden states in chunks
+of tokens.
 
-The vocabulary may be split over tensor ranks. The other model is given by its head, and then all outcomes are
-compared. Or it is given by its most likely tokens, with all other tokens as one more outcome (`TopTokens`,
-which can be stored on disk).
+The vocabulary may be sharded over tensor ranks. The other model (the teacher) is given in one of two ways.
+With its output layer, all tokens of the vocabulary are compared. With only its most likely tokens
+(`TopTokens`, which can be stored on disk), all other tokens count as one more outcome.
 """
 
 from collections.abc import Callable
@@ -18,29 +18,32 @@ from megatron.mpu.cross_entropy import VocabPart
 from megatron.mpu.head import HeadGradients, HeadInput, OutputLayer, chosen, chunks
 from megatron.mpu.mappings import gather_from_tensor
 
-_FP32_COPIES = 11  # of a chunk's logits at most at once, counted: logits, log-probabilities and their derivatives
-_MIN_PROBABILITY = torch.finfo(torch.float32).tiny  # below which probabilities are clamped before the logarithm
+# The most fp32 tensors of a chunk's size in memory at once: logits, log-probabilities and their derivatives.
+_FP32_COPIES = 11
+_MIN_PROBABILITY = torch.finfo(torch.float32).tiny  # smaller probabilities are clamped to it before the logarithm
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1), with beta as in TRL.
+    """The generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1), with `beta` as in TRL.
 
     beta: 0: KL(teacher || model); 1: KL(model || teacher); between: beta KL(teacher || mixture) + (1 - beta)
         KL(model || mixture), where mixture = beta teacher + (1 - beta) model.
-    temperature: divides the logits of both. The result is not multiplied by its square (as in TRL, unlike
-        Hinton et al.).
+    temperature: divides the logits of both models. As in TRL, and unlike Hinton et al., the result is not
+        multiplied by temperature^2.
     """
 
     beta: float = 0.0
     temperature: float = 1.0
 
     def terms(self, model: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """The contribution of each outcome to the divergence, and to its derivative by the model's
+        """Returns each outcome's term of the divergence, and its derivative with respect to the model's
         log-probability.
 
         The derivative is exact up to a multiple of the model's probability, which does not change the
-        gradient through a softmax. model, teacher: log-probabilities of all outcomes, fp32 `[..., outcomes]`.
+        gradient through a softmax.
+
+        model, teacher: log-probabilities of all outcomes, fp32 `[..., outcomes]`.
         """
         p, q = teacher.exp(), model.exp()
         if self.beta == 0.0:
@@ -54,10 +57,10 @@ class Divergence:
 
 
 class TopTokens(NamedTuple):
-    """A model's most likely tokens at each position.
+    """The k most likely tokens of a model at each position, with their log-probabilities.
 
     ids: `[places, k]` int64.
-    logprobs: `[places, k + 1]` fp32, of these tokens; the last column is of all other tokens together.
+    logprobs: `[places, k + 1]` fp32; the last column is the log-probability of all other tokens together.
     """
 
     ids: Tensor
@@ -65,10 +68,12 @@ class TopTokens(NamedTuple):
 
 
 class DistillationSums(NamedTuple):
-    """Weighted sums over tokens, fp32 scalars that are the same on every tensor rank.
+    """The sums over tokens that distillation needs, weighted per token: fp32 scalars, equal on all tensor
+    ranks.
 
     loss: share * divergence + (1 - share) * nll, with gradients.
-    divergence, nll: the two terms (nll: negative log-likelihood), without gradients.
+    divergence: from the teacher, without gradients.
+    nll: negative log-likelihood of the labels, without gradients.
     """
 
     loss: Tensor
@@ -85,15 +90,16 @@ def token_divergence_sum(
     places: Tensor | None = None,
     divergence: Divergence = Divergence(),
 ) -> Tensor:
-    """Returns the weighted sum over tokens of a divergence, by default KL(reference || model), as an fp32
-    scalar.
+    """Returns the sum over tokens of weight * divergence from a reference model, an fp32 scalar equal on all
+    tensor ranks.
 
-    It is the same on every tensor rank. Gradients are computed in the forward pass if autograd is on, and
-    allow one backward pass. The logits of all tokens are never in memory at once.
+    The divergence is KL(reference || model) by default. The logits of all tokens are never in memory at once.
+    If autograd is on, gradients are computed in the forward pass, so only one backward pass is possible.
 
-    reference: `HeadInput.use` of the model to compare with, which gets no gradients.
+    reference: `HeadInput.use` of the reference model, which gets no gradients.
     weights: `[seq, batch]`.
-    columns, places: as in `token_loss_sum`.
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    places: `[n]` int64, row-major positions in `[seq, batch]` to compute; None: all.
     """
     return distillation_sums(head, reference, None, weights, divergence, 1.0, group, columns, places).loss
 
@@ -109,16 +115,18 @@ def distillation_sums(
     columns: int | None = None,
     places: Tensor | None = None,
 ) -> DistillationSums:
-    """Returns the sums over tokens of share * divergence + (1 - share) * negative log-likelihood of the
-    label.
+    """Returns the sum over tokens of weight * (share * divergence + (1 - share) * nll), and the sums of both
+    terms.
 
-    Gradients are computed in the forward pass if autograd is on, and allow one backward pass.
+    nll is the negative log-likelihood of the label. If autograd is on, gradients are computed in the forward
+    pass, so only one backward pass is possible.
 
-    teacher: `HeadInput.use` of the teacher, whose vocabulary is split like this model's, or its `TopTokens`
-        at all positions in the order of `[seq, batch]`. The teacher gets no gradients.
-    labels: `[seq, batch]`; None: share is 1 and the negative log-likelihood 0.
+    teacher: `HeadInput.use` of the teacher, whose vocabulary is sharded like this model's; or its `TopTokens`
+        at all positions, in the order of `[seq, batch]`. It gets no gradients.
+    labels: `[seq, batch]`; None: nll is 0, and share must be 1.
     weights: `[seq, batch]`.
-    columns, places: as in `token_loss_sum`.
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    places: `[n]` int64, row-major positions in `[seq, batch]` to compute; None: all.
     """
     gradient = torch.is_grad_enabled()
 
@@ -150,10 +158,13 @@ def top_tokens(
     columns: int | None = None,
     places: Tensor | None = None,
 ) -> TopTokens:
-    """The k most likely tokens of every place in the order of `[seq, batch]`, without gradients.
+    """Returns the model's k most likely tokens at each position, in the order of `[seq, batch]`, without
+    gradients.
 
-    Logits are divided by `temperature`. The result is the same on every tensor rank. With `places`, all other
-    places have zeros. columns, places: as in `token_loss_sum`.
+    Logits are divided by `temperature`. The result is the same on every tensor rank.
+
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    places: `[n]` int64, row-major positions in `[seq, batch]` to compute, zeros elsewhere; None: all.
     """
 
     @torch.no_grad()
@@ -174,7 +185,10 @@ def top_tokens(
 
 
 def _top_of_chunk(logprobs: Tensor, k: int, part: VocabPart) -> tuple[Tensor, Tensor]:
-    """`TopTokens` from this rank's log-probabilities `[rows, local_columns]`."""
+    """Returns the k most likely tokens over all tensor ranks, and their log-probabilities, as in `TopTokens`.
+
+    logprobs: of this rank's columns, `[rows, local_columns]`.
+    """
     num_local = min(k, logprobs.shape[1])
     values, ids = logprobs.topk(num_local) if num_local else (logprobs, logprobs.long())
     missing = (0, k - num_local)
@@ -189,16 +203,16 @@ def _top_of_chunk(logprobs: Tensor, k: int, part: VocabPart) -> tuple[Tensor, Te
 
 
 def _is_other(ids: Tensor, local_columns: int, part: VocabPart) -> Tensor:
-    """Returns fp32 `[rows, local_columns]`: 1 at this rank's columns that are not among `ids` `[rows, k]`,
-    else 0."""
+    """Returns fp32 `[rows, local_columns]`: 0 at this rank's columns that are among the tokens `ids` `[rows,
+    k]`, else 1."""
     local = ids - part.first_column
-    # Tokens of other ranks go to an extra column.
+    # Tokens that are columns of other ranks are written to an extra column, which is cut off.
     local = local.masked_fill((local < 0) | (local >= local_columns), local_columns)
     return torch.ones(len(ids), local_columns + 1, device=ids.device).scatter_(-1, local, 0.0)[:, :local_columns]
 
 
 class _TeacherHidden(NamedTuple):
-    """The teacher's hidden states `[tokens, hidden]` and output layer."""
+    """The teacher's hidden states `[tokens, hidden]`, and its output layer."""
 
     hidden: Tensor
     layer: OutputLayer
@@ -208,7 +222,11 @@ _Source = _TeacherHidden | TopTokens
 
 
 class _Mixture(NamedTuple):
-    """The settings of `distillation_sums`. labels: local `[tokens]` or None; weights: fp32 `[tokens]`."""
+    """The settings of `distillation_sums`, with labels as columns of this rank.
+
+    labels: `[tokens]`, -1 for labels of other ranks; None: no labels. weights: fp32 `[tokens]`. gradient:
+        compute gradients.
+    """
 
     divergence: Divergence
     share: float
@@ -219,7 +237,8 @@ class _Mixture(NamedTuple):
 
 
 class _DistillationSums(torch.autograd.Function):
-    """`DistillationSums` of tokens; the loss has gradients, computed in the same pass."""
+    """Computes (loss, divergence, nll) of tokens. The loss has gradients, which are computed in the forward
+    pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -258,21 +277,23 @@ class _DistillationSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
-            raise RuntimeError("the divergence supports only one backward pass, which frees its gradients")
+            raise RuntimeError("the gradients of the divergence were freed by its one backward pass; run forward again")
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.scaled(grad), *(None,) * 3
 
 
-# -- of a chunk: the divergence of each row, and its gradient by this rank's logits `[rows, local_columns]` --
+# -- for one chunk: the divergence of each row, and the gradient of this rank's logits -----------------------
+# Logits are `[rows, vocab/T]`, gradients `[rows, local_columns]`.
 
 
 def _full_divergence(
     logits: Tensor, teacher_logits: Tensor, mix: _Mixture, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the divergence of each row over the full vocabulary, `[rows]`, and with `gradient` the logits'
-    gradient.
+    """Returns the divergence of each row over the full vocabulary, `[rows]`, and the gradient of the model's
+    logits.
 
-    teacher_logits: the teacher's `[rows, vocab/T]`, sharded like the model's logits.
+    The gradient is None unless `gradient`. teacher_logits: `[rows, vocab/T]`, sharded like the model's
+    `logits`.
     """
     temperature, part = mix.divergence.temperature, mix.part
     model, teacher = _log_softmax(logits, part, temperature), _log_softmax(teacher_logits, part, temperature)
@@ -286,9 +307,11 @@ def _full_divergence(
 
 
 def _top_divergence(logits: Tensor, top: TopTokens, mix: _Mixture, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the divergence of each row, `[rows]`, and with `gradient` the logits' gradient.
+    """Returns the divergence of each row from the teacher's top tokens, `[rows]`, and the gradient of the
+    model's logits.
 
-    The outcomes are the teacher's most likely tokens, and all other tokens together as one.
+    The outcomes are the teacher's most likely tokens, and all other tokens together as one outcome. The
+    gradient is None unless `gradient`.
     """
     temperature, part, local_columns = mix.divergence.temperature, mix.part, mix.part.local_columns
     model = _log_softmax(logits, part, temperature)
@@ -307,7 +330,8 @@ def _top_divergence(logits: Tensor, top: TopTokens, mix: _Mixture, gradient: boo
     values, slopes = mix.divergence.terms(outcomes, top.logprobs)
     if not gradient:
         return values.sum(-1), None
-    # Gradient by a column's logit: its outcome's slope times its share of it, minus its share of all slopes.
+    # Gradient of a column's logit: the slope of its outcome, times the column's share of the outcome, minus
+    # the column's probability times the sum of all slopes.
     logit_slopes = other_probabilities * (slopes[:, -1:] / remaining) - probabilities * slopes.sum(-1, keepdim=True)
     if local_columns:
         logit_slopes.scatter_add_(-1, place, slopes[:, :-1].masked_fill(~is_own, 0.0))
@@ -315,8 +339,11 @@ def _top_divergence(logits: Tensor, top: TopTokens, mix: _Mixture, gradient: boo
 
 
 def _likelihood(logits: Tensor, labels: Tensor, part: VocabPart, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the negative log-likelihood of the local labels, `[rows]`, and with `gradient` the logits'
-    gradient."""
+    """Returns the negative log-likelihood of the labels, `[rows]`, and the gradient of the logits (None
+    unless `gradient`).
+
+    labels: columns of this rank, -1 for labels of other ranks.
+    """
     model = _log_softmax(logits, part)
     is_own, place = labels >= 0, labels.clamp(min=0)[:, None]
     rows = torch.zeros(len(labels), device=labels.device)
@@ -333,8 +360,10 @@ def _likelihood(logits: Tensor, labels: Tensor, part: VocabPart, gradient: bool)
 
 
 def _log_softmax(logits: Tensor, part: VocabPart, temperature: float = 1.0) -> Tensor:
-    """log p of this rank's columns that take part, fp32 `[rows, local_columns]`, of logits divided by
-    `temperature`."""
+    """Returns log p of this rank's vocabulary columns without padding, fp32 `[rows, local_columns]`.
+
+    The softmax runs over all tensor ranks. The logits are divided by `temperature`.
+    """
     local_logits = logits[:, : part.local_columns].float()
     if temperature != 1.0:
         local_logits = local_logits / temperature

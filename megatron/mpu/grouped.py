@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of rows is multiplied by its own matrix, as for experts."""
+"""Grouped matrix products: each group of consecutive rows is multiplied by its own matrix, as for experts."""
 
 from typing import Any
 
@@ -6,15 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = 16  # bytes that rows begin at a multiple of, for torch's kernel
+_ALIGNED = 16  # torch's kernel needs rows whose size in bytes is a multiple of this
 
 
 def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies rows `x` `[rows, in]`, sorted by group, by the matrix of their group: `[rows, out]`.
+    """Multiplies each row of `x` `[rows, in]` by the matrix of its group; returns `[rows, out]`.
 
-    weights: `[groups, in, out]`. ends: `[groups]` int32, the number of rows up to the end of each group; the
-    output for rows behind the last end is undefined. In bf16 on GPUs it is torch's `grouped_mm`, for which
-    the host does not wait; else one product after the other.
+    x: its rows are sorted by group.
+    weights: `[groups, in, out]`.
+    ends: `[groups]` int32, the index after the last row of each group. Output rows after the last end are
+        undefined.
+
+    bf16 on GPUs uses torch's `grouped_mm`, for which the host does not wait. Otherwise the products run one
+    after another.
     """
     if _has_kernel(x, weights):
         return F.grouped_mm(x, weights, offs=ends)
@@ -26,10 +30,10 @@ def _has_kernel(x: Tensor, weights: Tensor) -> bool:
     return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and all(n * x.itemsize % _ALIGNED == 0 for n in sizes)
 
 
-# A custom operator, because it reads the sizes of groups on the host: the compiler sees only shapes.
+# A custom operator: it reads the sizes of groups on the host, which would break a compiled graph.
 @torch.library.custom_op("megatron::grouped_mm", mutates_args=())
 def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` by separate products; rows behind the last group are 0."""
+    """Computes `grouped_mm` as one product per group. Output rows after the last group are 0."""
     out = x.new_empty((x.shape[0], weights.shape[2]))
     start = 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
@@ -42,11 +46,14 @@ def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("megatron::grouped_mm_weights", mutates_args=())
 def _weight_gradients(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
-    """The gradients `[groups, in, out]` of the weights from that of the result; 0 for empty groups."""
+    """Returns the gradients of the groups' matrices, `[groups, in, out]`; 0 for empty groups.
+
+    x: the sorted rows `[rows, in]`. gradient: of the output, `[rows, out]`. ends: as in `grouped_mm`.
+    """
     out = x.new_empty((ends.shape[0], x.shape[1], gradient.shape[1]))
     start = 0
     for group_gradient, end in zip(out, ends.tolist(), strict=True):
-        torch.mm(x[start:end].t(), gradient[start:end], out=group_gradient)  # of no rows: 0
+        torch.mm(x[start:end].t(), gradient[start:end], out=group_gradient)  # an empty product is 0
         start = end
     return out
 

@@ -1,4 +1,4 @@
-"""Process groups as one frozen object of named axes."""
+"""Process groups as one frozen object, with one named axis per kind of parallelism."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 AXES = ("pipe", "data", "context", "tensor")
-"""Outermost first: neighbouring ranks share a tensor group (NeoX's and DeepSpeed's rank order)."""
+"""The axes of the rank grid, slowest-varying first: consecutive ranks share a tensor group, as in NeoX and
+DeepSpeed."""
 FOLDED = ("expert", "expert_data")
-"""Axes that are parts of the data axis. Neighbours on it hold different experts of a model (`expert`); ranks
-with the same experts are replicas (`expert_data`)."""
+"""The two axes into which expert parallelism divides the data axis. Ranks of an `expert` group hold different
+experts of one model. Ranks of an `expert_data` group hold the same experts."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's coordinates in the parallel layout, and its process groups.
+    """This rank's coordinates in the parallel layout, and its process groups. Axes are those of `AXES` and
+    `FOLDED`.
 
     sizes: number of ranks along each axis.
     ranks: this rank's coordinate on each axis.
@@ -27,6 +29,7 @@ class ParallelGroups:
     members: global ranks of each axis's group, in axis order.
     embedding: group of the first and last pipeline stage (tied embeddings); None for one stage or on middle
         stages.
+    world_rank, world_size: global rank of this process, and number of all processes.
     """
 
     sizes: Mapping[str, int]
@@ -39,15 +42,15 @@ class ParallelGroups:
     world_size: int = 1
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
+        """Returns the number of ranks along `axis`, such as "tensor"."""
         return self.sizes[axis]
 
     def rank(self, axis: str) -> int:
-        """This process's coordinate along `axis`."""
+        """Returns this process's coordinate along `axis`, such as "tensor"."""
         return self.ranks[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Process group along `axis`; None when its size is 1."""
+        """Returns the process group along `axis`, such as "tensor"; None if the axis has one rank."""
         return self.handles[axis]
 
     def sum(self, x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -70,16 +73,16 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """Whether this rank is on the first pipeline stage, which holds the embedding."""
         return self.rank("pipe") == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
+        """Whether this rank is on the last pipeline stage, which holds the output layer."""
         return self.rank("pipe") == self.size("pipe") - 1
 
     def with_replicated_experts(self) -> ParallelGroups:
-        """Returns these groups without expert parallelism, for a model with all experts on every data
+        """Returns these groups without expert parallelism, for a model that has all experts on every data
         rank."""
         return replace(
             self,
@@ -92,13 +95,13 @@ class ParallelGroups:
         )
 
     def barrier(self) -> None:
-        """Waits for all ranks; does nothing in a single process."""
+        """Waits until all ranks have called it; does nothing in a single process."""
         if self.world_size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @staticmethod
     def single(device: str | torch.device = "cpu") -> ParallelGroups:
-        """The groups of a single process, without torch.distributed."""
+        """Returns the groups of a run with one process, which needs no torch.distributed."""
         return ParallelGroups(
             sizes=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 1)),
             ranks=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 0)),
@@ -117,17 +120,23 @@ def build_groups(
 ) -> ParallelGroups:
     """Creates this rank's process group for each axis. All ranks call it together, after init_process_group.
 
-    A rank creates only the groups that it is in. All ranks create equally many groups, because torch numbers
-    their names. Raises ValueError if the product of the axes is not the world size.
+    pipe, data, context, tensor: number of ranks along each axis; their product must be the world size.
+    expert: number of data ranks over which experts are sharded; it must divide `data`.
 
-    expert: number of data ranks over which experts are split.
+    A rank creates only the groups that it belongs to. All ranks create equally many groups, because torch
+    numbers groups to name them. Raises ValueError if the sizes do not fit.
     """
     sizes = dict(zip(AXES, (pipe, data, context, tensor), strict=True))
     world_size, world_rank = dist.get_world_size(), dist.get_rank()
     if math.prod(sizes.values()) != world_size:
-        raise ValueError(f"parallel sizes {sizes} need {math.prod(sizes.values())} ranks, but {world_size} run")
+        raise ValueError(
+            f"the parallel sizes {sizes} multiply to {math.prod(sizes.values())} ranks, but the run has {world_size}; "
+            "start as many ranks as the product, or change the sizes"
+        )
     if data % expert:
-        raise ValueError(f"expert_parallel_size {expert} does not divide the {data} data-parallel ranks")
+        raise ValueError(
+            f"expert_parallel_size {expert} does not divide the number of data-parallel ranks, {data}; choose a divisor"
+        )
     if world_size == 1:
         return ParallelGroups.single(device)
     grid = torch.arange(world_size).view(*sizes.values())

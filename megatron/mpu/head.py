@@ -1,11 +1,11 @@
-"""The output layer and its loss: computes log-probabilities and losses from hidden states in chunks of
+"""The output layer and its losses: computes log-probabilities and losses from hidden states, in chunks of
 tokens.
 
-The logits of all tokens are never in memory at once. A loss that is a sum over tokens has its gradients
-computed in the forward pass, chunk by chunk (three products in all, as many as without chunks).
-Log-probabilities whose use is unknown compute the logits again in the backward pass. torch's own
-`linear_cross_entropy` (2.13) does the former for an unsplit vocabulary and cross-entropy alone. It supports
-no tensor ranks, no z-loss, no statistics and no weights of tokens, and torch.compile breaks at it.
+The logits of all tokens are never in memory at once. A loss that is a sum over tokens computes its gradients
+in the forward pass, chunk by chunk, with three matrix products, as many as without chunks. Log-probabilities,
+whose use is not known yet, compute the logits again in the backward pass.
+torch 2.13's `linear_cross_entropy` is similar, but it only computes cross-entropy over an unsharded
+vocabulary. It supports no z-loss, statistics or token weights, and breaks the graph of torch.compile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +20,21 @@ from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPar
 from megatron.mpu.mappings import gather_from_tensor, reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
 
-CHUNK_BYTES = 340 * 2**20  # of the logits of a chunk
-KEPT_BYTES = 2**29  # of logits that may be kept for the backward pass
+CHUNK_BYTES = 340 * 2**20  # the most bytes that the logits of one chunk take
+KEPT_BYTES = 2**29  # the most bytes of logits that are saved for the backward pass
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """The output projection. Use it only during the forward pass of its module, where its weight is gathered.
+    """The output projection of hidden states to logits.
+
+    Use it only within the forward pass of its module: with ZeRO 3 its weight is gathered only there.
 
     weight: `[vocab/T, hidden]`.
-    product: computes hidden states times weight.
-    kernels: row sums, losses and gradients of a chunk of logits, plain or compiled.
-    softcap: c, if logits are c tanh(x / c) of the products x; None: logits are the products.
+    product: multiplies hidden states by the weight.
+    kernels: functions of a chunk of logits (row sums, losses, gradients), plain or compiled.
+    softcap: c; logits are c tanh(x / c) of the products x. None: logits are the products.
     """
 
     weight: Tensor
@@ -41,15 +43,18 @@ class OutputLayer:
     softcap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits `[rows, vocab/T]` of hidden states `[rows, hidden]`, outside autograd."""
+        """Returns the logits `[rows, vocab/T]` of hidden states x `[rows, hidden]`, without autograd."""
         outputs = self.product.output(x, self.weight)
         if self.softcap is not None:
             outputs.div_(self.softcap).tanh_().mul_(self.softcap)
         return outputs
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Returns the derivative of the logits with respect to the products before the softcap, fp32; None
-        without softcap."""
+        """Returns the derivative of the logits with respect to the products before the softcap, fp32 `[rows,
+        vocab/T]`.
+
+        Returns None without softcap.
+        """
         return None if self.softcap is None else 1 - (logits.float() * (1 / self.softcap)).square_()
 
 
@@ -58,46 +63,53 @@ class HeadInput(NamedTuple):
 
     hidden_states: after the final norm, `[seq, batch, hidden]`, full on every tensor rank, also under
         sequence parallelism; or only the positions that a batch asks for.
-    head: the module of the output layer. head(hidden_states) returns this rank's logits `[..., vocab/T]`;
-        head(hidden_states, function) returns function(hidden_states, `OutputLayer`). Call it before the
-        forward pass of the stage returns. If its weight is sharded over data ranks (ZeRO 3), all of them must
-        call it equally often.
+    head: the module of the output layer. head(hidden_states) returns this rank's logits `[..., vocab/T]`.
+        head(hidden_states, function) returns function(hidden_states, `OutputLayer`).
+
+    Call `head` before the forward pass of the stage returns. If its weight is sharded over data ranks (ZeRO
+    3), all data ranks must call it equally often.
     """
 
     hidden_states: Tensor
     head: Callable[..., Any]
 
     def logits(self) -> Tensor:
-        """This rank's logits of all positions, `[..., vocab/T]`."""
+        """Returns this rank's logits of all positions in `hidden_states`, `[..., vocab/T]`."""
         return self.head(self.hidden_states)
 
     def use(self, function: Callable[[Tensor, OutputLayer], Result]) -> Result:
-        """Calls `function` with the hidden states and the output layer."""
+        """Returns `function(hidden states, output layer)`, called while the layer's weight is available."""
         return self.head(self.hidden_states, function)
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the predicted distribution at each position, `[seq, batch]` fp32, without gradients."""
+    """Statistics of the model's predicted distribution at each position, `[seq, batch]` fp32, without
+    gradients."""
 
-    entropy: Tensor  # nats
-    mean_logit: Tensor  # over the columns that take part in the softmax
-    is_top: Tensor  # 1 where no token is likelier than the label
+    entropy: Tensor  # in nats
+    mean_logit: Tensor  # mean over the vocabulary columns in the softmax
+    is_top: Tensor  # 1 if no token is likelier than the label, else 0
 
 
 # -- chunks --------------------------------------------------------------------------------------------------
 
 
 def chunks(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Splits rows into as few chunks of nearly equal size as `CHUNK_BYTES` allows, with at most two sizes."""
+    """Splits `rows` rows of `row_bytes` bytes into as few slices as `CHUNK_BYTES` allows.
+
+    The slices have equal sizes, except for a shorter last one. Sizes are multiples of 64 where possible.
+    """
     count = max(1, -(-rows * row_bytes // CHUNK_BYTES))
-    step = max(1, min(-(-rows // count // 64) * 64, rows))  # multiples of 64, at which products are fast
+    step = max(1, min(-(-rows // count // 64) * 64, rows))  # matrix products are fast at multiples of 64
     return (slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step))
 
 
 class HeadGradients:
-    """The gradients of the hidden states and of the weight, accumulated over chunks; the weight's in fp32.
+    """Accumulates the gradients of the hidden states and of the output weight over chunks; the weight's in
+    fp32.
 
-    input_needs_grad: whether each of the two is needed; the results have None for one that is not.
+    input_needs_grad: whether the hidden states, and the weight, need a gradient. The result of one that does
+        not is None.
     """
 
     def __init__(self, layer: OutputLayer, hidden: Tensor, input_needs_grad: Sequence[bool]) -> None:
@@ -107,8 +119,12 @@ class HeadGradients:
         self._sum: Tensor | None = None
 
     def add(self, chunk: slice, grad: Tensor, slope: Tensor | None, x: Tensor, weight: Tensor) -> None:
-        """Adds the gradients of a chunk. grad: `[rows, vocab/T]`, of the logits of `x` `[rows, hidden]`;
-        overwritten. slope: of `OutputLayer.slope`."""
+        """Adds the gradients that come from one chunk of tokens.
+
+        grad: gradient of the chunk's logits, `[rows, vocab/T]`; it is overwritten.
+        slope: from `OutputLayer.slope`; None without softcap.
+        x: the chunk's hidden states, `[rows, hidden]`.
+        """
         if slope is not None:
             grad.mul_(slope)
         if self._hidden is not None:
@@ -124,13 +140,17 @@ class HeadGradients:
             self._sum = part if total is None else total.add_(part)
         elif total is None:
             self._sum = torch.mm(grad.t(), x, out_dtype=torch.float32) if wide else grad.t() @ x
-        elif wide:  # the product accumulates, and reads and writes the sum once
+        elif wide:  # the product accumulates into the sum, in one pass over it
             torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
         else:
             total.addmm_(grad.t(), x)
 
     def scaled(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients times a scalar, the weight's in its dtype. It may overwrite them."""
+        """Returns the gradients of hidden states and weight times `scale`, the weight's in the dtype of the
+        weight.
+
+        It may overwrite the accumulated gradients.
+        """
         hidden, total = None if self._hidden is None else self._hidden.mul_(scale), self._sum
         if total is None:
             return hidden, torch.zeros_like(self._layer.weight) if self._needs_weight else None
@@ -139,7 +159,7 @@ class HeadGradients:
         return hidden, torch.mul(total, scale, out=torch.empty_like(self._layer.weight))
 
     def total(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients, the weight's in its dtype."""
+        """Returns the gradients of hidden states and weight, the weight's in the dtype of the weight."""
         weight = self._layer.weight
         if self._sum is None:
             return self._hidden, torch.zeros_like(weight) if self._needs_weight else None
@@ -153,8 +173,10 @@ class HeadGradients:
 class LossOfTokens:
     """A loss that is a sum over tokens of `loss` times the token's weight.
 
-    z_loss: coefficient of logsumexp^2 of the same tokens, in the gradient alone. statistics: also sum
-    entropies and top-1 flags (whether the label is the likeliest token).
+    loss: computes a token's loss from log p(label).
+    z_loss: coefficient of logsumexp(logits)^2 of the same tokens; it changes the gradient, but not the loss
+        value.
+    statistics: also sum entropies and top-1 flags (whether the label is the likeliest token).
     """
 
     loss: TokenLoss
@@ -163,7 +185,10 @@ class LossOfTokens:
 
 
 class _LossSum(torch.autograd.Function):
-    """The sums of losses and statistics `[1 or 3]`; the loss has gradients, computed in the same pass."""
+    """Computes the sum of the tokens' losses, and the sums of their statistics `[0 or 2]`.
+
+    The loss has gradients, which are computed in the forward pass.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -187,7 +212,7 @@ class _LossSum(torch.autograd.Function):
                 _loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradients.is_needed)
             )
             gradients.add(chunk, logits, slope, x, weight)
-            del logits, slope  # before the next are computed
+            del logits, slope  # frees their memory for the next chunk
         ctx.gradients = gradients
         sums = torch.cat(rows, -1).sum(-1)
         loss, statistics = sums[0], sums[1:]
@@ -197,7 +222,7 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
-            raise RuntimeError("the loss supports only one backward pass, which frees its gradients")
+            raise RuntimeError("the gradients of the loss were freed by its one backward pass; run forward again")
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.scaled(grad), *(None,) * 6
 
@@ -211,7 +236,12 @@ def _loss_rows(
     kind: LossOfTokens,
     gradient: bool,
 ) -> Tensor:
-    """`loss_rows` over all tensor ranks; with `gradient` the logits are overwritten with their gradient."""
+    """Returns the weighted losses, and statistics, of a chunk of tokens over all tensor ranks, `[1 or 3,
+    rows]`.
+
+    gradient: overwrite the logits with their gradient. labels: columns of this rank, -1 for labels of other
+        ranks.
+    """
     sums = None if part.group is None else sums_of_ranks(logits, labels, part, kernels, kind.statistics)
     rows = kernels.loss_rows(
         logits[:, : part.local_columns], sums, labels, weights, kind.loss, kind.z_loss, kind.statistics,
@@ -231,17 +261,16 @@ def token_loss_sum(
     columns: int | None = None,
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the tokens' losses, fp32 scalar, and the sums of their statistics, without
-    gradients.
+    """Returns the sum of the tokens' weighted losses, an fp32 scalar, and the sums of their statistics.
 
-    Both are the same on every tensor rank. The statistics are entropy and top-1 flag, `[2]`; `[0]` unless
-    `LossOfTokens.statistics`. Gradients are computed only if autograd is on, and allow one backward pass.
+    Both are the same on every tensor rank. The statistics are entropy and top-1 flag, `[2]`, without
+    gradients; `[0]` unless `kind.statistics`. If autograd is on, gradients are computed in the forward pass,
+    so only one backward pass is possible.
 
     labels: `[seq, batch]` int64 within the full vocabulary.
     weights: `[seq, batch]`.
-    columns: number of leading columns of the full vocabulary that take part in the softmax, further ones are
-        padding; None: all.
-    places: `[n]` int64, row-major positions in `[seq, batch]`; only these go through the head; None: all.
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    places: `[n]` int64, row-major positions in `[seq, batch]`; only these are computed; None: all.
     """
     gradient = torch.is_grad_enabled()
 
@@ -262,8 +291,12 @@ def chosen(values: Tensor, places: Tensor | None) -> Tensor:
 
 
 def scores_of(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The scores `[...]` of hidden states `[..., hidden]`; both are full on every tensor rank. The product is
-    in fp32. weight: `[1, hidden/T]`."""
+    """Returns the scores `[...]` of hidden states `[..., hidden]` by an output layer with one output.
+
+    Hidden states and scores are full on every tensor rank. The product is in fp32.
+
+    weight: this rank's `[1, hidden/T]`.
+    """
     width = weight.shape[1]
     begin = 0 if group is None else width * dist.get_rank(group)
     local_hidden = hidden[..., begin : begin + width].float()
@@ -271,9 +304,10 @@ def scores_of(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -
 
 
 def token_scores(head: HeadInput, places: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The scores of tokens by a head of one output, fp32 `[n]`, the same on every tensor rank.
+    """Returns the scores of tokens by an output layer with one output (reward model), fp32 `[n]`, equal on
+    all tensor ranks.
 
-    places: `[n]` int64, row-major among `[seq, batch]`; no other place goes through the head.
+    places: `[n]` int64, row-major positions in `[seq, batch]` of the tokens; no other position is computed.
     """
 
     def use(hidden: Tensor, layer: OutputLayer) -> Tensor:
@@ -286,10 +320,10 @@ def token_scores(head: HeadInput, places: Tensor, group: dist.ProcessGroup | Non
 
 
 class _Logprobs(torch.autograd.Function):
-    """(log p(label), entropy, mean logit, top-1 flag) of tokens, fp32 `[n]` each.
+    """Computes log p(label), entropy, mean logit and top-1 flag of tokens, fp32 `[n]` each.
 
-    The last three have no gradients, and are present only with `statistics`. Saved for the backward pass: two
-    numbers per token, and as many logits as `KEPT_BYTES` allows.
+    Only log p has gradients. The last three are computed only with `statistics`. Forward saves two numbers
+    per token, and as many logits as `KEPT_BYTES` allows; backward computes the other logits again.
     """
 
     @staticmethod
@@ -325,7 +359,9 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.kept_logits is None:
-            raise RuntimeError("the log-probabilities support only one backward pass, which frees the saved tensors")
+            raise RuntimeError(
+                "the saved tensors of the log-probabilities were freed by their one backward pass; run forward again"
+            )
         hidden, weight, local, highest, inverse = ctx.saved_tensors
         layer, part, kept_logits = ctx.layer, ctx.part, ctx.kept_logits[::-1]
         ctx.kept_logits = None
@@ -373,10 +409,14 @@ def token_logprobs(
     places: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """log p(label) of every token, fp32 `[seq, batch]`, the same on every tensor rank.
+    """Returns log p(label) of every token, fp32 `[seq, batch]`, the same on every tensor rank.
 
-    With `places` all others are 0. temperature: divides the logits, in fp32. Other arguments: as in
-    `token_loss_sum`. One backward pass is possible.
+    labels: `[seq, batch]` int64 within the full vocabulary.
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    places: `[n]` int64, row-major positions in `[seq, batch]` to compute; all others are 0. None: all.
+    temperature: divides the logits, in fp32.
+
+    Only one backward pass is possible.
     """
     return _logprobs(head, labels, group, columns, places, False, temperature)[0]
 
@@ -389,7 +429,8 @@ def token_logprobs_and_statistics(
     places: Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, TokenStatistics]:
-    """`token_logprobs`, and the `TokenStatistics` of each token in the same shape and dtype."""
+    """Returns the result of `token_logprobs`, and the `TokenStatistics` of each token in the same shape and
+    dtype."""
     logprobs, *statistics = _logprobs(head, labels, group, columns, places, True, temperature)
     return logprobs, TokenStatistics(*statistics)
 
@@ -402,11 +443,16 @@ def choose_tokens(
     columns: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The token that `choose` takes at each of some places, int64 `[n]`, and its log-probability, fp32 `[n]`.
+    """Returns the token that `choose` picks at each of some positions, int64 `[n]`, and its log-probability,
+    fp32 `[n]`.
 
-    Both are bit-identical to `token_logprobs` of all places. places: `[n]` int64, row-major among `[seq,
-    batch]`. choose: maps logits `[n, vocab]`, full on every tensor rank and divided by the temperature, to
-    tokens. Other arguments: as in `token_logprobs`.
+    The log-probabilities are bit-identical to those of `token_logprobs` without `places`.
+
+    places: `[n]` int64, row-major positions in `[seq, batch]`.
+    choose: maps logits `[n, vocab]` to tokens. The logits are full on every tensor rank, and divided by the
+        temperature.
+    columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
+    temperature: divides the logits, in fp32.
     """
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:

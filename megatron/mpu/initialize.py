@@ -1,4 +1,4 @@
-"""Creates the process groups of a configuration's layout."""
+"""Creates and connects the process groups that a configuration asks for."""
 
 import logging
 import warnings
@@ -14,10 +14,13 @@ from megatron.neox_arguments import ModelArgs, NeoXArgs
 def init_model_parallel(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None
 ) -> ParallelGroups:
-    """Initialises torch.distributed (unless it already is), and creates and connects the groups of `args`.
+    """Initialises torch.distributed (unless it already is), and creates and connects the process groups of
+    `args`.
 
-    It also sets `tf32`. store and errors: as for `distributed.init_process_group`; ConfigError if experts
-    would be split over machines.
+    Also applies the key `tf32`. Raises ConfigError if expert parallelism would span machines without
+    `expert_parallel_across_nodes: true`, and the errors of `distributed.init_process_group`.
+
+    store: passed to `distributed.init_process_group`; None: it creates one.
     """
     _check_experts(args, process)
     allow_tf32(args.tf32)
@@ -37,28 +40,30 @@ def _check_experts(args: ModelArgs, process: Process) -> None:
     if ranks % neighbours:
         raise args.error(
             "expert_parallel_size",
-            f"{args.expert_parallel_size} times model_parallel_size {args.cite('model_parallel_size')} are "
-            f"{neighbours} ranks, which do not divide the {ranks} of a machine: tokens would travel between machines, "
-            "which has been seen to hang; make the product divide a machine's ranks, or set "
-            "expert_parallel_across_nodes: true",
+            f"{args.expert_parallel_size} times model_parallel_size {args.cite('model_parallel_size')} is "
+            f"{neighbours} ranks, which does not divide the {ranks} ranks of a machine. Tokens would be sent to "
+            "experts between machines, and such runs have hung. Choose an expert_parallel_size whose product divides "
+            "the ranks of a machine, or set expert_parallel_across_nodes: true to allow it",
         )
 
 
 def allow_tf32(allowed: bool) -> None:
     """Sets whether GPUs may multiply fp32 matrices in TF32."""
     with warnings.catch_warnings():
-        # torch releases that deprecate this name cannot compile after the new one was used.
+        # The newer setting is avoided: once it is used, torch releases that deprecate this one cannot
+        # compile.
         warnings.simplefilter("ignore")
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def connect(groups: ParallelGroups) -> None:
-    """Connects the members of every group of this rank by an all-reduce; all ranks call it together.
+    """Connects the members of each of this rank's process groups by one all-reduce. All ranks call it
+    together.
 
-    NCCL connects a group at its first collective. Connecting here reports a missing member at start, with the
-    name of its group, and not as a timeout of the first step. Only collectives connect: channels between
-    pairs of ranks, opened before a pipeline uses them, were reported to slow the pipeline down. Raises
-    StartError that names the group and its ranks.
+    NCCL connects a group at its first collective. Doing that at start reports a missing member by the name of
+    its group, instead of a timeout in the first step. Point-to-point channels are not opened here: opening
+    them before a pipeline uses them was reported to slow it down. Raises StartError with the group's name and
+    ranks.
     """
     if groups.world_size == 1:
         return
@@ -72,5 +77,9 @@ def connect(groups: ParallelGroups) -> None:
             count, size = int(counter), dist.get_world_size(handle)
         except RuntimeError as problem:
             ranks = dist.get_process_group_ranks(handle or dist.group.WORLD)
-            raise StartError(f"the {name} group, ranks {ranks}, cannot be connected: {problem}") from problem
-        assert count == size, f"{count} ranks met in the {name} group of {size}"
+            raise StartError(
+                f"the ranks {ranks} of the {name} process group cannot connect to each other: {problem}"
+            ) from problem
+        assert count == size, (
+            f"only {count} ranks took part in the first all-reduce of the {name} group of {size} ranks"
+        )

@@ -1,7 +1,8 @@
-"""Linear layers split over tensor-parallel ranks, the sum that ends row-parallel layers, the vocab-parallel
-embedding.
+"""The linear layer, sharded over tensor-parallel ranks, the sum that ends row-parallel layers, and the
+vocab-parallel embedding.
 
-Computation and communication of tensor ranks are in `parallel_linear.py`, the collectives in `mappings.py`.
+`parallel_linear.py` overlaps computation with communication between tensor ranks; `mappings.py` holds the
+collectives.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,14 @@ Parallel = Literal["column", "row", "none"]
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer and how its weight is split over tensor-parallel ranks.
+    """Describes a linear layer, and how its weight `[out, in]` is sharded over tensor-parallel ranks.
 
-    parallel: "column" splits the output features, "row" the input features, "none" replicates the layer.
-    blocks: as in `ParamSpec`, of the output features.
-    bias_sum_over_tensor: each tensor rank's file holds one summand of the bias.
-    projections: as in `ParamSpec`; if empty, `blocks`.
-    adapters: its low-rank adapters.
+    parallel: "column" shards the output features, "row" the input features, "none" replicates the layer.
+    blocks: sizes of fused projections along the output features, each sharded separately, such as [q, k, v];
+        empty: a single block.
+    bias_sum_over_tensor: each tensor rank's file holds one summand of the bias; the bias is their sum.
+    projections: rows of each fused projection, if they repeat along the rows; empty: `blocks`.
+    adapters: its low-rank adapters; None: none.
     """
 
     in_features: int
@@ -45,7 +47,7 @@ class LinearSpec:
     adapters: Adapters | None = None
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """The parameters that `Linear` allocates: weight, bias, and those of the adapters."""
+        """Returns the parameters that `Linear` allocates: weight, bias, and those of its adapters."""
         layer_params = self.own_params()
         return (
             *layer_params,
@@ -53,14 +55,14 @@ class LinearSpec:
         )
 
     def adapter_params(self) -> dict[str, tuple[ParamSpec, ...]]:
-        """The parameters of each adapter, by the name of its module, such as `lora.q_proj`."""
+        """Returns the parameters of each adapter, by the name of its module, such as `lora.q_proj`."""
         if self.adapters is None:
             return {}
         weight = self.own_params()[0]
         return {f"lora.{adapter.name}": self.adapters.params(adapter.name, weight) for adapter in self.adapters.specs}
 
     def own_params(self) -> tuple[ParamSpec, ...]:
-        """The parameters of the layer itself: weight and bias."""
+        """Returns the parameters of the layer without its adapters: weight, and bias if it has one."""
         shape, column = (self.out_features, self.in_features), self.parallel == "column"
         parts = self.blocks or (self.out_features,)
         axis = {"column": 0, "row": 1, "none": None}[self.parallel]
@@ -72,12 +74,14 @@ class LinearSpec:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b over `[seq, batch, features]`, with its weight split over tensor ranks.
+    """Computes y = x W^T + b over `[seq, batch, features]`, with W sharded over tensor ranks.
 
-    It is Megatron-LM's ColumnParallelLinear and RowParallelLinear in one. column: W is split along the
-    output; the input is full (or `[seq/T]` under sequence parallelism), the output is this rank's features.
-    row: W is split along the input; the output is summed over ranks (or reduce-scattered to `[seq/T]`) and
-    the bias, one replicated copy, is added once. none: every rank holds and computes everything.
+    It does the work of Megatron-LM's ColumnParallelLinear and RowParallelLinear, by `LinearSpec.parallel`.
+    column: W is sharded along the output features. The input is full (under sequence parallelism `[seq/T]`,
+        which is gathered); the output has this rank's features.
+    row: W is sharded along the input features. The output is summed over ranks (under sequence parallelism
+        reduce-scattered to `[seq/T]`); the bias is added once.
+    none: every rank holds and computes everything.
 
     product: computes the matrix products, forward and backward; by default PlainProduct.
     weight: this rank's part `[out, in]`, a parameter; after `quantize` a buffer of packed bytes.
@@ -85,7 +89,7 @@ class Linear(nn.Module):
         recomputation saves the product.
     async_tensor_parallel: whether, under sequence parallelism, a PlainProduct runs in pieces that overlap
         with communication (`parallel_linear.gather_product`).
-    lora: adapters by name of their projection; None without adapters.
+    lora: adapters by the name of their projection; None without adapters.
     adapters_on: whether the adapters are used.
     stack: when serving, the adapters from which each row of a batch selects one.
     """
@@ -119,24 +123,29 @@ class Linear(nn.Module):
             self.pattern = tuple(rows // size for rows in spec.adapters.pattern)
 
     def quantize(self, product: QuantizedProduct) -> None:
-        """Replaces the weight by a buffer for `product`'s packed form; `set_quantized` fills it."""
+        """Replaces the weight by an empty buffer for the packed form of `product`. Then call `set_quantized`
+        to fill it."""
         packed = torch.empty(product.packed_shape, dtype=torch.uint8, device=self.weight.device)
         del self.weight
         self.register_buffer("weight", packed, persistent=False)
         self.product = product
 
     def set_quantized(self, weight: Tensor) -> None:
-        """Sets the value of a quantised weight, `[out, in]` on the device where it is to be."""
+        """Packs `weight` `[out, in]` and stores it as this layer's quantised weight, on the device of
+        `weight`."""
         assert isinstance(self.product, QuantizedProduct)
         self.weight = self.product.pack(weight)
 
     def dense_weight(self) -> Tensor:
-        """The weight `[out, in]`, unpacked if it is quantised."""
+        """Returns the weight `[out, in]`; a quantised weight is unpacked."""
         return self.product.unpack(self.weight) if isinstance(self.product, QuantizedProduct) else self.weight
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says). seed: for dropout of the
-        adapters' input; None: no dropout."""
+        """Computes the layer's output: `[seq, batch, in]` to `[seq, batch, out]`, where sharded dimensions
+        have this rank's size.
+
+        seed: for dropout of the adapters' input; None: no dropout.
+        """
         if self.parallel == "row" and self.group is not None:
             return row_parallel_sum((self,), (x,), seed)
         if self.stack is not None:
@@ -151,13 +160,17 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the output of a column-parallel or unsharded layer, before its adapters."""
+        """Returns the output of a column-parallel or unsharded layer, without its adapters."""
         if self.group is None:
             return linear(x, self.weight, bias, self.product)
         return column_parallel(x, self.weight, bias, self.product, self.group, self.sequence_parallel, self.pipelined)
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """This rank's summand of the output of a row-parallel layer, without the bias."""
+        """Returns this rank's part of a row-parallel layer's output, with adapters but without the bias. The
+        output is the sum over ranks.
+
+        seed: for dropout of the adapters' input; None: no dropout.
+        """
         out = linear(x, self.weight, None, self.product)
         if self.stack is not None:
             return self.stack(out, x)
@@ -167,11 +180,11 @@ class Linear(nn.Module):
         return out if gains is None else gains * out
 
     def _add_low_rank(self, out: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-        """Adds the adapters' output for `x` to `out` `[seq, batch, out]`, the product with `x`.
+        """Adds the output of the low-rank adapters for `x` to `out` `[seq, batch, out]`.
 
-        One product serves all adapters and adds as it multiplies. The B of several projections are in one
-        matrix, with zeros in the rows of other projections. The A or B that is replicated on all ranks gets
-        gradients summed over ranks.
+        One matrix product serves all adapters: the B of several projections are joined in one matrix, with
+        zeros in the rows of other projections. Of A and B, the one that is replicated over tensor ranks gets
+        its gradients summed over ranks.
         """
         assert self.adapters is not None
         lora, part_adapters = self.adapters.lora, self._part_adapters()
@@ -195,20 +208,25 @@ class Linear(nn.Module):
         return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b, alpha=alpha).view(out.shape)
 
     def _part_adapters(self) -> list[tuple[int, Adapter]]:
-        """(part, adapter) of each projection that has an adapter."""
+        """Returns (index of the projection in the fused weight, adapter) for each projection that has an
+        adapter."""
         assert self.adapters is not None and self.lora is not None
         return [(spec.part, cast(Adapter, self.lora[spec.name])) for spec in self.adapters.specs]
 
     def _row_parameter(self, param: Tensor) -> Tensor:
-        """A parameter over output features. In a row-parallel layer each rank sees only its summand, so the
-        parameter's gradients are summed over ranks."""
+        """Returns a parameter over output features, such as B, for use in `forward`.
+
+        In a row-parallel layer each rank computes only a summand from it, so its gradients are summed over
+        ranks.
+        """
         return copy_to_tensor(param, self.group) if self.parallel == "row" else param
 
     def _gains(self) -> Tensor | None:
-        """DoRA's magnitude divided by the norm of each row `[out]`; 1 for rows without adapter; None without
-        DoRA.
+        """Returns DoRA's factor for each output feature, `[out]`: magnitude / norm of the row of W + scale B
+        A.
 
-        The norm counts as a constant in the gradient (arXiv 2402.09353, 4.3).
+        It is 1 for rows without adapter. Returns None without DoRA. The norm is a constant for the gradient
+        (arXiv 2402.09353, 4.3).
         """
         assert self.adapters is not None
         if not self.adapters.lora.dora:
@@ -222,23 +240,26 @@ class Linear(nn.Module):
             with torch.no_grad():
                 rows = rows_of(weight, place, self.pattern)
                 norms = row_norms(rows, adapter.lora_A, adapter.lora_B, spec.size.scale, group)
-            # The norm is rounded like the magnitude, so that in 16 bits their quotient also starts at 1.
+            # The norm is rounded like the magnitude, so that their quotient starts at exactly 1, also in 16
+            # bits.
             norms = norms.to(weight.dtype).float()
             gains[place] = (self._row_parameter(adapter.lora_magnitude_vector).float() / norms).to(weight.dtype)
         return join_rows(gains, self.pattern, missing=1.0)
 
     @property
     def pipelined(self) -> bool:
-        """Whether its product runs in pieces; not if adapters are added before the sum over ranks."""
+        """Whether products run in pieces that overlap with communication. False if adapters must be added
+        before the sum over ranks."""
         if self.parallel == "row" and self.adapters_on:
             return False
         return self.async_tensor_parallel and self.sequence_parallel and isinstance(self.product, PlainProduct)
 
 
 class PartialSum(nn.Module):
-    """The end of a row-parallel layer whose product is computed elsewhere: sums the results of tensor ranks.
+    """Ends a row-parallel layer whose product was computed elsewhere, such as experts: sums `x` over tensor
+    ranks.
 
-    sum_in_place: as in `Linear`.
+    sum_in_place: the sum may overwrite `x`.
     """
 
     bias: Tensor | None = None
@@ -249,21 +270,24 @@ class PartialSum(nn.Module):
         self.group, self.sequence_parallel, self.sum_in_place = groups.group("tensor"), sequence_parallel, True
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """This rank's summand, as `Linear.summand`: the input itself, which is already computed."""
+        """Returns `x`, which already is this rank's summand (the counterpart of `Linear.summand`)."""
         return x
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        """This rank's `[seq, batch, out]` to the sum, `[seq/T, ..]` under sequence parallelism."""
+        """Sums `x` `[seq, batch, out]` over tensor ranks; returns `[seq, batch, out]`, or `[seq/T, ..]` under
+        sequence parallelism."""
         return row_parallel_sum((self,), (x,), seed)
 
 
 def row_parallel_sum(
     layers: Sequence[Linear | PartialSum], inputs: Sequence[Tensor], seed: Tensor | None = None
 ) -> Tensor:
-    """The sum of the outputs of row-parallel layers of one group, in one collective.
+    """Returns the sum of the outputs of several row-parallel layers, with a single collective for all of
+    them.
 
-    inputs: of each layer, `[seq, batch, in/T]`. seed: as in `Linear.forward`. Returns `[seq, batch, out]`
-    (`[seq/T, ..]` under sequence parallelism).
+    layers: they must have the same tensor group. inputs: one for each layer, `[seq, batch, in/T]`.
+    seed: for dropout of adapters' inputs; None: no dropout.
+    Returns `[seq, batch, out]`, or `[seq/T, ..]` under sequence parallelism.
     """
     group = layers[0].group
     linears = [layer for layer in layers if isinstance(layer, Linear) and layer.pipelined]
@@ -281,16 +305,18 @@ def row_parallel_sum(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary split over tensor ranks.
+    """Token embedding whose vocabulary is sharded over tensor ranks.
 
-    modules_to_save: a trained copy of the weight, used in place of it while `adapters_on`.
+    modules_to_save: a trained copy of the weight, which is used instead of the weight while `adapters_on`;
+        None: no copy.
     """
 
     weight: nn.Parameter
     modules_to_save: nn.Parameter | None
 
     def __init__(self, specs: Sequence[ParamSpec], groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        """specs: of the weight `[vocab, hidden]`, and of its copy if there is one."""
+        """specs: the spec of the weight `[vocab, hidden]`, and after it that of `modules_to_save`, if there
+        is one."""
         super().__init__()
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
@@ -300,7 +326,8 @@ class VocabParallelEmbedding(nn.Module):
         self.adapters_on = self.modules_to_save is not None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[seq, batch]` int64 to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+        """Returns the embeddings `[seq, batch, hidden]` of `tokens` `[seq, batch]` int64; `[seq/T, ..]` under
+        sequence parallelism."""
         weight = self.weight if self.modules_to_save is None or not self.adapters_on else self.modules_to_save
         if self.group is None:
             return F.embedding(tokens, weight)

@@ -1,8 +1,8 @@
-"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685; rsLoRA, 2312.03732; DoRA, 2402.09353), as peft
-computes them.
+"""Low-rank adapters of linear layers, as peft computes them (LoRA, arXiv 2106.09685; rsLoRA, 2312.03732;
+DoRA, 2402.09353).
 
-An adapter belongs to one projection: a weight may hold several (queries, keys and values; up and gate), each
-with an adapter of its own, or one for all of its rows.
+An adapter belongs to one projection, such as `q_proj`. A fused weight may have an adapter for each of its
+projections (q, k and v; up and gate), or one adapter for all of its rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ALL_ROWS = -1
 
 @dataclass(frozen=True)
 class LowRank:
-    """The size of an adapter: its rank `r` and the factor `scale` of its output."""
+    """The size of an adapter: its rank `r`, and the factor `scale` by which its output is multiplied."""
 
     r: int
     scale: float
@@ -30,10 +30,12 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapters of a block: the dropout of their input, and the projections that have one.
+    """The adapters of one transformer block.
 
-    targets: size of each adapter, by the names of HuggingFace's modules. dora: each has a magnitude for every
-    row. init_a, init_b: initial values, of `ParamSpec`.
+    dropout: of the adapters' inputs.
+    dora: each adapter also has a magnitude for every row.
+    init_a, init_b: initialisation of A and B, as in `ParamSpec.init`.
+    targets: size of each adapter, by HuggingFace's name of its projection, such as `q_proj`.
     """
 
     dropout: float
@@ -47,10 +49,11 @@ class LoraSpec:
 class AdapterSpec:
     """The adapter of one projection.
 
-    name: of the projection.
+    name: HuggingFace's name of the projection.
     part: index of the projection in the pattern along the weight's rows; `ALL_ROWS`: the adapter covers all
         rows.
-    rows: number of its output features.
+    rows: number of output features of the projection.
+    size: its rank and scale.
     """
 
     name: str
@@ -63,10 +66,11 @@ class AdapterSpec:
 class Adapters:
     """The adapters of one linear layer.
 
+    lora: settings of the block's adapters. specs: the adapters.
     pattern: numbers of rows of the fused projections, over all tensor ranks; the pattern repeats down the
         weight's rows.
-    pattern_sharded: in a column-parallel layer, true if each tensor rank has a part of every projection,
-        false if it has full repeats of the pattern.
+    pattern_sharded: only for a column-parallel layer: True if each tensor rank has a part of every
+        projection, False if it has full repeats of the pattern.
     """
 
     lora: LoraSpec
@@ -75,7 +79,11 @@ class Adapters:
     pattern_sharded: bool
 
     def params(self, name: str, weight: ParamSpec) -> tuple[ParamSpec, ...]:
-        """The parameters of the adapter `name` of a layer with this weight `[out, in]`."""
+        """Returns the parameters of the adapter `name`: `lora_A`, `lora_B` and, with DoRA,
+        `lora_magnitude_vector`.
+
+        weight: the spec of the layer's weight `[out, in]`.
+        """
         adapter = next(spec for spec in self.specs if spec.name == name)
         (r, rows), inputs, column = (adapter.size.r, adapter.rows), weight.shape[1], weight.axis == 0
         blocks = (weight.blocks if adapter.part == ALL_ROWS else (rows,)) if column else ()
@@ -88,8 +96,10 @@ class Adapters:
         return (a, b, magnitude) if self.lora.dora else (a, b)
 
     def offsets(self) -> list[tuple[int, int]]:
-        """Returns, for each adapter, the total LoRA rank of the adapters before it and after it, for
-        concatenating all of them."""
+        """Returns, for each adapter, the sums of the LoRA ranks of the adapters before it and after it.
+
+        They are the columns of zeros to pad its B with, when all adapters are concatenated.
+        """
         ranks = [spec.size.r for spec in self.specs]
         return [(sum(ranks[:i]), sum(ranks[i + 1 :])) for i in range(len(ranks))]
 
@@ -102,12 +112,12 @@ def adapters_of(
     pattern: Sequence[int] = (),
     pattern_sharded: bool = False,
 ) -> Adapters | None:
-    """Returns the adapters that `lora` requests for a layer of `rows` output features; None if there are
-    none.
+    """Returns the adapters that `lora` configures for a linear layer; None if there are none.
 
-    layer_name: name of the layer as one projection.
-    parts: names of its projections, if it holds several.
-    pattern, pattern_sharded: as in `Adapters`.
+    rows: number of output features of the layer.
+    layer_name: name of the whole layer in `lora.targets`; None: only its parts have names.
+    parts: names of the fused projections, such as ("q_proj", "k_proj", "v_proj").
+    pattern, pattern_sharded: row numbers of these projections, and how they are sharded, as in `Adapters`.
     """
     if lora is None:
         return None
@@ -119,8 +129,11 @@ def adapters_of(
 
 
 class Adapter(nn.Module):
-    """The parameters of one adapter: `lora_A` `[r, in]`, `lora_B` `[rows, r]` and DoRA's
-    `lora_magnitude_vector` `[rows]`, this tensor rank's parts."""
+    """This tensor rank's parameters of one adapter.
+
+    Shapes: `lora_A` `[r, in]`, `lora_B` `[rows, r]`, DoRA's `lora_magnitude_vector` `[rows]` (None without
+        DoRA).
+    """
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -132,9 +145,12 @@ class Adapter(nn.Module):
 
 
 def join_rows(parts: Mapping[int, Tensor], pattern: Sequence[int], missing: float) -> Tensor:
-    """Joins values of single projections `[..., rows of it]` in the order of the weight's rows `[..., rows]`.
+    """Joins per-projection values `[..., rows of the projection]` into `[..., rows]`, in the order of a fused
+    weight's rows.
 
-    parts: by index in the pattern. missing: the value for projections that are not in `parts`.
+    parts: values by index of the projection in `pattern`.
+    pattern: number of rows of each projection; the pattern repeats along the rows.
+    missing: the value for projections that are not in `parts`.
     """
     if ALL_ROWS in parts:
         return parts[ALL_ROWS]
@@ -150,7 +166,11 @@ def join_rows(parts: Mapping[int, Tensor], pattern: Sequence[int], missing: floa
 
 
 def rows_of(weight: Tensor, part: int, pattern: Sequence[int]) -> Tensor:
-    """The rows of one projection of a weight `[rows, ...]`: the inverse of `join_rows`."""
+    """Returns the rows of one projection of a fused weight `[rows, ...]`; the inverse of `join_rows`.
+
+    part: index of the projection in `pattern`, or `ALL_ROWS`. pattern: number of rows of each projection; the
+        pattern repeats along the rows.
+    """
     if part == ALL_ROWS:
         return weight
     return weight.unflatten(0, (-1, sum(pattern))).split(tuple(pattern), 1)[part].flatten(0, 1)
@@ -159,10 +179,11 @@ def rows_of(weight: Tensor, part: int, pattern: Sequence[int]) -> Tensor:
 def row_norms(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, group: torch.distributed.ProcessGroup | None
 ) -> Tensor:
-    """Returns ||W + scale B A|| of every row, fp32 `[rows]`, above 0 even for rows of zeros.
+    """Returns the norm of every row of W + scale B A, fp32 `[rows]`; always above 0.
 
-    W is `[rows, in]`, A `[r, in]`, B `[rows, r]`. W + scale B A, a matrix as large as W, is never computed.
-    group: the ranks over which the inputs are split.
+    weight: W `[rows, in]`. a: A `[r, in]`. b: B `[rows, r]`. The sum, a matrix as large as W, is never
+        computed.
+    group: the ranks over which the input features are sharded; None: one rank.
     """
     a32, b32 = a.float(), b.float()
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
@@ -173,20 +194,21 @@ def row_norms(
 
 @dataclass
 class AdapterRows:
-    """The number of the adapter that each row of the current batch uses. rows: `[batch]` int64; None: no row
-    uses one."""
+    """Holds which adapter each row of the current batch uses. rows: `[batch]` int64, indices in
+    `AdapterStack`; None: no row uses one."""
 
     rows: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """Several trained adapters of one linear layer, without gradients. Each row of a batch uses one; number 0
-    means none.
+    """Several trained adapters of one linear layer, for serving. Each row of a batch uses one; number 0 means
+    none.
 
     a: `[number, r, in]`, padded with zeros to the largest rank.
-    b: `[number, r, out]`, scaled, padded likewise.
-    gains: DoRA's `[number, out]`; None without DoRA.
+    b: `[number, r, out]`, multiplied by the scales, and padded likewise.
+    gains: DoRA's factors of the output, `[number, out]`; None without DoRA.
+    chosen: the adapter of each row of the current batch.
     """
 
     a: Tensor
@@ -195,8 +217,12 @@ class AdapterStack:
     chosen: AdapterRows
 
     def __call__(self, out: Tensor, x: Tensor) -> Tensor:
-        """Adds the adapters' output to `out` `[seq, batch, out]`, the product with `x` `[seq, batch, in]`
-        without bias. In a row-parallel layer it is this rank's summand."""
+        """Returns the layer's output with each row's adapter added.
+
+        out: the product W x without bias, `[seq, batch, out]`; in a row-parallel layer this rank's summand of
+            it.
+        x: the layer's input, `[seq, batch, in]`.
+        """
         rows = self.chosen.rows
         if rows is None:
             return out

@@ -1,12 +1,13 @@
-"""Collectives of tensor, sequence and expert parallelism with their gradients.
+"""Collectives of tensor, sequence and expert parallelism, with gradients.
 
-Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence
-parallelism, arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity
-for a group of None. Collectives split into `start_..` and `finish` have no gradient: autograd functions of
-`parallel_linear.py` compute between the two.
+Each mapping runs one collective in the forward pass, and in the backward pass the collective that the
+gradient needs (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198). The sequence is
+dimension 0 of `[seq, batch, hidden]`. A group of None has one rank: the mapping then returns its input.
+Collectives that are split into `start_..` and `finish` have no gradient; autograd functions in
+`parallel_linear.py` compute between the two calls.
 
-In compiled code collectives return new tensors: torch 2.11 silently loses in-place writes of a collective in
-a compiled backward, and gradients are then those of one rank.
+In compiled code collectives return new tensors: in a compiled backward, torch 2.11 silently loses in-place
+writes of a collective, and gradients would be those of one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +25,18 @@ _Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Started(NamedTuple):
-    """A running collective and its result, which may be read after `finish`."""
+    """A collective that may still be running. Call `finish` before you read `result`."""
 
     result: Tensor
-    work: dist.Work | None  # None in compiled code, and where it was waited for
-    unread: tuple[Tensor, ...] = ()  # further results of the same collective, which are not used
+    work: dist.Work | None  # None in compiled code, or if the collective has already finished
+    unread: tuple[Tensor, ...] = ()  # other results of the same collective, which nothing uses
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Starts to sum x over ranks. Uncompiled code sums in place: pass an x that nothing else uses. wait: wait
-    for the result at once."""
+    """Starts to sum x over the ranks of the group.
+
+    Uncompiled code sums in place, so pass an x that nothing else uses. wait: also wait for the result here.
+    """
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return Started(_functional.all_reduce(x, "sum", group.group_name), None)
@@ -41,7 +44,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, wait: bool = False) ->
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Starts to concatenate the first dimension over ranks."""
+    """Starts to concatenate the ranks' x along the first dimension. wait: also wait for the result here."""
     x, size = x.contiguous(), group.size()
     if torch.compiler.is_compiling():
         return Started(_functional.all_gather_into_tensor(x, size, group.group_name), None)
@@ -50,11 +53,12 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, wait: bool = False) ->
 
 
 def start_all_gather_in_backward(x: Tensor, grad: Tensor, group: dist.ProcessGroup) -> Started:
-    """`start_all_gather` in backward of a tensor that forward has gathered too. grad: the gradient that
-    backward starts from.
+    """Does what `start_all_gather` does, for use in backward after forward has gathered the same tensor.
 
-    A compiler would merge the two equal collectives and keep the result for backward. A collective that needs
-    the gradient can only run in backward, so an element of the gradient is gathered along.
+    The compiler would merge two equal collectives and keep the gathered tensor from forward to backward. So
+    one element of `grad` is gathered with x: such a collective can only run in backward.
+
+    grad: the gradient that this backward function received.
     """
     if not torch.compiler.is_compiling():
         return start_all_gather(x, group)
@@ -65,7 +69,10 @@ def start_all_gather_in_backward(x: Tensor, grad: Tensor, group: dist.ProcessGro
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
-    """Starts to sum x over ranks, for this rank's part of the first dimension."""
+    """Starts to sum x over the ranks; each rank gets its part of the sum along the first dimension.
+
+    wait: also wait for the result here.
+    """
     x, size = x.contiguous(), group.size()
     if torch.compiler.is_compiling():
         return Started(_functional.reduce_scatter_tensor(x, "sum", size, group.group_name), None)
@@ -74,10 +81,10 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: bool = False
 
 
 def finish(started: Started) -> Tensor:
-    """Returns the result; later computation waits for it."""
+    """Returns the result of a collective. Computation that uses it waits until the collective is done."""
     if torch.compiler.is_compiling():
         for tensor in started.unread:
-            _functional.wait_tensor(tensor)  # torch keeps a collective's tensors until each was waited for
+            _functional.wait_tensor(tensor)  # torch frees a collective's tensors only after a wait for each of them
         return _functional.wait_tensor(started.result)
     if started.work is not None:
         started.work.wait()
@@ -90,7 +97,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x of all ranks, concatenated along the first dimension; no gradient."""
+    """Returns the x of all ranks, concatenated along the first dimension; without gradient."""
     return finish(start_all_gather(x, group, wait=True))
 
 
@@ -99,7 +106,8 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
+    # A copy: torch 2.11 would treat the gradient of a view as the gradient of a slice.
+    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -111,7 +119,7 @@ def _pass(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Mapping(torch.autograd.Function):
-    """Runs one collective in the forward pass and another one on the gradient in the backward pass."""
+    """Runs one collective on x in the forward pass, and another on the gradient in the backward pass."""
 
     @staticmethod
     def forward(
@@ -126,30 +134,32 @@ class _Mapping(torch.autograd.Function):
 
 
 def copy_to_tensor(x: Tensor, group: Group) -> Tensor:
-    """Returns x; the gradient is summed over tensor ranks.
+    """Returns x unchanged; in the backward pass its gradient is summed over the tensor ranks.
 
-    For the input of a column-parallel layer, or a replicated parameter that sees only this rank's part of the
-    sequence.
+    Use it for the input of a column-parallel layer, or for a replicated parameter if each rank sees only its
+    part of the sequence.
     """
     return x if group is None else _Mapping.apply(x, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
-    """Returns the sum of x over tensor ranks; the gradient stays as it is. For the output of a row-parallel
-    layer."""
+    """Returns the sum of x over the tensor ranks, as for the output of a row-parallel layer. The gradient is
+    passed on unchanged."""
     return x if group is None else _Mapping.apply(x, group, _all_reduce, _pass)
 
 
 def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
-    """`[seq/T, ...]` to `[seq, ...]`; the gradient is reduce-scattered."""
+    """Gathers the sequence from the tensor ranks: `[seq/T, ...]` to `[seq, ...]`. The gradient is
+    reduce-scattered."""
     return x if group is None else _Mapping.apply(x, group, all_gather, _reduce_scatter)
 
 
 def gather_from_sharers(x: Tensor, group: Group, sharers: int) -> Tensor:
-    """Concatenates the last dimension over this rank's group of `sharers` neighbouring tensor ranks.
+    """Concatenates x along its last dimension over the `sharers` consecutive tensor ranks to which this rank
+    belongs.
 
-    Each of them uses the full result differently, so the gradient of a rank's part is summed over them. The
-    identity for one sharer.
+    Each of these ranks uses the result in its own way, so the gradient of a rank's part is summed over them.
+    With one sharer, returns x.
     """
     if sharers == 1 or group is None:
         return x
@@ -159,15 +169,18 @@ def gather_from_sharers(x: Tensor, group: Group, sharers: int) -> Tensor:
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """Keeps this rank's part of a replicated `[seq, ...]`; the gradient is gathered, so it is full on every
-    rank."""
+    """Returns this rank's part of the sequence: `[seq, ...]`, equal on all tensor ranks, to `[seq/T, ...]`.
+
+    The gradient is gathered, so that every rank has it in full.
+    """
     return x if group is None else _Mapping.apply(x, group, _own_chunk, all_gather)
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Exchanges rows of `x` with each rank of the group; the gradient travels back.
+    """Sends rows of `x` to each rank of the group and returns the rows received from them. Gradients are sent
+    back the same way.
 
-    sent, received: numbers of rows for and from each rank, in rank order.
+    sent, received: number of rows for each rank, and from each rank, in rank order.
     """
     return _AllToAll.apply(x, group, sent, received)
 
@@ -184,14 +197,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """`all_to_all` without a gradient."""
+    """Does what `all_to_all` does, without gradient."""
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
     return out
 
 
 def gather_from_tensor(x: Tensor, group: Group) -> Tensor:
-    """Concatenate the last dimension over tensor ranks (logits for sampling); no gradient."""
+    """Concatenates x along its last dimension over the tensor ranks, such as logits for sampling; without
+    gradient."""
     if group is None:
         return x
     return torch.cat(all_gather(x.detach().unsqueeze(0), group).unbind(0), dim=-1)

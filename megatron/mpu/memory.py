@@ -4,8 +4,11 @@ from pathlib import Path
 
 
 def free_host_memory(unknown: int) -> int:
-    """Returns the bytes of host memory that processes can still allocate; `unknown` if the system does not
-    report them."""
+    """Returns how many bytes of host memory processes can still allocate.
+
+    This is the smaller of MemAvailable in /proc/meminfo and the rest of the cgroup's limit; `unknown` if
+    neither is known.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -1,9 +1,10 @@
-"""Column- and row-parallel linear layers with their gradients.
+"""Column- and row-parallel linear layers, with gradients.
 
-A column-parallel layer is one autograd function. A row-parallel layer is a product, then a function that sums
-over ranks; with async tensor parallelism the two are one function. So communication between tensor ranks
-overlaps with products that do not need it (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv
-2205.05198). Shapes are `[seq, batch, features]`, `[seq/T, ..]` where the sequence is split over T ranks.
+Communication between tensor ranks overlaps with matrix products that do not need its result (Megatron-LM,
+arXiv 1909.08053; sequence parallelism, arXiv 2205.05198). A column-parallel layer is one autograd function. A
+row-parallel layer is a product followed by a function that sums over ranks, or one function with async tensor
+parallelism. Shapes are `[seq, batch, features]`, or `[seq/T, ..]` where the sequence is sharded over T tensor
+ranks.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,15 @@ from megatron.mpu.mappings import (
 from megatron.mpu.products import PlainProduct, Product, bias_gradient, biased_output
 
 # -- products in pieces that overlap with communication between tensor ranks of one machine ------------------
-# They use torch's symmetric memory (`torch.ops.symm_mem`, CUDA alone): each rank reads the others' memory
-# over NVLink. The sequence is the first dimension, full or sharded.
+# They use torch's symmetric memory (`torch.ops.symm_mem`, only on CUDA): each rank reads the other ranks'
+# memory over NVLink. The sequence is the first dimension, full or sharded.
 
 
 def gather_product(shard: Tensor, matrix: Tensor, group: dist.ProcessGroup, keep: bool) -> tuple[Tensor | None, Tensor]:
-    """Gathers `shard` `[seq/T, batch, in]` and multiplies it by `matrix` `[in, out]`, in overlapping pieces.
+    """Gathers `shard` `[seq/T, batch, in]` along the sequence and multiplies it by `matrix` `[in, out]`.
 
-    Returns the gathered tensor, or None unless `keep`, and the product.
+    Both run in pieces, so that communication and products overlap. Returns the gathered tensor (None unless
+    `keep`) and the product `[seq, batch, out]`.
     """
     fused = torch.ops.symm_mem.fused_all_gather_matmul
     gathered, products = fused(shard.contiguous(), [matrix], 0, group.group_name, return_A=keep)
@@ -38,8 +40,11 @@ def gather_product(shard: Tensor, matrix: Tensor, group: dist.ProcessGroup, keep
 
 
 def product_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x `[seq, batch, in]` times `matrix` `[in, out]`, summed over ranks, this rank's `[seq/T, batch, out]`.
-    Pieces are sent while others are computed."""
+    """Multiplies x `[seq, batch, in]` by `matrix` `[in, out]`, sums over ranks, and returns this rank's
+    `[seq/T, batch, out]`.
+
+    Both run in pieces: some are sent while others are computed.
+    """
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, group.group_name)
 
 
@@ -47,13 +52,13 @@ def product_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = x W^T + b, W split along the output.
+    """Computes y = x W^T + b with W sharded along the output features.
 
-    It saves its input x. Under sequence parallelism that is this rank's part, which backward gathers again
-    while it computes the input gradient. The input gradient is summed over ranks during the product of the
-    weight gradient.
+    Backward sums the input gradient over ranks while it computes the weight gradient. Under sequence
+    parallelism only this rank's part of x is saved; backward gathers it again while it computes the input
+    gradient.
 
-    pipelined: gather and sum run in pieces, overlapped with their products.
+    pipelined: gathering x, and summing its gradient, run in pieces that overlap with their products.
     """
 
     @staticmethod
@@ -96,10 +101,10 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' summands and the biases, which are full on every rank.
+    """Sums `summand` over the tensor ranks and adds the biases, which every rank holds in full.
 
-    Under sequence parallelism backward gathers the gradient once, for both products of the layer below and
-    for the biases. It is a function separate from the product, because recomputation ends before the last
+    Under sequence parallelism, backward gathers the gradient once; the biases and both gradients of the
+    preceding product use it. This is a function of its own, because recomputation ends before the last
     product of a block.
     """
 
@@ -130,8 +135,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _PipelinedRow(torch.autograd.Function):
-    """y = x W^T + b, W split along the input, y `[seq/T, ..]`: summed, and its gradient gathered, in
-    pieces."""
+    """Computes y = x W^T + b with W sharded along the input features; y is this rank's `[seq/T, ..]`.
+
+    The sum over ranks, and the gather of its gradient, run in pieces that overlap with the products.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
@@ -166,10 +173,12 @@ def column_parallel(
     sequence_parallel: bool,
     pipelined: bool = False,
 ) -> Tensor:
-    """y = x W^T + b for this rank's rows of W and b: `[seq, batch, in]` to `[seq, batch, out/T]`.
+    """Computes x W^T + b for this rank's rows of W and b: `[seq, batch, in]` to `[seq, batch, out/T]`.
 
-    Under sequence parallelism the input is `[seq/T, ..]`. pipelined: by symmetric memory, which supports only
-    PlainProduct.
+    product: computes the matrix products.
+    sequence_parallel: x is this rank's part of the sequence, `[seq/T, ..]`, and is gathered.
+    pipelined: communication overlaps with the products, by symmetric memory; `product` must be a
+        PlainProduct.
     """
     return _ColumnParallel.apply(x, weight, bias, product, group, sequence_parallel, pipelined)
 
@@ -177,15 +186,19 @@ def column_parallel(
 def sum_over_ranks(
     summand: Tensor, biases: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool, in_place: bool = True
 ) -> Tensor:
-    """The sum over ranks of `summand` `[seq, batch, out]`, plus the biases; `[seq/T, ..]` under sequence
-    parallelism. It ends row-parallel layers.
+    """Sums `summand` `[seq, batch, out]` over the ranks of the group and adds the biases. It ends a
+    row-parallel layer.
 
-    in_place: it may overwrite `summand`.
+    Returns `[seq, batch, out]`, or this rank's `[seq/T, ..]` under sequence parallelism.
+
+    in_place: the sum may overwrite `summand`.
     """
     return _SumOverRanks.apply(summand, group, sequence_parallel, in_place, *biases)
 
 
 def pipelined_row(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """A row-parallel layer under sequence parallelism, `[seq, batch, in/T]` to `[seq/T, batch, out]`, by
-    symmetric memory."""
+    """Runs a row-parallel layer under sequence parallelism: `[seq, batch, in/T]` to `[seq/T, batch, out]`.
+
+    Its sum over ranks overlaps with the product, by torch's symmetric memory.
+    """
     return _PipelinedRow.apply(x, weight, bias, group)

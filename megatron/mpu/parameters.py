@@ -1,5 +1,5 @@
-"""The spec of a parameter (name, full shape, how it is split over ranks, initialisation), and allocation of a
-rank's part."""
+"""`ParamSpec` describes a parameter (name, full shape, sharding, initialisation); `allocate` creates a rank's
+part of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.mpu.groups import ParallelGroups
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
-"""torch's dtypes by the names that `args.params_dtype` has."""
+"""torch's dtypes, by the values of `args.params_dtype`."""
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,25 @@ class ParamSpec:
     """Describes one parameter of one layer.
 
     shape: of the full parameter, over all tensor ranks.
-    axis: the dimension split over tensor ranks, None if every rank holds a copy.
-    blocks: sizes along `axis`, each split over the ranks separately ([q, k, v] of GQA,
-        [up, gate] of gated MLPs).
-    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones",
-        "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)), "gaussian_over_rank" (deviation 1 / rows); for
-        Mamba "log_of_column" (of its number, from 1), "log_of_uniform" (from 1 to 16) and "time_step" (its
-        softplus is log-uniform from 0.001 to 0.1); a number: the value of all elements.
+    axis: the dimension sharded over tensor ranks; None if every rank holds a copy.
+    blocks: sizes along `axis`, each sharded over the ranks separately ([q, k, v] of GQA, [up, gate] of gated
+        MLPs).
+    init: how values are initialised: a number (the value of all elements) or a name:
+        "embedding" and "input": by the key `init_method`; "output": by `output_layer_init_method`;
+        "ones", "zeros", "normal" (deviation `init_method_std`), "xavier_normal";
+        "kaiming_uniform": uniform within 1 / sqrt(columns); "gaussian_over_rank": normal, deviation 1 / rows;
+        for Mamba "log_of_column": log of the column's number, from 1; "log_of_uniform": log of uniform
+        numbers
+        from 1 to 16; "time_step": its softplus is log-uniform from 0.001 to 0.1.
     sum_over_tensor: each tensor rank's file holds one summand; the effective value is the sum over ranks.
-    weight_decay: False for norms and biases.
+    weight_decay: whether weight decay applies; False for norms and biases.
     shared: all blocks use the same parameter; each block's file holds a copy.
-    tied: the head on the last pipeline stage is this parameter too.
+    tied: the output layer on the last pipeline stage uses this parameter too.
     projections: rows of each fused projection, in order; the pattern repeats along the rows. Empty: not
         fused.
-    experts: number of experts stacked along the rows, with equal rows; expert parallelism shards them.
-    transposed: its matrices are `[in, out]`.
+    experts: number of experts stacked along the rows, with equally many rows each; expert parallelism shards
+        them.
+    transposed: its matrices are stored as `[in, out]` instead of `[out, in]`.
     trained: False if gradients never change it; it is then fp32 in any precision.
     precise: trained in fp32 although other weights are 16-bit, if the engine supports it.
     """
@@ -55,19 +59,21 @@ class ParamSpec:
     precise: bool = False
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Shape of one tensor rank's part."""
+        """Returns the shape of one tensor rank's part. tensor_size: number of tensor ranks."""
         if self.axis is None:
             return self.shape
         return tuple(n // tensor_size if i == self.axis else n for i, n in enumerate(self.shape))
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter, or of one expert's part of it."""
+        """The shape of the parameter, or of one expert's part if experts are stacked in it."""
         return (self.shape[0] // (self.experts or 1), *self.shape[1:])
 
     def expert_rows(self, groups: ParallelGroups) -> tuple[int, int]:
-        """(first row, number of rows) of this rank's experts in its tensor part; all rows without expert
-        parallelism."""
+        """Returns (first row, number of rows) of this rank's experts within its tensor shard.
+
+        Without experts or expert parallelism these are all rows.
+        """
         rows = self.local_shape(groups.size("tensor"))[0]
         if self.experts is None:
             return 0, rows
@@ -75,35 +81,42 @@ class ParamSpec:
         return groups.rank("expert") * rows, rows
 
     def stages(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
-        """The group of the pipeline stages that each hold a copy of the parameter, and sum its gradients;
-        None for one stage."""
+        """Returns the group of pipeline stages that each hold a copy of this parameter and sum its gradients.
+
+        Returns None if only one stage holds it.
+        """
         return groups.embedding if self.tied else groups.group("pipe") if self.shared else None
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
-        """Whether this pipeline stage holds the first copy of a shared parameter, or the only one."""
+        """Whether this pipeline stage holds the first copy of a parameter that stages share, or its only
+        copy."""
         return groups.is_first_stage or self.stages(groups) is None
 
 
 def share_out(number: int, ranks: int) -> tuple[int, int]:
-    """Distributes `number` key-value heads, or groups of Mamba 2, over tensor ranks.
+    """Distributes `number` key-value heads (or groups of Mamba 2) over tensor ranks.
 
-    Returns (heads per tensor rank, ranks that share each head); one of the two is 1. Ranks that share a head
-    have equal slices of its parameters, split as any others, and gather their results for a token
-    (`gather_from_sharers`): no parameter is held twice.
+    Returns (heads per tensor rank, ranks that share each head); one of the two is 1. Example: 8 heads on 4
+    ranks give (2, 1), 2 heads on 4 ranks give (1, 2). Ranks that share a head hold equal slices of its
+    parameters and gather the full head for each token (`gather_from_sharers`), so no parameter is stored
+    twice.
     """
     return max(1, number // ranks), max(1, ranks // number)
 
 
 def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """The same parameters as parameters of a submodule: with `name.` before their names."""
+    """Returns the specs with `name.` before their names, as parameters of a submodule `name`."""
     return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)
 
 
 def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
-    """Registers this rank's part of each parameter on a module, under the last part of its name, in fp32.
+    """Registers this rank's part of each parameter on a module, in fp32. Example: `qkv.weight` becomes
+    `module.weight`.
 
-    It only allocates memory on the device of `groups`, none on the meta device. Values come from `model.init`
-    or a checkpoint, the same for any layout. optional: attributes set to None if no parameter has that name.
+    It only allocates memory, on the device of `groups` (none on the meta device). Values come from
+    `model.init` or a checkpoint, and are the same for any layout.
+
+    optional: names of attributes that are set to None if no parameter has that name.
     """
     for spec in specs:
         shape = (spec.expert_rows(groups)[1], *spec.local_shape(groups.size("tensor"))[1:])
@@ -116,22 +129,24 @@ def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGrou
 
 
 def mark(param: Tensor, never_trained: bool, precise: bool) -> None:
-    """Records on a parameter what its `ParamSpec` says of its dtype."""
+    """Records on a parameter whether it is never trained, and whether it is kept in fp32
+    (`ParamSpec.trained`, `precise`)."""
     param.never_trained, param.precise = never_trained, precise  # type: ignore[attr-defined]
 
 
 def is_never_trained(param: Tensor) -> bool:
-    """Whether a parameter's `ParamSpec.trained` is false."""
+    """Whether gradients never change this parameter (`ParamSpec.trained` is False)."""
     return getattr(param, "never_trained", False)
 
 
 def is_precise(param: Tensor) -> bool:
-    """Whether a parameter's `ParamSpec.precise` is true."""
+    """Whether this parameter is trained in fp32 beside 16-bit weights (`ParamSpec.precise`)."""
     return getattr(param, "precise", False)
 
 
 def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:
-    """Tensor rank `rank`'s part of a full parameter (a view where possible)."""
+    """Returns the part of a full parameter that tensor rank `rank` of `size` holds (a view where
+    possible)."""
     if spec.axis is None or size == 1:
         return full
     parts = [block.chunk(size, spec.axis)[rank] for block in full.split(spec.blocks, spec.axis)]
@@ -139,10 +154,11 @@ def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:
 
 
 def shard_rows(rows: Tensor, first_row: int, spec: ParamSpec, rank: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields tensor rank `rank`'s part of a slice of rows of a full parameter.
+    """Yields those rows of a slice of a full parameter that tensor rank `rank` of `size` holds.
 
-    rows: the full parameter's rows from `first_row` on. Yields pairs of a row index in the rank's part and
-    the rows from there on (a view where possible).
+    rows: the full parameter's rows from `first_row` on.
+    Yields pairs: an index in the rank's part, and the consecutive rows that belong there (a view where
+    possible).
     """
     if spec.axis != 0 or size == 1:
         yield first_row, shard(rows, spec, rank, size)
@@ -158,7 +174,7 @@ def shard_rows(rows: Tensor, first_row: int, spec: ParamSpec, rank: int, size: i
 
 
 def unshard(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
-    """The full parameter from the parts of all tensor ranks, in rank order."""
+    """Returns the full parameter. shards: the parts of all tensor ranks, in rank order."""
     if spec.axis is None or len(shards) == 1:
         return shards[0]
     sizes = [n // len(shards) for n in spec.blocks]

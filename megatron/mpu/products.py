@@ -1,6 +1,6 @@
-"""The matrix products of a linear layer as an object passed to the layer.
+"""The matrix products of a linear layer, as an object that is passed to the layer.
 
-They are torch's, in the dtype of the weights, or others of the same shapes (FP8, or a library's).
+The object computes with torch in the dtype of the weights (`PlainProduct`), or in another way, such as FP8.
 """
 
 from typing import Any, Protocol
@@ -11,28 +11,30 @@ from torch import Tensor
 
 
 class Product(Protocol):
-    """The three matrix products of a linear layer y = x W^T: its output and both gradients.
+    """The interface for the three matrix products of a linear layer y = x W^T: its output and both gradients.
 
-    Each returns a new tensor, which the caller may overwrite. State of an object, such as scales, is in plain
-    attributes; `torch.compile` traces its methods in full graphs.
+    Each method returns a new tensor, which the caller may overwrite. An object keeps state, such as scales,
+    in plain attributes, because `torch.compile` traces its methods in full graphs.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T, without bias: `[..., in]`, `[out, in]` to `[..., out]`."""
+        """Returns x W^T, without bias. x: `[..., in]`; weight: W `[out, in]`; result: `[..., out]`."""
         ...
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """dy W, the gradient of x: `[..., out]`, `[out, in]` to `[..., in]`."""
+        """Returns the gradient of x, dy W. grad: dy `[..., out]`; weight: W `[out, in]`; result: `[...,
+        in]`."""
         ...
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dy^T x, the gradient of W, summed over all but the last dimension: `[..., out]`, `[..., in]` to
-        `[out, in]`."""
+        """Returns the gradient of W, dy^T x, summed over all tokens. grad: dy `[..., out]`; x: `[..., in]`;
+        result: `[out, in]`.
+        """
         ...
 
 
 class PlainProduct:
-    """torch's matrix products, in the dtype of the operands."""
+    """The matrix products of a linear layer by torch, in the dtype of their operands."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -45,21 +47,23 @@ class PlainProduct:
 
 
 def biased_output(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """x W^T + b, a new tensor, by `product`, outside autograd."""
+    """Returns x W^T + b as a new tensor, computed by `product` without autograd."""
     if isinstance(product, PlainProduct):
-        return F.linear(x, weight, bias)  # adds the bias as it multiplies
+        return F.linear(x, weight, bias)  # one kernel multiplies and adds the bias
     out = product.output(x, weight)
-    # Not in place: recomputation may keep the product, and where torch 2.11 compiles it gradients are wrong.
+    # Not in place: recomputation may keep the product, and torch 2.11 compiles the in-place sum with wrong
+    # gradients.
     return out if bias is None else out + bias
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """Returns the bias's gradient: `grad` `[..., out]` summed to `[out]`."""
+    """Returns the gradient of the bias, `[out]`: `grad` `[..., out]` summed over all other dimensions."""
     return grad.flatten(0, -2).sum(0)
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b by a product without autograd formulas."""
+    """Computes x W^T + b with a product that autograd cannot differentiate; backward calls the product's
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -78,7 +82,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """Returns y = x W^T + b, `[..., in]` to `[..., out]`, with gradients computed by `product`.
+    """Returns x W^T + b, `[..., in]` to `[..., out]`. Output and gradients are computed by `product`.
 
     For a PlainProduct it calls `torch.nn.functional.linear`.
     """

@@ -1,4 +1,5 @@
-"""Weights of linears in 4-bit NormalFloat (QLoRA, arXiv 2305.14314), packed and unpacked by bitsandbytes."""
+"""Weights of linear layers in 4-bit NormalFloat (QLoRA, arXiv 2305.14314), packed and unpacked by
+bitsandbytes."""
 
 from typing import Any
 
@@ -7,23 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-"""Elements with one scale, bitsandbytes' own default. They follow each other down a row of the weight, and on
-into the next row where a row is not a multiple."""
+"""Number of consecutive elements of the flattened weight that share a scale (bitsandbytes' default). If the
+row length is not a multiple of it, a block continues in the next row."""
 
 
 class QuantizedProduct:
-    """The `Product` of a linear layer with a packed weight, which has no gradient.
+    """The matrix products (`Product`) of a linear layer whose weight is packed to 4 bits and is not trained.
 
-    Each product unpacks the weight again; no unpacked weight is saved for backward. The scales are kept in
-    this object.
+    Each product unpacks the weight again, so no unpacked weight is saved for backward. This object holds the
+    scales.
 
-    shape: `[out, in]` of this tensor rank's part.
+    shape: `[out, in]` of this tensor rank's part of the weight.
     dtype: of the unpacked weight.
-    double_quant: quantise the scales of blocks too, to 8 bits.
+    double_quant: also quantise the scales of blocks, to 8 bits.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, double_quant: bool) -> None:
-        """Raises ImportError without bitsandbytes."""
+        """Raises ImportError if bitsandbytes is not installed."""
         import bitsandbytes.functional
 
         self._library: Any = bitsandbytes.functional
@@ -32,11 +33,12 @@ class QuantizedProduct:
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """The shape of the uint8 tensor with the packed weight."""
+        """The shape of the uint8 tensor that holds the packed weight: two 4-bit elements per byte."""
         return ((self.shape.numel() + 1) // 2, 1)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Packs `[out, in]` of any float type to `packed_shape`; stores its scales in this object."""
+        """Returns `weight` `[out, in]`, of any float dtype, packed to `packed_shape`; stores its scales in
+        this object."""
         value = weight.to(self.dtype).contiguous()
         packed, self._state = self._library.quantize_4bit(
             value, blocksize=BLOCK, compress_statistics=self._double_quant, quant_type="nf4"
@@ -44,11 +46,11 @@ class QuantizedProduct:
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Unpacks `packed_shape` to a new `[out, in]`."""
+        """Returns the packed weight as a new `[out, in]` tensor in `dtype`."""
         return self._library.dequantize_4bit(packed, self._state)
 
     def scales(self) -> list[Tensor]:
-        """The tensors of scales of the packed weight; [] before `pack`."""
+        """Returns the tensors that hold the scales of the packed weight; [] before `pack`."""
         if self._state is None:
             return []
         inner = self._state.state2
@@ -61,4 +63,6 @@ class QuantizedProduct:
         return grad @ self.unpack(weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        raise TypeError("a quantised weight has no gradient and cannot be trained; train adapters (lora)")
+        raise TypeError(
+            "a weight quantised to 4 bits has no gradient and cannot be trained; train LoRA adapters instead"
+        )

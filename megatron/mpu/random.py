@@ -1,5 +1,8 @@
-"""Seeds of dropout: pure functions of batch seed, layer, position and rank, so that recomputation and a
-resumed run repeat the same masks."""
+"""Derives dropout seeds, and applies dropout with an explicit seed.
+
+A seed is a function of fixed numbers only (batch seed, layer, place in the layer, rank). So recomputation and
+a resumed run draw the same dropout masks.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from torch import Tensor
 
 
 def mix_seed(*parts: int | str) -> int:
-    """Returns a 63-bit seed, a hash of the given numbers and strings."""
+    """Returns a 63-bit seed: a hash of all given numbers and strings."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -22,7 +25,8 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators with `seed` inside the context, and restores their earlier state after it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would seed every visible device, and walk the stack for each missing kind.
+        # torch.manual_seed is slower: it seeds every visible device, and inspects the stack for absent device
+        # types.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -33,14 +37,18 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
 def seed_tensor(seed: int) -> Tensor:
     """Returns `seed` as an int64 scalar tensor on the CPU.
 
-    `torch.compile` does not recompile for another value of a tensor, but does for another Python number.
+    Compiled code then runs with any seed. A Python int would make `torch.compile` recompile for each new
+    value.
     """
     return torch.tensor(seed % 2**63, dtype=torch.int64, device="cpu")
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
-    """Dropout whose mask depends only on `seed`, from `seed_tensor`; the identity for p = 0 or in
-    evaluation."""
+    """Applies dropout with probability `p` to `x`. The mask depends only on `seed`, a tensor from
+    `seed_tensor`.
+
+    Returns `x` itself if p is 0 or `training` is False.
+    """
     if p == 0.0 or not training:
         return x
     if torch.compiler.is_compiling():
@@ -49,14 +57,15 @@ def dropout(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
         return F.dropout(x, p)
 
 
-# One operator, of which the compiler sees only shapes: it can neither change the random numbers nor break
-# the graph. Only for compiled code: its dispatch takes 0.2 ms.
+# A custom operator shows the compiler only shapes. So the compiler cannot change the random numbers, and the
+# graph does not break. Used in compiled code only, because dispatching it takes 0.2 ms.
 @torch.library.custom_op("megatron::seeded_dropout", mutates_args=())
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """(`x` with dropout, factors for its gradient): the computation of `F.dropout` on this device, under
-    `seed`.
+    """Returns `x` after `F.dropout` with this seed, and the factors by which backward multiplies the
+    gradient.
 
-    On GPUs the factors are the boolean mask, on CPUs the mask times 1 / (1 - p).
+    On GPUs the factors are the boolean mask, which backward also scales by 1 / (1 - p). On CPUs they are mask
+    / (1 - p).
     """
     with fork_seed(int(seed), x.device):
         if x.is_cuda:

@@ -1,5 +1,7 @@
-"""Names that differ between the supported releases of torch, 2.11 and 2.13; no other file distinguishes
-them."""
+"""Wraps functions of torch whose names or arguments differ between the supported releases, 2.11 and 2.13.
+
+Nothing else in megatron/ depends on the version of torch.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# torch 2.13 renames these and warns of the old names; 2.11 knows only those.
+# torch 2.13 has these new names and warns about the old ones; torch 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -17,12 +19,13 @@ _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def varlen_attn(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int], scale: float | None
 ) -> Tensor:
-    """Returns torch's flash attention within documents, `[tokens, heads, head_dim]`; k and v may have fewer
-    heads.
+    """Computes causal flash attention (torch's) within each document; returns `[tokens, heads, head_dim]`.
 
-    starts: `[n]` int32, the first index of each document, then the number of tokens.
-    longest: length of the longest document.
-    window: how many keys before and after itself a query sees; -1: all.
+    q, k, v: `[tokens, heads, head_dim]`, all documents one after another; k and v may have fewer heads (GQA).
+    starts: `[documents + 1]` int32, the index of each document's first token, then the number of tokens.
+    longest: number of tokens of the longest document.
+    window: (keys before, keys after) its own position that a query sees; -1: all.
+    scale: factor of the attention logits; None: 1 / sqrt(head_dim).
     """
     from torch.nn.attention import varlen
 
@@ -38,8 +41,8 @@ def varlen_attn(
 def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
     """Returns the CUDA streams on which `fully_shard` gathers the weights of this module and its submodules.
 
-    Returns () for a module without `fully_shard`. Call it after a first forward pass. The streams are for
-    `set_post_optim_event`: then a step waits for the optimizer once, not at each gather.
+    Make them wait for the optimizer once, so that not every gather has to. Returns () for a module without
+    `fully_shard`. Call it after the first forward pass.
     """
     if not isinstance(module, FSDPModule):
         return ()
@@ -48,8 +51,10 @@ def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Lets the ranks of a group read each other's memory. From torch 2.13 on this needs no call, so it does
-    nothing."""
+    """Lets the ranks of a group read each other's GPU memory (torch's symmetric memory).
+
+    Does nothing from torch 2.13 on, where it is always enabled.
+    """
     if _RELEASE < (2, 13):
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

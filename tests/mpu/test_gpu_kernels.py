@@ -14,9 +14,9 @@ from tests.launch.runs import ROOT
 
 @pytest.mark.parametrize(("setting", "capability", "facts"), [
     ("attention_backend: cudnn", (9, 0), None),
-    ("attention_backend: cudnn", (10, 0), "9.0 alone"),
+    ("attention_backend: cudnn", (10, 0), "compute capability 9.0"),
     ("attention_backend: flash", (8, 6), None),
-    ("precision_fp8: tensorwise", (8, 9), "9.0 alone"),
+    ("precision_fp8: tensorwise", (8, 9), "compute capability 9.0"),
     ("precision_fp8: mxfp8", (10, 0), "no GPU"),
     ("apex: true", (9, 0), "no GPU"),
     ("apex: true", None, None),

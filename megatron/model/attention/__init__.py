@@ -1,4 +1,5 @@
-"""Self-attention: its inputs and masks, the kernels behind one function, and the layer around it."""
+"""Self-attention: the layer, its inputs and masks, and the backends (kernels) among which one is chosen per
+kind of call."""
 
 from megatron.model.attention.backend_choice import AttentionBackends, choose_backends
 from megatron.model.attention.backends import AttentionOptions

@@ -1,4 +1,5 @@
-"""Chooses, once at start, which attention backend runs which kind of call."""
+"""Chooses, once at start, the attention backend for each kind of attention call, such as with a mask or from
+a cache."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.attention import ATTENTION_BACKENDS
 from megatron.neox_arguments.values.losses import least_prefix_saving
 
-# (masked, dropping) -> the words for such calls in the table that is printed at start.
+# (masked, dropping) -> the name of this kind of call in the table that is printed at start.
 _DENSE = {
     (False, False): "plain",
     (True, False): "with a mask",
@@ -30,14 +31,16 @@ _CACHED, _WINDOWED, _DOCUMENTS, _SHARED = "from a cache", "in windows", "over do
 
 @dataclass(frozen=True)
 class AttentionBackends:
-    """The attention backend chosen for each kind of call, for all layers with one `AttentionSpec.backend`.
+    """The attention backend chosen for each kind of call, for all layers with the same
+    `AttentionSpec.backend`.
 
     Calls with a single key, which cuDNN does not support, count as calls from a cache.
 
-    backend_by_kind: the backend of each kind of call.
+    backend_by_kind: the backend of each kind of call, such as "plain" or "over documents".
     seq_length: number of queries of a row in training.
-    other_lengths: the backend for rows of other lengths, for kinds whose backend plans anew for every shape.
-    passed_over: for each kind, why backends ranked before the chosen one were not chosen.
+    other_lengths: the backend for rows of other lengths; only for kinds whose backend is slow at each new
+        shape.
+    passed_over: for each kind, why backends that rank before the chosen one were not chosen.
     """
 
     backend_by_kind: Mapping[str, AttentionBackend]
@@ -47,8 +50,11 @@ class AttentionBackends:
 
     @property
     def name(self) -> str:
-        """Returns the backend of most calls, followed by the kinds of calls that run on another backend, for
-        log lines."""
+        """The backend of most calls, then the kinds of calls that run on another backend, as one line for
+        logs.
+
+        Example: "cudnn, from a cache flash".
+        """
         names = [(kind, backend.name) for kind, backend in self.backend_by_kind.items() if kind != _DOCUMENTS]
         usual = names[0][1]
         other_names = ", ".join(dict.fromkeys(backend.name for backend in self.other_lengths.values()))
@@ -56,8 +62,8 @@ class AttentionBackends:
         return ", ".join([usual, *(f"{kind} {name}" for kind, name in names if name != usual), *at_others])
 
     def table(self) -> str:
-        """Returns the table printed at start: each kind of call, its backend, and why earlier backends were
-        passed over.
+        """Returns the table printed at start: each kind of call, its backend, and why higher-ranked backends
+        were not chosen.
 
         If one backend runs all kinds, returns only its name.
         """
@@ -72,14 +78,15 @@ class AttentionBackends:
             rows.append((kind, backend.name + suffix, self.passed_over.get(kind, "")))
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = (f"  {kind:<{widths[0]}}  {name:<{widths[1]}}  {reason}".rstrip() for kind, name, reason in rows)
-        return "\n".join(["(kind of call, backend, why not one before it)", *lines])
+        return "\n".join(["(kind of call, chosen backend, why higher-ranked backends were not chosen)", *lines])
 
     def form(self, batch: Batch, window: int | None) -> str | None:
-        """Returns which field of `AttentionInputs` describes the visible keys of full texts in layers with
-        this window.
+        """Returns which field of `AttentionInputs` tells the backend the visible keys of full texts:
+        cu_seqlens or blocks.
 
-        It is the backend's `form`: cu_seqlens or blocks. None: a mask, or no field if attention is only
-        causal.
+        Returns None if it is the mask, or if attention is only causal and needs no field.
+
+        window: of the layers for which the batch is prepared; None: no window.
         """
         kind = _CAUSAL if batch.documents is None else _DOCUMENTS
         kind = kind if window is None else _WINDOWED
@@ -93,7 +100,7 @@ class AttentionBackends:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Computes attention with the backend chosen for this kind of call.
 
-        First writes new keys and values to the cache, if any. Arguments and result are those of
+        New keys and values are first written to the cache, if there is one. Arguments and result are as in
         `AttentionBackend.run`.
         """
         if options.cache is not None:
@@ -110,8 +117,8 @@ class AttentionBackends:
         backend = self._backend(kind, q.shape[0])
         if inputs.written_out is None or inputs.own_places is None:
             return backend.run(q, k, v, inputs, options)
-        # Documents are written out for the kernel alone: all else is computed once for the prefix that they
-        # share.
+        # Shared prefixes are repeated for the kernel only; everything else is computed once per shared
+        # prefix.
         shape = q.transpose(0, 1).shape
         q, k, v = (rows_in_one(x).index_select(0, inputs.written_out).unsqueeze(1) for x in (q, k, v))
         out = backend.run(q, k, v, inputs, options)
@@ -129,25 +136,26 @@ def choose_backends(
     log: Callable[[str], None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> dict[str, AttentionBackends]:
-    """Chooses the backend for each kind of call, and returns the choices by `AttentionSpec.backend`.
-
-    Each candidate is tried with a tiny call of each kind.
+    """Chooses the backend for each kind of call, by trying candidates with tiny calls. Returns them by
+    `AttentionSpec.backend`.
 
     `auto` takes the first of `ATTENTION_BACKENDS` that works and for which `unasked` returns None:
-    - rows of seq_length on Hopper: cuDNN (it plans anew for every shape, which generation and scoring
-      would wait for);
+    - rows of seq_length on Hopper: cuDNN (it plans anew for every shape, which generation and scoring would
+    wait for);
     - other GPUs and other lengths: flash;
     - documents and windows: torch's varlen, else FlexAttention;
     - shared prompts: FlexAttention.
-    It leaves out backends that have not been run on such a GPU (`not_run_on`).
+    It leaves out backends that have not been tested on such a GPU (`not_run_on`).
 
-    A named backend must support the dense calls of training. Calls that it does not support, such as
-    packed documents or generation with a mask, use the first backend that supports them. A backend that
-    `attention_config` names for some layers is used if it supports the call, else `attention_backend`.
+    A backend that the user names must support the training calls that need no documents or windows; otherwise
+    ConfigError is raised. Calls that it does not support, such as packed documents or generation with a mask,
+    use the first backend that supports them. A backend that `attention_config` names for some layers is used
+    for the calls it supports, `attention_backend` for the others.
 
-    Documents, shared prompts and windows run with a mask if no backend supports them without one. Biases
-    and `math` always need a mask. With a named backend on a CPU, only that one is tried without a mask.
+    Documents, shared prompts and windows run with a mask if no backend supports them without one. Position
+    biases and `math` always need a mask. On a CPU, only a named backend is tried without a mask.
 
+    log: gets a line or table with the choices.
     capability: compute capability of the GPU; None: read from the device. Ignored on a CPU.
     Raises ConfigError if a named backend is not installed, or does not work on this device or for this run.
     """
@@ -170,7 +178,8 @@ def choose_backends(
         other_lengths, passed_over = dict[str, AttentionBackend](), dict[str, str]()
         calls = _calls(args, device, list(dict.fromkeys(spec for spec in specs if spec.backend == requested)))
         for kind, tries in calls.items():
-            # On a GPU no mask for documents, but for the plain mathematics, which others are compared with.
+            # On a GPU documents run without a mask, except with `math`, with which other backends are
+            # compared.
             maskless = tries[0].documents or tries[0].contexts
             only_named = requested != "auto" and maskless and (device.type == "cpu" or requested == "math")
             ranked = [b for b in (requested_backends if only_named else [*asked_for, *usable]) if b.handles(tries[0])]
@@ -183,7 +192,7 @@ def choose_backends(
             if backend is None:
                 continue
             chosen[kind], passed_over[kind] = backend, problems.words(backend)
-            # Generation turns compilers off, without which FlexAttention keeps all scores.
+            # Generation runs uncompiled. FlexAttention would then hold all attention scores in memory.
             if backend.plans_shapes and (backend not in requested_backends or backend.form == "blocks"):
                 other_lengths[kind] = next((b for b in ranked if not b.plans_shapes and problems[b] is None), backend)
         backends_by_name[requested] = AttentionBackends(chosen, args.seq_length, other_lengths, passed_over)
@@ -196,7 +205,7 @@ def choose_backends(
 class _Problems(dict[AttentionBackend, str | None]):
     """Maps each backend to the reason why it cannot run some calls, or why `auto` should not choose it.
 
-    None means that the backend can run them. A backend is tried when it is first looked up.
+    The value is None if the backend can run the calls. A backend is tried when it is first looked up.
     """
 
     def __init__(
@@ -212,7 +221,8 @@ class _Problems(dict[AttentionBackend, str | None]):
         return self[backend]
 
     def words(self, chosen: AttentionBackend) -> str:
-        """Returns the problems of the backends tried before the chosen one, in words."""
+        """Returns the problems of all backends that were tried, except of `chosen`, such as "cudnn: it
+        supports ...; flex: ..."."""
         problems: dict[str, str] = {}
         for backend, problem in self.items():
             if problem:
@@ -226,7 +236,8 @@ def _backends() -> list[AttentionBackend]:
 
 
 def _calls(args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]) -> dict[str, list[AttentionCall]]:
-    """Returns the kinds of calls that layers with these specs make, each with tiny calls to try a backend."""
+    """Returns the kinds of calls that layers with these specs make, each with the tiny calls that try a
+    backend."""
     seq, dtype, compiled = min(args.seq_length, 256), DTYPES[args.params_dtype], args.compile not in (False, "auto")
     windowed = [spec for spec in specs if spec.window is not None]
     always_masked, dropping = specs[0].biased or len(windowed) == len(specs), specs[0].dropout > 0.0

@@ -1,4 +1,4 @@
-"""The attention backends: for each kernel what it can do, and how it is run."""
+"""The attention backends: one class per kernel, which says what the kernel supports, and runs it."""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from megatron.mpu.torch_versions import varlen_attn
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A kind of call that a layer makes: everything that decides whether a backend supports it.
+    """A kind of attention call, with everything that decides whether a backend supports it.
 
     queries, keys: numbers of tokens of the trial call. If they are equal, its gradient is tried too.
     masked: a mask is given.
@@ -46,11 +46,12 @@ class AttentionCall:
 
 
 class AttentionOptions(NamedTuple):
-    """The options of one call of attention.
+    """The options of one attention call.
 
-    cache: `AttentionBackends.attend` first writes the new keys and values to it. With
-        `AttentionInputs.columns` queries attend to all keys in the cache that the mask allows.
-    dropout_p: dropout of attention probabilities; the dropout mask is a function of `seed` alone.
+    cache: keys and values of earlier tokens. `AttentionBackends.attend` first writes the new ones to it. If
+        `AttentionInputs.columns` is set, queries attend to all keys in the cache that the mask allows.
+    dropout_p: dropout of attention probabilities.
+    seed: the dropout mask is a function of it alone; None: no dropout.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     softcap: c; logits x become c tanh(x / c) before masks are added. None: no cap.
     sinks: `[heads]`, an additional logit in each query's softmax, with no value. None: no sinks.
@@ -66,7 +67,8 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention.
+    """One way to compute attention. A new backend is a subclass in this folder, and an entry of
+    `ATTENTION_BACKENDS`.
 
     name: the value of `attention_backend` that chooses it.
     needs_gpu: it runs only on GPUs.
@@ -75,9 +77,6 @@ class AttentionBackend:
     caps_logits: it supports `AttentionOptions.softcap`.
     has_sinks: it supports `AttentionOptions.sinks`.
     form: the field of `AttentionInputs` that tells it the visible keys of documents, windows and trees.
-
-    A new backend is a subclass in a file here and a line in
-    `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
     """
 
     name: str
@@ -89,40 +88,42 @@ class AttentionBackend:
     form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
 
     def missing(self) -> str | None:
-        """Returns None if the packages it needs are installed, else the package to install."""
+        """Returns the package that must be installed for this backend, as text after "needs"; None if nothing
+        is missing."""
         return None
 
     def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
-        """Returns None if `auto` may choose this backend for such calls, else the reason.
+        """Returns why `auto` should not choose this backend for such calls; None if it may.
 
-        Reasons: the backend has not been run on such a GPU, or is slow. It is also asked when a named backend
-        does not support a call, and another one must be found.
+        Reasons are that the backend was not tested on such a GPU, or is slow. It also applies when a named
+        backend does not support a call and a replacement is chosen.
 
         capability: compute capability of the GPU; None on a CPU.
         """
         return not_run_on(f"attention_backend: {self.name}", capability)
 
     def handles(self, call: AttentionCall) -> bool:
-        """Returns whether the backend is meant for such calls, without running one; `supports` runs one."""
+        """Whether the backend is meant for such calls. This runs no call; `supports` does."""
         return not call.contexts
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
-        """Computes causal attention: softmax(q k^T * scale + mask) v. A cache, if any, already holds k and v.
+        """Computes causal attention, softmax(q k^T * scale + mask) v. If there is a cache, it already holds k
+        and v.
 
         q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns the shape of q.
         """
         raise NotImplementedError
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Returns None if the backend can run such calls, else the reason.
+        """Runs a tiny call of this kind; returns None if it works, else the reason as text about "it".
 
-        It runs one tiny call; for calls of training also its backward pass.
+        For calls of training it also runs the backward pass.
         """
         spec, training = call.spec, call.queries == call.keys
         if spec.softcap is not None and not self.caps_logits:
-            return "it does not cap logits (attn_logit_softcapping)"
+            return "it does not support attn_logit_softcapping"
         if spec.sinks and not self.has_sinks:
-            return "it has no attention sinks (attention_sinks)"
+            return "it does not support attention_sinks"
         kv_heads = min(spec.kv_heads, 2)
         heads = kv_heads * spec.heads // spec.kv_heads
         shapes = (call.queries, 2, heads), (call.keys, 2, kv_heads), (call.keys, 2, kv_heads)
@@ -133,7 +134,7 @@ class AttentionBackend:
         mask = None
         if call.masked:
             mask = zeros(2, heads if spec.biased else 1, call.queries, call.keys)
-            if training and spec.relative is None:  # masks over a cache are added, see `cached_inputs`
+            if training and spec.relative is None:  # masks over a cache are additive, see `cached_inputs`
                 mask = mask.detach() if spec.biased else mask == 0
         q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
         inputs = AttentionInputs(mask=mask)
@@ -156,12 +157,12 @@ class AttentionBackend:
                 if training:
                     out.sum().backward()
                     if mask is not None and mask.requires_grad and mask.grad is None:
-                        return "it gives no gradient to biases"
+                        return "it computes no gradient of position biases"
                 if call.device.type == "cuda":
                     torch.cuda.synchronize(call.device)
             except RuntimeError as problem:
-                # torch warns of its reasons, kernel by kernel; those of the others are that they were
-                # switched off.
+                # torch gives its reasons as warnings, one per kernel. Warnings about kernels that were
+                # switched off are left out.
                 texts = [str(warning.message).split(" (Triggered")[0] for warning in caught_warnings]
                 reasons = [text for text in texts if "not used because" not in text and "disabled" not in text]
                 return " ".join(reasons).rstrip(".") or str(problem).splitlines()[0]
@@ -169,17 +170,18 @@ class AttentionBackend:
 
 
 class Sdpa(AttentionBackend):
-    """One kernel of torch's `scaled_dot_product_attention`; on CPUs it runs documents one after another."""
+    """One kernel of torch's `scaled_dot_product_attention`. On CPUs it runs packed documents one after
+    another."""
 
     kernel: ClassVar[SDPBackend]
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.documents and call.device.type == "cuda":
-            return "a GPU would wait for the lengths of documents"
+            return "without a mask, the GPU would wait while the host reads the document lengths"
         if call.documents and (call.compiled or call.spec.window is not None):
-            return "it hides no keys, and code would be compiled anew for each length of documents"
+            return "without a mask, it has no windows, and compiled code would recompile for every document length"
         if call.documents and (call.spec.biased or call.spec.dropout > 0.0):
-            return "biases and dropout need a mask"
+            return "with packed documents, it needs a mask for position biases and dropout"
         return super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
@@ -198,7 +200,7 @@ class Sdpa(AttentionBackend):
                 return _one_by_one(sdpa, q, k, v, inputs.cu_seqlens)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
             if options.cache is not None and inputs.columns is not None:
-                assert mask is not None, "all of the cache is shown"
+                assert mask is not None, "attention over a cache needs a mask; without one all of the cache is visible"
                 parts = options.cache.read()
                 outs = [sdpa(q[rows], k, v, mask[rows, ..., : k.shape[2]]) for rows, k, v in parts]
                 out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -224,8 +226,8 @@ class Math(Sdpa):
 
 
 class Varlen(AttentionBackend):
-    """Flash attention over variable-length documents without a mask, with windows too (`varlen_attn` of
-    torch)."""
+    """torch's flash attention over documents of different lengths (`varlen_attn`), without a mask; also with
+    windows."""
 
     needs_gpu = True
 
@@ -234,8 +236,8 @@ class Varlen(AttentionBackend):
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.spec.biased or call.spec.dropout > 0.0:
-            return "it has no biases and no dropout"
-        return "it has 16 bits" if call.dtype == torch.float32 else super().supports(call)
+            return "it supports neither position biases nor dropout"
+        return "it supports only 16-bit dtypes" if call.dtype == torch.float32 else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
@@ -246,8 +248,11 @@ class Varlen(AttentionBackend):
 
 
 class EfficientVarlen(AttentionBackend):
-    """torch's memory-efficient attention over variable-length documents without a mask, with windows, dropout
-    and fp32: the kernel of `scaled_dot_product_attention` for jagged tensors."""
+    """torch's memory-efficient attention over documents of different lengths, without a mask; with windows,
+    dropout and fp32.
+
+    It is the kernel that `scaled_dot_product_attention` uses for jagged tensors.
+    """
 
     needs_gpu = True
 
@@ -255,7 +260,7 @@ class EfficientVarlen(AttentionBackend):
         return call.documents
 
     def supports(self, call: AttentionCall) -> str | None:
-        return "it has no biases here" if call.spec.biased else super().supports(call)
+        return "it supports no position biases" if call.spec.biased else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
@@ -282,10 +287,12 @@ def _attention_by_formula(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes attention like `scaled_dot_product_attention`, with softcap and sinks.
+    """Computes attention like `scaled_dot_product_attention`, but also with softcap and sinks.
 
-    softcap, sinks: as of `AttentionOptions`. Other arguments are torch's. It computes in fp32 from the
-    logits on, and holds all logits in memory.
+    It computes in fp32 from the logits on, and holds all logits in memory.
+
+    softcap: c; logits x become c tanh(x / c); None: no cap.
+    sinks: `[heads]`, an additional logit in each query's softmax; None: no sinks.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
@@ -306,15 +313,15 @@ def _attention_by_formula(
 
 
 def rows_in_one(x: Tensor) -> Tensor:
-    """The tokens of all rows one after another: `[seq, batch, heads, head_dim]` to
-    `[batch * seq, heads, head_dim]`."""
+    """Returns the tokens of all rows one after another: `[seq, batch, heads, head_dim]` to `[batch * seq,
+    heads, head_dim]`."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Computes causal attention within each document, by one call of `sdpa` per document.
 
-    cu_seqlens: as of `AttentionInputs`.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
     texts = ([document.transpose(0, 1).unsqueeze(0) for document in rows_in_one(x).split(lengths)] for x in (q, k, v))

@@ -1,6 +1,5 @@
 """FlexAttention (`torch.nn.attention.flex_attention`): one compiled kernel for every mask that a function of
-positions can express.
-"""
+positions can express."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -18,26 +17,28 @@ if TYPE_CHECKING:
 
 
 class Flex(AttentionBackend):
-    """Computes attention with FlexAttention: causal, with windows, documents and shared prompts.
+    """Computes causal attention with FlexAttention, also with windows, documents and shared prompts.
 
-    `AttentionInputs.blocks` says which keys are visible. A compiled block compiles it as part of its graph;
-    otherwise it is compiled alone. torch has no backward pass of it for CPUs.
+    `AttentionInputs.blocks` says which keys are visible. In a compiled transformer block it is part of the
+    block's graph; otherwise it is compiled by itself. torch has no backward pass of FlexAttention on CPUs.
     """
 
     needs_gpu, plans_shapes, caps_logits, has_sinks, form = True, True, True, True, "blocks"
 
     def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
         if not (call.documents or call.contexts or call.spec.sinks) and call.spec.softcap is None:
-            return ""  # without a mask, others are faster
+            return ""  # without a mask, other backends are faster
         slow = call.dtype == torch.float32 and not call.contexts
-        return "it is for 16 bits" if slow else super().unasked(call, capability)
+        return (
+            "it is slow in fp32; auto chooses it only for 16-bit dtypes" if slow else super().unasked(call, capability)
+        )
 
     def handles(self, call: AttentionCall) -> bool:
         return not call.masked
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.spec.biased or call.dropping or (call.spec.dropout > 0.0 and (call.documents or call.contexts)):
-            return "it has no biases and no dropout here"
+            return "it supports neither position biases nor dropout"
         return super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
@@ -50,7 +51,8 @@ class Flex(AttentionBackend):
         else:
             import torch._dynamo.config as dynamo
 
-            # Behind a second softcap torch would compile for any, and fail where the kernel reads it.
+            # At a second value of softcap torch would compile for any float, and fail where the kernel reads
+            # it.
             with dynamo.patch(specialize_float=True):
                 out = attend(*arguments)
         return out.permute(2, 0, 1, 3)
@@ -59,8 +61,8 @@ class Flex(AttentionBackend):
     def _compiled(self) -> "Callable[..., Tensor]":
         import torch._dynamo.config as dynamo
 
-        # A graph for each kind of mask, dtype and length that is tried or run. Without fullgraph, torch would
-        # go on unfused behind the limit, and fill the memory.
+        # Each kind of mask, dtype and length that is tried or run compiles a graph, so the limit is raised.
+        # Without fullgraph, torch would run unfused beyond the limit and run out of memory.
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
         return torch.compile(_attend, fullgraph=True)
 
@@ -89,6 +91,6 @@ def _attend(
     aux = AuxRequest(lse=True)
     out, auxiliary = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=shared, return_aux=aux)
     assert isinstance(auxiliary, AuxOutput) and auxiliary.lse is not None
-    # What the keys have of the probability beside the sink: e^lse / (e^lse + e^sink).
+    # The share of the softmax that the keys keep besides the sink: e^lse / (e^lse + e^sink).
     share = torch.sigmoid(auxiliary.lse - sinks.float().view(-1, 1))
     return (out * share.unsqueeze(-1)).to(q.dtype)

@@ -1,8 +1,8 @@
 """The inputs of attention other than hidden states: rotary tables, masks and document boundaries.
 
-They are computed once for all blocks whose specs agree, by one function for each kind of batch:
-`text_inputs`: texts from their beginning, as in training;
-`cached_inputs`: tokens that continue texts in a key-value cache;
+They are computed once for all blocks that need the same ones. Each kind of batch has its function:
+`text_inputs`: full texts, as in training;
+`cached_inputs`: tokens that continue texts whose keys and values are in a cache;
 `tree_inputs`: rows in which several continuations share a context.
 """
 
@@ -27,27 +27,26 @@ from megatron.model.specs import AttentionSpec
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_MOST_DOCUMENTS = 65_535  # the kernels start blocks for each in the second dimension of their grid
+_MOST_DOCUMENTS = 65_535  # CUDA's limit of the grid's second dimension, in which the kernels enumerate documents
 BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
-"""From the length of a sequence, `columns` and `distance` (see `positions.alibi_bias`) to the bias that is
-added to attention logits; None for no bias."""
+"""A function of sequence length, `positions` and `distance` (see `positions.alibi_bias`). It returns the bias
+that is added to attention logits, or None for no bias."""
 
 
 class AttentionInputs(NamedTuple):
     """The inputs that blocks with equal `AttentionSpec.inputs` share, made once per stage and micro-batch.
 
-    rope: tables of `positions.rope_tables`; None without rotary positions.
+    rope: cos and sin tables of rotary positions; None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None: only causal.
-    cu_seqlens: `[n]` int32, the starts of documents in the flattened batch and its end, as of `Documents`;
-        set if `AttentionBackends.form` returns cu_seqlens.
-    longest: with cu_seqlens, an empty tensor `[max_seqlen, 0]`. Its first size is the length of the longest
-        document. Code compiled for a number would serve that number alone; a size may be dynamic.
+    cu_seqlens: `[n]` int32, the starts of documents in the flattened batch, then its end; set if
+        `AttentionBackends.form` returns cu_seqlens.
+    longest: with cu_seqlens, an empty tensor `[max_seqlen, 0]`, whose first size is the length of the longest
+        document. A size may be dynamic in compiled code; a number would be recompiled for each value.
     window: with cu_seqlens, the number of keys before its own that a query sees; -1: all.
-    blocks: FlexAttention's mask from `masks.block_mask`, instead of the mask and cu_seqlens, if the backend's
-        `form` is blocks.
+    blocks: FlexAttention's mask from `masks.block_mask`; then mask and cu_seqlens are None.
     columns: `[batch, seq]`, the columns of these tokens in the cache; None in training and at a text's start.
-    written_out, own_places: with cu_seqlens, `SharedPrefixes.places` and `own_places`, if documents share
-        prefixes. cu_seqlens and longest then count each document with its prefix repeated.
+    written_out, own_places: with cu_seqlens and documents that share prefixes, `SharedPrefixes.places` and
+        `own_places`. cu_seqlens and longest then count each document with its prefix repeated.
     """
 
     rope: Rope | None = None
@@ -64,10 +63,12 @@ class AttentionInputs(NamedTuple):
 def text_inputs(
     spec: AttentionSpec, batch: Batch, positions: Tensor, lengths: Tensor | None, form: str | None, bias: BiasFunction
 ) -> AttentionInputs:
-    """Returns the inputs for texts from their beginning.
+    """Returns the attention inputs for full texts, as in training.
 
+    positions: `[batch, seq]`.
     lengths: `[batch]`, the number of tokens of each row's text; None: texts fill their rows.
-    form: as of `AttentionBackends.form`.
+    form: the field that the backend reads: cu_seqlens or blocks; None: a mask.
+    bias: computes position biases of the logits.
     """
     (rows, seq), device = batch.tokens.shape, batch.tokens.device
     window, documents = spec.window, batch.documents
@@ -86,8 +87,8 @@ def text_inputs(
             cu_seqlens, max_seqlen = documents.cu_seqlens, documents.max_seqlen
         if device.type == "cuda" and len(cu_seqlens) - 1 > _MOST_DOCUMENTS:
             raise DataError(
-                f"a micro-batch of {len(cu_seqlens) - 1} documents: the kernel takes at most {_MOST_DOCUMENTS}; "
-                "lower train_micro_batch_size_per_gpu, or set attention_backend: flex"
+                f"a micro-batch has {len(cu_seqlens) - 1} documents, but the attention kernel supports at most "
+                f"{_MOST_DOCUMENTS}; lower train_micro_batch_size_per_gpu, or set attention_backend: flex"
             )
         places, own_places = None, None
         if prefixes is not None:
@@ -108,15 +109,17 @@ def text_inputs(
 def cached_inputs(
     spec: AttentionSpec, positions: Tensor, lengths: Tensor | None, keys: int, dtype: torch.dtype, bias: BiasFunction
 ) -> AttentionInputs:
-    """Returns the inputs for tokens that continue texts in a key-value cache.
+    """Returns the attention inputs for tokens that continue texts whose keys and values are in a cache.
 
+    positions: `[batch, seq]`, also the tokens' columns in the cache.
+    lengths: `[batch]`, the number of tokens of each row's full text; None: texts end with these tokens.
     keys: number of columns of the cache.
-    lengths: as of `text_inputs`; None: texts end with these tokens.
     dtype: of the weights.
+    bias: computes position biases of the logits.
     """
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1 if lengths is None else lengths.unsqueeze(1))
     mask, added = window_mask(keys, spec.window, positions.device, positions), bias(keys, positions, None)
-    if added is None:  # else every block would make its own of it
+    if added is None:  # converts the mask once here, instead of in every block
         added = torch.zeros_like(mask, dtype=dtype)
     return AttentionInputs(rope, _added(added, mask), columns=positions)
 
@@ -130,12 +133,14 @@ def tree_inputs(
     form: str | None,
     bias: BiasFunction,
 ) -> AttentionInputs:
-    """Returns the inputs for rows in which several continuations share a context.
+    """Returns the attention inputs for rows in which several continuations (branches) share a context.
 
     positions: `[batch, seq]`; each branch continues the context's positions. A window counts positions.
-    branch_ids, context_ids: `[batch, seq]`, as of `tree_attention_mask`.
+    branch_ids, context_ids: `[batch, seq]`, the branch of each token, and the branch which that one
+        continues.
     length: number of tokens of the texts, for rotary scalings that depend on it: a number or `[batch, 1]`.
-    form: as of `AttentionBackends.form`.
+    form: the field that the backend reads: blocks; None: a mask.
+    bias: computes position biases of the logits.
     """
     rope, seq, device = _rope(spec, positions, length), positions.shape[1], positions.device
     if form == "blocks":
@@ -150,7 +155,12 @@ def tree_inputs(
 def _text_lengths(
     spec: AttentionSpec, documents: Tensor | None, rows: int, seq: int, lengths: Tensor | None
 ) -> int | Tensor:
-    """Returns the text lengths for `rope_frequencies`: of documents if rows are packed, else of rows."""
+    """Returns the text lengths for `rope_frequencies`: `[batch, 1]`, or a number if all texts fill their
+    rows.
+
+    With packed documents, and rotary scaling that depends on the length, it is `[batch, seq]`, the length of
+    each token's document.
+    """
     if lengths is not None:
         return lengths.unsqueeze(1)
     if documents is None or spec.rotary is None or not spec.rotary.length_dependent:

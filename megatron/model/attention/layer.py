@@ -1,5 +1,9 @@
-"""Self-attention, the mixer of a transformer block: projections, norms of queries and keys, rotary
-positions. Another mixer is a class with the members of `block.SubLayer` and an entry of `block.MIXERS`."""
+"""Self-attention, a mixer of a transformer block: projections, norms of queries and keys, rotary positions,
+attention.
+
+To add another kind of mixer, write a class with the members of `block.SubLayer`, and list it in
+`block.MIXERS`.
+"""
 
 from collections.abc import Sequence
 
@@ -27,16 +31,18 @@ from megatron.mpu import (
 
 
 class SelfAttention(nn.Module):
-    """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
+    """Multi-head or grouped-query attention over this rank's heads; input and output are `[seq, batch,
+    hidden]`.
 
     If there are more tensor ranks than key-value heads, each rank computes a slice of one key-value head and
     gathers the full head from the ranks that share it.
 
     Parameters:
-    query_key_value: rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA.
+    query_key_value: the fused projection. Rows are [q|k|v] per head for multi-head, [Q|K|V] per rank for
+        grouped-query.
     dense: the output projection.
-    qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms).
-    sinks: `[heads]` (attention_sinks).
+    qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms): norms of queries and keys.
+    sinks: `[heads]`, an additional logit of each head's softmax (attention_sinks).
     rpe: relative position biases, which all blocks share.
     """
 
@@ -76,8 +82,8 @@ class SelfAttention(nn.Module):
     @staticmethod
     def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per
-        # rank.
+        # Rows of multi-head attention are [q|k|v] per head, so a rank's heads are contiguous rows. Rows of
+        # grouped-query attention are [Q|K|V] per rank.
         alternating = spec.kv_heads == spec.heads
         blocks, head_blocks = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
         names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
@@ -92,7 +98,8 @@ class SelfAttention(nn.Module):
 
     @classmethod
     def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        """Returns the specs of the parameters that the constructor allocates, in GPT-NeoX's registration
+        order."""
         norms = [
             param
             for name, (norm, norm_spec, heads) in head_norms(spec).items()
@@ -113,7 +120,8 @@ class SelfAttention(nn.Module):
         return self.dense
 
     def _split(self, qkv: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values `[seq, batch, heads, head_dim]` of this rank's `[seq, batch, rows]`."""
+        """Splits this rank's fused projection `[seq, batch, rows]` into queries, keys and values `[seq,
+        batch, heads, head_dim]`."""
         if self.alternating:
             return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
         q, k, v = qkv.split([self.heads * self.head_dim, self.kv_width, self.kv_width], dim=-1)
@@ -129,10 +137,12 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         adapter_seed: Tensor | None = None,
     ) -> Tensor:
-        """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`.
+        """Computes attention without the output projection: `[seq, batch, hidden]` to `[seq, batch, heads/T *
+        head_dim]`.
 
-        seed: for the dropout of attention probabilities; None without dropout. adapter_seed: as of
-        `Linear.forward`; None without dropout.
+        seed: for dropout of attention probabilities; None: no dropout.
+        cache: the keys and values of earlier tokens in generation; None in training.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
         """
         qkv = self.query_key_value(x, adapter_seed)
         q, k, v = self._split(qkv)

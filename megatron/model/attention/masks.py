@@ -1,4 +1,5 @@
-"""Attention masks for documents, branches of trees, and windows: dense, and in blocks for FlexAttention."""
+"""Attention masks for documents, branches of trees, and windows: as dense tensors, and as block masks for
+FlexAttention."""
 
 from typing import TYPE_CHECKING
 
@@ -10,39 +11,43 @@ from megatron.model.positions import distances
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-BLOCK = 128  # tokens of a block of FlexAttention, on either side
+BLOCK = 128  # FlexAttention's mask has blocks of this many queries times this many keys
 
 
 def document_ids(cu_seqlens: Tensor, rows: int, seq: int) -> Tensor:
     """Returns the number of each token's document, counted from 1 over the micro-batch: `[rows, seq]` int32.
 
-    cu_seqlens: as of `Documents`, for a micro-batch of `rows` rows.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened `[rows * seq]` batch, then its end
+        (`Documents`).
     """
     places = torch.arange(rows * seq, dtype=torch.int32, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, places, right=True, out_int32=True).view(rows, seq)
 
 
 def document_mask(cu_seqlens: Tensor, rows: int, seq: int) -> Tensor:
-    """The mask of causal attention within documents: boolean `[rows, 1, seq, seq]`, True where a query sees a
-    key.
+    """Returns the mask of causal attention within documents, boolean `[rows, 1, seq, seq]`; True: the query
+    sees the key.
 
-    cu_seqlens: as of `document_ids`.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened `[rows * seq]` batch, then its end
+        (`Documents`).
     """
     documents = document_ids(cu_seqlens, rows, seq)
     return tree_attention_mask(documents, documents)
 
 
 def prefix_ids(cu_seqlens: Tensor, written_out: Tensor, rows: int, seq: int) -> tuple[Tensor, Tensor]:
-    """Returns branch and context ids of documents that share prefixes, for `tree_attention_mask`.
+    """Returns the branch and context ids `[rows, seq]` of documents that share prefixes, for
+    `tree_attention_mask`.
 
-    A document may share the first tokens of the document before it. The shared tokens get their own branch,
-    which is the context of all other tokens of both documents.
+    A document may share its first tokens with the document before it, which alone stores them. The shared
+    tokens form a branch of their own, and are the context of all other tokens of both documents.
 
-    cu_seqlens: as of `document_ids`. written_out: `SharedPrefixes.cu_seqlens`.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end.
+    written_out: `SharedPrefixes.cu_seqlens`, the same starts as if each document stored its prefix.
     """
     document = document_ids(cu_seqlens, rows, seq) - 1
     prefix = written_out.diff() - cu_seqlens.diff()
-    shared_next = torch.cat([prefix[1:], prefix.new_zeros(1)])  # to the document behind
+    shared_next = torch.cat([prefix[1:], prefix.new_zeros(1)])  # the length that the next document shares with this one
     places = torch.arange(rows * seq, dtype=torch.int32, device=cu_seqlens.device).view(rows, seq)
     branch = 2 * document + (places - cu_seqlens[document] >= shared_next[document])
     context = 2 * (document - (prefix[document] > 0).int())
@@ -52,11 +57,11 @@ def prefix_ids(cu_seqlens: Tensor, written_out: Tensor, rows: int, seq: int) -> 
 def tree_attention_mask(branch_ids: Tensor, context_ids: Tensor) -> Tensor:
     """Returns the mask of tree attention, boolean `[batch, 1, seq, seq]`; True: the query sees the key.
 
-    A token sees the tokens up to itself in its own branch and in its context branch.
+    A token sees itself and the earlier tokens of its own branch and of its context branch.
 
     branch_ids: `[batch, seq]`, the branch of every token; numbers are unique within a row.
-    context_ids: `[batch, seq]`, the branch that the token's branch continues; its own branch if it
-        continues none.
+    context_ids: `[batch, seq]`, the branch that the token's branch continues; its own branch if it continues
+        none.
     """
     steps = torch.arange(branch_ids.shape[1], device=branch_ids.device)
     branch, context, key = branch_ids.unsqueeze(2), context_ids.unsqueeze(2), branch_ids.unsqueeze(1)
@@ -64,10 +69,12 @@ def tree_attention_mask(branch_ids: Tensor, context_ids: Tensor) -> Tensor:
 
 
 def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
-    """The mask of causal attention within a window: boolean `[batch or 1, 1, queries, seq]`.
+    """Returns the mask of causal attention within a window, boolean `[batch or 1, 1, queries, seq]`; True:
+    visible.
 
-    A query sees the keys up to itself, at most `window` tokens before it (None: all of them).
-    queries: the columns of the queries, `[batch, queries]`; None: all of seq.
+    A query sees its own key and at most `window` keys before it (None: all before it).
+
+    queries: the columns of the queries, `[batch, queries]`; None: all columns of seq.
     """
     distance = distances(seq, device, queries)
     causal = distance <= 0
@@ -82,22 +89,26 @@ def block_mask(
     branch_ids: Tensor | None = None,
     context_ids: Tensor | None = None,
 ) -> "BlockMask":
-    """Returns FlexAttention's mask of causal attention within a window and within the branches of trees.
+    """Returns FlexAttention's block mask for causal attention within a window and within the branches of
+    trees.
 
-    It lists the blocks of queries and keys to compute, and has a function for single tokens of partly masked
-    blocks.
+    It lists the blocks of queries and keys to compute, and has a function that decides each (query, key) in
+    partly masked blocks.
 
+    window: number of keys before its own that a query sees; None: all.
     positions: `[batch, seq]`, the positions that `window` counts; None: columns of the row.
-    branch_ids, context_ids: `[batch, seq]`, as of `tree_attention_mask`; context_ids None: no contexts.
+    branch_ids, context_ids: `[batch, seq]`, as in `tree_attention_mask`; branch_ids None: one branch per row;
+        context_ids None: no branch continues another.
 
     Memory grows with the square of the number of blocks; torch's `create_block_mask` needs the square of the
-    number of tokens. A block is judged by the lowest and highest id in it, so unsorted ids cost time but do
-    not change results. Nothing waits for the device, and other values of the tensors recompile nothing.
+    number of tokens. Whether a block is visible is decided by the lowest and highest id in it, so unsorted
+    ids cost time but do not change results. The host does not wait for the device, and new values in these
+    tensors cause no recompilation.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     count = -(-seq // BLOCK)
-    # The last block may be short: its last token stands for the rest.
+    # The last block may be short: its last token is repeated to fill it.
     places = torch.arange(count * BLOCK, device=device).clamp(max=seq - 1)
 
     def range_of(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,7 +119,7 @@ def block_mask(
 
     index = torch.arange(count, device=device)
     visible = index <= index.unsqueeze(1)
-    full = (index < index.unsqueeze(1)) & (index < seq // BLOCK).unsqueeze(1)  # a short block is whole to nobody
+    full = (index < index.unsqueeze(1)) & (index < seq // BLOCK).unsqueeze(1)  # a short block is never fully visible
     visible, full = visible.unsqueeze(0), full.unsqueeze(0)
     if branch_ids is not None:
         low, high, key_low, key_high = range_of(branch_ids)
@@ -143,10 +154,11 @@ def block_mask(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many blocks of keys are True for each block of queries, and their indices, True ones first.
+    """Returns, for each block of queries, the number of True key blocks, and the indices of all key blocks,
+    True ones first.
 
-    blocks: boolean `[batch, blocks, blocks]`. Returns int32 `[batch, 1, blocks]` and
-    `[batch, 1, blocks, blocks]`.
+    blocks: boolean `[batch, blocks, blocks]`. Returns int32 `[batch, 1, blocks]` and `[batch, 1, blocks,
+        blocks]`.
     """
     chosen = blocks.unsqueeze(1).to(torch.int32)
     order = chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

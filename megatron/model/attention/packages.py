@@ -1,5 +1,6 @@
-"""Attention backends of packages that users install: flash-attn and Transformer-Engine. `auto` never chooses
-them.
+"""Attention backends of packages that users install themselves: flash-attn and Transformer-Engine.
+
+`auto` never chooses them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,11 @@ from megatron.neox_arguments.optional_packages import PackageProblem, import_com
 
 
 class PackageBackend(AttentionBackend):
-    """A backend of a compiled package. `auto` never chooses it, because its import takes seconds."""
+    """Base of attention backends from a compiled package. `auto` never chooses them, because their import
+    takes seconds.
+
+    module: the module to import. functions: attributes that it must have.
+    """
 
     opt_in = True
     module: ClassVar[str]
@@ -24,28 +29,31 @@ class PackageBackend(AttentionBackend):
 
     def missing(self) -> str | None:
         try:
-            _ = self.package  # imported here, before a step is compiled: the compiler cannot look into an import
+            _ = self.package  # imports it before a step is compiled, because the compiler cannot trace an import
         except PackageProblem as problem:
             return str(problem)
         return None
 
     @cached_property
     def package(self) -> Any:
-        """The imported module of the package. Raises PackageProblem if it cannot be used."""
+        """The imported module of the package. Raises PackageProblem if it cannot be imported."""
         return import_compiled(self.module, *self.functions)
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.masked or call.spec.biased:
-            return "it has no masks and no biases"
+            return "it supports neither masks nor position biases"
         try:
             return super().supports(call)
-        except (AssertionError, ValueError, NotImplementedError) as problem:  # the packages' words for shapes
+        except (AssertionError, ValueError, NotImplementedError) as problem:  # raised for unsupported shapes
             return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
 class FlashAttn(PackageBackend):
-    """flash-attn (`flash_attn_func`, `flash_attn_varlen_func`; arXiv 2307.08691): documents without a mask,
-    windows, dropout, grouped queries; deterministic where torch is asked to be."""
+    """The flash-attn package (`flash_attn_func`, `flash_attn_varlen_func`; arXiv 2307.08691).
+
+    It supports documents without a mask, windows, dropout and grouped queries. It is deterministic if torch
+    is set to use deterministic algorithms.
+    """
 
     module, functions = "flash_attn", ("flash_attn_func", "flash_attn_varlen_func")
     caps_logits = True
@@ -62,7 +70,7 @@ class FlashAttn(PackageBackend):
             "softmax_scale": options.scale,
             "causal": True,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            **({} if options.softcap is None else {"softcap": options.softcap}),  # since 2.6
+            **({} if options.softcap is None else {"softcap": options.softcap}),  # flash-attn has softcap since 2.6
         }
         rows = [x.transpose(0, 1) for x in (q, k, v)]
         if starts is None:
@@ -80,17 +88,20 @@ class FlashAttn(PackageBackend):
 
 @dataclass(frozen=True)
 class TransformerEngineAttention(PackageBackend):
-    """Transformer-Engine's `DotProductAttention`, which chooses between its own, cuDNN's and flash-attn's
-    kernels: documents without a mask, windows, dropout, grouped queries.
+    """Transformer-Engine's `DotProductAttention`, which chooses among its own, cuDNN's and flash-attn's
+    kernels.
 
-    Its modules have no parameters; one is made for each kind of layer.
+    It supports documents without a mask, windows, dropout and grouped queries.
+
+    modules: one `DotProductAttention` for each combination of head sizes, dropout and scale; they have no
+        parameters.
     """
 
     module, functions = "transformer_engine.pytorch", ("DotProductAttention",)
     modules: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def supports(self, call: AttentionCall) -> str | None:
-        return "it cannot be compiled; set compile: false" if call.compiled else super().supports(call)
+        return "it cannot be compiled by torch; set compile: false" if call.compiled else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         shape, starts = q.shape, inputs.cu_seqlens

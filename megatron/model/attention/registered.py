@@ -1,6 +1,7 @@
-"""FlashAttention 3 and 4 in place of torch's own FlashAttention 2.
+"""FlashAttention 3 and 4, which replace torch's own FlashAttention 2.
 
-torch knows both by name (`torch.nn.attention.activate_flash_attention_impl`); packages provide the kernels.
+torch knows both by name (`torch.nn.attention.activate_flash_attention_impl`); installed packages provide the
+kernels.
 """
 
 from importlib import import_module
@@ -16,11 +17,12 @@ from megatron.model.attention.backends import AttentionBackend, AttentionCall, F
 
 
 class _Registered(AttentionBackend):
-    """A kernel that replaces torch's own FlashAttention 2 for the whole process.
+    """A kernel that replaces torch's own FlashAttention 2 in the whole process.
 
-    It is called through `scaled_dot_product_attention` and `varlen_attn`.
+    It runs when `scaled_dot_product_attention` or `varlen_attn` is called.
 
-    implementation: torch's name of it. module: the package that torch imports. install: how to install it.
+    implementation: torch's name of the kernel, such as FA3. module: the package that torch imports. install:
+        how to install it.
     """
 
     needs_gpu = opt_in = True
@@ -30,7 +32,7 @@ class _Registered(AttentionBackend):
 
     def missing(self) -> str | None:
         if self.implementation not in list_flash_attention_impls():
-            return f"a torch that knows {self.implementation} (2.11 does)"
+            return f"a torch release that supports {self.implementation}, such as 2.11"
         try:
             import_module(self.module)
         except ModuleNotFoundError as problem:
@@ -47,14 +49,14 @@ class _Registered(AttentionBackend):
 
 
 class _Flash3(_Registered):
-    """FlashAttention 3, for Hopper (arXiv 2407.08608)."""
+    """FlashAttention 3, for Hopper GPUs (arXiv 2407.08608)."""
 
     implementation, module = "FA3", "flash_attn_interface"
     install = "compile the folder hopper of https://github.com/Dao-AILab/flash-attention"
 
 
 class _Flash4(_Registered):
-    """FlashAttention 4, for Hopper and Blackwell. CuTe compiles it at its first call."""
+    """FlashAttention 4, for Hopper and Blackwell GPUs. CuTe compiles it at its first call."""
 
     implementation, module = "FA4", "flash_attn.cute.interface"
     install = "pip install flash-attn-4"

@@ -1,4 +1,4 @@
-"""Attention with dropout whose mask is a function of a seed alone. In compiled code it is one operator."""
+"""Attention whose dropout mask depends only on a given seed. In compiled code it is one custom operator."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.mpu import fork_seed
 
 VARLEN = "EFFICIENT_VARLEN"
-_CAUSAL = 1  # of the kernel's kinds of mask
+_CAUSAL = 1  # the kernel's code for a causal mask
 
 
 def seeded_attention(
@@ -26,14 +26,15 @@ def seeded_attention(
     longest: int = 0,
     window: int = -1,
 ) -> Tensor:
-    """Computes causal attention with dropout p of its probabilities, drawn from `seed` (of `seed_tensor`).
+    """Computes causal attention with dropout `p` of its probabilities, drawn from `seed` (from
+    `seed_tensor`).
 
     q, k, v: `[batch, seq, heads, head_dim]`; k and v may have fewer heads. Returns the shape of q.
 
-    mask: as of `scaled_dot_product_attention`; None: causal.
+    mask: as in `scaled_dot_product_attention`; None: causal.
     kernel: the name of an `SDPBackend`, or `VARLEN`: torch's memory-efficient kernel for documents, for which
         batch is 1, and k and v have as many heads as q.
-    starts: with `VARLEN`, `[n]` int32, the starts of documents and the end.
+    starts: with `VARLEN`, `[n]` int32, the starts of documents, then the number of tokens.
     longest: with `VARLEN`, the number of tokens of the longest document.
     window: with `VARLEN`, the number of keys before its own that a query sees; -1: all.
     """
@@ -46,9 +47,12 @@ def seeded_attention(
 def efficient_varlen(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, p: float, scale: float | None
 ) -> Tensor:
-    """Runs torch's memory-efficient kernel for documents of different lengths.
+    """Runs torch's memory-efficient attention kernel for documents of different lengths, with dropout `p`.
 
-    Arguments are those of `seeded_attention`; q, k, v: `[1, tokens, heads, head_dim]`.
+    q, k, v: `[1, tokens, heads, head_dim]`.
+    starts: `[n]` int32, the starts of documents, then the number of tokens.
+    longest: number of tokens of the longest document.
+    window: number of keys before its own that a query sees; -1: all.
     """
     if window >= 0:
         windowed: Tensor = _WindowedVarlen.apply(q, k, v, starts, longest, window + 1, p, scale)[0]  # type: ignore[no-untyped-call]
@@ -60,10 +64,11 @@ def efficient_varlen(
 
 
 class _WindowedVarlen(torch.autograd.Function):
-    """Runs the kernel within windows of `width` keys, including the query's own.
+    """Runs the memory-efficient kernel within windows of `width` keys, including the query's own key.
 
-    torch's own gradient does not pass the window to the backward kernel and is silently wrong (seen in
-    2.11)."""
+    torch's own gradient does not pass the window to the backward kernel, and is silently wrong (seen in
+    2.11).
+    """
 
     @staticmethod
     def forward(
@@ -85,7 +90,8 @@ class _WindowedVarlen(torch.autograd.Function):
         return (*_windowed_varlen_backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 5)
 
 
-# An operator, because the compiler does not know of this argument of the kernel (torch 2.13).
+# A custom operator, because torch's compiler does not support the kernel's argument `window_size` (torch
+# 2.13).
 @torch.library.custom_op("megatron::windowed_varlen_backward", mutates_args=())
 def _windowed_varlen_backward(
     gradient: Tensor,
@@ -102,7 +108,7 @@ def _windowed_varlen_backward(
     p: float,
     scale: float | None,
 ) -> list[Tensor]:
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v, given `gradient`, that of the attention output."""
     parts = torch.ops.aten._efficient_attention_backward(
         gradient, q, k, v, None, out, starts, starts, longest, longest, logsumexp, p, seed, offset, _CAUSAL, False,
         scale=scale, window_size=width,
@@ -139,8 +145,9 @@ def _attend(
     return out.transpose(1, 2)
 
 
-# Of these the compiler sees no more than shapes: it can neither draw other numbers nor break its graph. The
-# gradient runs the attention again with the same seed. Only for compiled code: eager dispatch takes 0.2 ms.
+# The compiler sees only the shapes of these custom operators, so it cannot change the random numbers, and the
+# graph does not break. The gradient runs the attention again with the same seed. Used in compiled code only,
+# because eager dispatch takes 0.2 ms.
 @torch.library.custom_op("megatron::seeded_attention", mutates_args=())
 def _operator(
     q: Tensor,
@@ -180,7 +187,8 @@ def _backward(
     window: int,
     mask_is_trained: bool,
 ) -> list[Tensor]:
-    """The gradients of q, k and v, and of a trained mask."""
+    """Returns the gradients of q, k and v, and of the mask if it is trained, given that of the attention
+    output."""
     inputs = [q, k, v]
     if mask is not None and mask_is_trained:
         inputs.append(mask)

@@ -1,4 +1,5 @@
-"""The causal convolution before a scan: each channel separately, over the last few tokens."""
+"""The causal convolution before Mamba's scan: each channel is convolved separately, over the last few
+tokens."""
 
 import torch
 from torch import Tensor
@@ -9,12 +10,15 @@ from megatron.model.mamba.inputs import StateInputs
 def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None = None, history: Tensor | None = None
 ) -> Tensor:
-    """Returns the convolution `[seq, batch, channels]`: at t the sum of weight[k - 1 - i] x[t - i], and bias.
+    """Returns the causal convolution of each channel, `[seq, batch, channels]`. Products are summed in fp32.
 
-    x: as the result. weight: `[channels, 1, k]`.
-    documents: as of `StateInputs`; inputs before a document's first token count as zeros.
+    At t it is the sum over i of weight[k - 1 - i] x[t - i], plus bias.
+
+    x: shaped as the result.
+    weight: `[channels, 1, k]`.
+    documents: `[seq, batch]`, the number of each token's document; inputs before a document's first token
+        count as zeros. None: each row is one text.
     history: `[k - 1, batch, channels]`, the inputs before x; None: zeros.
-    Products are summed in fp32.
     """
     seq, width = x.shape[0], weight.shape[-1]
     history = x.new_zeros(width - 1, *x.shape[1:]) if history is None else history.to(x.dtype)
@@ -27,7 +31,7 @@ def causal_convolution(
     for i in range(1, width):
         earlier = longer[width - 1 - i : width - 1 - i + seq].float()
         if documents is not None:
-            # No document's number is 0, so that what is before the first is another's.
+            # Documents are counted from 1, so the padding with 0 before the first token is another document.
             same_document = torch.cat([documents.new_zeros(i, documents.shape[1]), documents])[:seq] == documents
             earlier = earlier * same_document.unsqueeze(2)
         total = total + earlier * taps[-1 - i]
@@ -35,10 +39,11 @@ def causal_convolution(
 
 
 def last_inputs(x: Tensor, width: int, inputs: StateInputs, history: Tensor | None) -> Tensor:
-    """Returns the last `width` inputs of each row, `[width, batch, channels]`, as history of the next call.
+    """Returns the last `width` inputs of each row, `[width, batch, channels]`, to be the `history` of the
+    next call.
 
     inputs: `inputs.filled` says which tokens are not padding.
-    history: the `width` inputs before x, as of `causal_convolution`.
+    history: `[width, batch, channels]`, the inputs before x; None: zeros.
     """
     history = x.new_zeros(width, *x.shape[1:]) if history is None else history.to(x.dtype)
     longer = torch.cat([history, x])

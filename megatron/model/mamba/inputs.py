@@ -1,4 +1,4 @@
-"""Inputs of mixers with a state besides hidden states, computed once per stage."""
+"""The inputs of Mamba's mixers besides hidden states, computed once per stage and micro-batch."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from megatron.model.attention.masks import document_ids
 
 
 class StateInputs(NamedTuple):
-    """The inputs of all blocks with a state for one micro-batch.
+    """The inputs besides hidden states that all Mamba blocks share for one micro-batch.
 
-    documents: `[seq, batch]` int32, the number of each token's document; each starts without a state. None:
-        each row is one text.
-    filled: `[seq, batch]` boolean, false for padding in rows that fill a cache; None: no padding.
-    continues: rows continue the states in the cache; false: they start without a state.
-    cu_seqlens: as of `Documents`.
+    documents: `[seq, batch]` int32, the number of each token's document; each document starts without a
+        state. None: each row is one text.
+    filled: `[seq, batch]` boolean, False for padding in rows that fill a cache; None: no padding.
+    continues: True: rows continue the states in the cache; False: they start without a state.
+    cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end.
     """
 
     documents: Tensor | None = None
@@ -26,9 +26,10 @@ class StateInputs(NamedTuple):
 
 
 def state_inputs(batch: Batch, last_tokens: Tensor | None, cached: bool) -> StateInputs:
-    """Returns the inputs of a micro-batch.
+    """Returns the inputs of Mamba blocks for a micro-batch.
 
-    last_tokens: as of `InferenceContext`. cached: there is a cache; a batch with positions continues it.
+    last_tokens: `[batch]`, the index of the last token of each row, if rows are padded; else None.
+    cached: whether there is a cache; a batch with positions continues the texts in it.
     """
     rows, seq = batch.tokens.shape
     starts = None if batch.documents is None else batch.documents.cu_seqlens

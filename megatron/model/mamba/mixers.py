@@ -1,6 +1,5 @@
 """Mamba and Mamba 2 as mixers of a block: projections, short convolution, and the scan over this rank's
-channels or heads.
-"""
+channels or heads."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +34,8 @@ from megatron.neox_arguments import ModelArgs
 
 
 def mamba_spec(args: ModelArgs, block: int) -> MambaSpec | None:
-    """Returns the Mamba mixer of block number `block`, counted from 0; None if it has another mixer."""
+    """Returns the Mamba mixer of block number `block`, counted from 0; None if the block has another
+    mixer."""
     if args.attention_config[block] != "mamba":
         return None
     return MambaSpec(
@@ -48,7 +48,8 @@ def mamba_spec(args: ModelArgs, block: int) -> MambaSpec | None:
 
 
 def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
-    """Returns the Mamba 2 mixer of block number `block`, counted from 0; None if it has another mixer."""
+    """Returns the Mamba 2 mixer of block number `block`, counted from 0; None if the block has another
+    mixer."""
     if args.attention_config[block] != "mamba2":
         return None
     low, high = (*(args.mamba_time_step_limit or (0.0,)), math.inf)[:2]
@@ -64,8 +65,8 @@ def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
 class Convolution(nn.Module):
     """The causal convolution of each channel, followed by silu.
 
-    Parameters: `weight` `[channels, 1, k]` and `bias`. kernel: as of `ScanKernels.convolution`; None: torch's
-    operations.
+    Parameters: `weight` `[channels, 1, k]` and `bias`.
+    kernel: `ScanKernels.convolution`, a package's kernel; None: torch's operations.
     """
 
     weight: nn.Parameter
@@ -80,13 +81,15 @@ class Convolution(nn.Module):
 
     @staticmethod
     def params(blocks: tuple[int, ...], width: int, bias: bool) -> tuple[ParamSpec, ...]:
-        """Returns the parameters. blocks: of the channels, as of `ParamSpec`. width: k."""
+        """Returns the specs of weight and bias. blocks: sizes of groups of channels, each sharded over tensor
+        ranks separately. width: k."""
         channels = sum(blocks)
         weight = ParamSpec("weight", (channels, 1, width), 0, blocks, "kaiming_uniform", weight_decay=True)
         return (weight, ParamSpec("bias", (channels,), 0, blocks)) if bias else (weight,)
 
     def forward(self, x: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
-        """Returns the convolved x, `[seq, batch, channels/T]` as x. Also updates the cache, if any."""
+        """Returns the convolved x after silu, `[seq, batch, channels/T]` as x. It also updates the cache, if
+        there is one."""
         if self.kernel is not None and cache is None:
             return self.kernel(x, self.weight, self.bias, inputs)
         history = cache.inputs() if cache is not None and inputs.continues else None
@@ -96,10 +99,10 @@ class Convolution(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba's mixer over this rank's channels, `[seq, batch, hidden]` in and out.
+    """Mamba's mixer over this rank's channels; input and output are `[seq, batch, hidden]`.
 
     Parameters are named as in GPT-NeoX and mamba_ssm: `in_proj` (rows of x, then of the gate z), `conv1d`,
-    `x_proj` (time steps, B, C), `dt_proj`, `A_log` `[channels, state]`, `D` `[channels]`, `out_proj`.
+    `x_proj` (rows of time steps, B, C), `dt_proj`, `A_log` `[channels, state]`, `D` `[channels]`, `out_proj`.
 
     Channels are sharded over tensor ranks. B, C and the input of `dt_proj` are summed over all tensor ranks.
     """
@@ -122,7 +125,7 @@ class Mamba(nn.Module):
         in_spec, chosen, out = self._linears(spec)
         self.in_proj = Linear(in_spec, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, backends.convolution)
-        # Its sum is whole on every rank, whatever sequence parallelism does to the stream between blocks.
+        # Without sequence_parallel: its summed output is full on every rank, also under sequence parallelism.
         self.x_proj = Linear(chosen, groups)
         self.dt_proj = _TimeStep(time_step, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
@@ -161,7 +164,8 @@ class Mamba(nn.Module):
 
     @classmethod
     def params(cls, spec: MambaSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        """Returns the specs of the parameters that the constructor allocates, in GPT-NeoX's registration
+        order."""
         own_params, conv, time_step = cls._own_params(spec)
         in_proj, chosen, out = (linear.params() for linear in cls._linears(spec))
         chosen = tuple(replace(param, init="input") if param.name == "weight" else param for param in chosen)
@@ -176,7 +180,10 @@ class Mamba(nn.Module):
 
     @staticmethod
     def state_shapes(spec: MambaSpec, size: int, dtype: torch.dtype) -> StateShapes:
-        """Returns the shapes of what a tensor rank (of `size`) keeps of each text. dtype: of weights."""
+        """Returns the shapes of the cache that one tensor rank keeps for each text in generation.
+
+        size: number of tensor ranks. dtype: of the weights.
+        """
         channels = spec.inner // size
         state_dtype = torch.float32 if spec.state_fp32 else dtype
         return StateShapes((spec.conv_kernel - 1, channels), (channels, spec.state), state_dtype)
@@ -193,8 +200,12 @@ class Mamba(nn.Module):
         cache: StateCache | None = None,
         adapter_seed: Tensor | None = None,
     ) -> Tensor:
-        """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
-        dropout. adapter_seed: as of `Linear.forward`."""
+        """Computes the mixer without `out_proj`: `[seq, batch, hidden]` to `[seq, batch, channels/T]`.
+
+        seed: not used, since the mixer has no dropout.
+        cache: the state of earlier tokens in generation; None in training.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
+        """
         x, z = self.in_proj(x, adapter_seed).chunk(2, dim=-1)
         x = self.conv1d(x, inputs, cache)
         dt, b, c = copy_to_tensor(self.x_proj(x, adapter_seed), self.group).split(self.widths, dim=-1)
@@ -217,10 +228,10 @@ class Mamba(nn.Module):
 
 
 class _TimeStep(nn.Module):
-    """The weight and bias of the projection of time steps to this rank's channels.
+    """Holds the weight and bias that project time steps to this rank's channels.
 
-    It is no `Linear` for two reasons. Its input is copied to the tensor ranks together with B and C, so their
-    gradients need one all-reduce. And some kernels add the bias.
+    It is not a `Linear`, for two reasons. Its input is copied to the tensor ranks together with B and C, so
+    that their gradients need only one all-reduce. And some kernels add the bias themselves.
     """
 
     weight: nn.Parameter
@@ -232,12 +243,14 @@ class _TimeStep(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out.
+    """Mamba 2's mixer over this rank's heads; input and output are `[seq, batch, hidden]`.
 
-    Parameters are those of mamba_ssm: `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B
-    and C, `dt_bias`, `A_log` and `D` `[heads]`, the gated norm's `norm.weight`, `out_proj`. Each tensor rank
-    has full groups of heads. If there are more ranks than groups, a rank has a slice of one group's B and C,
-    and gathers them for its heads."""
+    Parameters are named as in mamba_ssm: `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over
+    x, B and C, `dt_bias`, `A_log` and `D` `[heads]`, the gated norm's `norm.weight`, `out_proj`.
+
+    Each tensor rank has full groups of heads. If there are more ranks than groups, a rank has a slice of one
+    group's B and C, and gathers the full B and C for its heads.
+    """
 
     Spec = Mamba2Spec
     spec = staticmethod(mamba2_spec)
@@ -292,7 +305,8 @@ class Mamba2(nn.Module):
 
     @classmethod
     def params(cls, spec: Mamba2Spec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in mamba_ssm's registration order."""
+        """Returns the specs of the parameters that the constructor allocates, in mamba_ssm's registration
+        order."""
         own_params, conv, norm = cls._own_params(spec)
         in_proj, out = (linear.params() for linear in cls._linears(spec))
         return (
@@ -305,7 +319,10 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def state_shapes(spec: Mamba2Spec, size: int, dtype: torch.dtype) -> StateShapes:
-        """Returns the shapes of what a tensor rank (of `size`) keeps of each text. dtype: of weights."""
+        """Returns the shapes of the cache that one tensor rank keeps for each text in generation.
+
+        size: number of tensor ranks. dtype: of the weights.
+        """
         channels = (spec.inner + 2 * spec.groups * spec.state) // size
         state = (spec.heads // size, spec.head_dim, spec.state)
         return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32 if spec.state_fp32 else dtype)
@@ -322,8 +339,12 @@ class Mamba2(nn.Module):
         cache: StateCache | None = None,
         adapter_seed: Tensor | None = None,
     ) -> Tensor:
-        """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
-        dropout. adapter_seed: as of `Linear.forward`."""
+        """Computes the mixer without `out_proj`: `[seq, batch, hidden]` to `[seq, batch, channels/T]`.
+
+        seed: not used, since the mixer has no dropout.
+        cache: the state of earlier tokens in generation; None in training.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
+        """
         z, xbc, dt = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
         x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.head_dim))
@@ -347,21 +368,22 @@ class Mamba2(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of y silu(z) in each group of heads, times `weight`, in fp32.
+    """Computes RMSNorm of y silu(z) within each group of heads, times `weight`, in fp32.
 
-    The norm follows the gate, as in mamba_ssm's `RMSNormGated` with `norm_before_gate=False`."""
+    The norm comes after the gate, as in mamba_ssm's `RMSNormGated` with `norm_before_gate=False`.
+    """
 
     weight: nn.Parameter
 
     def __init__(self, params: tuple[ParamSpec, ...], number: int, eps: float, groups: ParallelGroups) -> None:
-        """number: number of groups of heads over all tensor ranks."""
+        """number: number of groups of heads, over all tensor ranks."""
         super().__init__()
         self.number, self.sharers = share_out(number, groups.size("tensor"))
         self.group, self.eps = groups.group("tensor"), eps
         allocate(self, params, groups)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Returns the norm of y silu(z), in fp32. y, z: `[seq, batch, channels/T]`."""
+        """Returns the norm of y silu(z) times `weight`, in fp32. y, z: `[seq, batch, channels/T]`."""
         gated = (y * F.silu(z.float())).unflatten(2, (self.number, -1))
         if self.sharers == 1:
             return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(2) * self.weight.float()
@@ -371,7 +393,7 @@ class GatedNorm(nn.Module):
 
 
 def _steps(dt: Tensor, inputs: StateInputs, limit: tuple[float, float] | None = None) -> Tensor:
-    """Returns time steps: softplus of dt (fp32), clamped to `limit`.
+    """Returns time steps: softplus of dt (fp32), clamped to `limit` (lowest, highest).
 
     Padding gets 0, which leaves states unchanged.
     """
@@ -386,9 +408,10 @@ def _initial(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) 
 
 
 def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `scan(*inputs)`, whose intermediate values the backward pass computes again.
+    """Returns `scan(*inputs)` without saving its intermediate values; the backward pass computes them again.
 
-    They hold a number for each pair of tokens in a chunk, more memory than everything else in a block.
+    They hold a number for each pair of tokens in a chunk, which is more memory than everything else in a
+    block.
     """
     if not torch.is_grad_enabled():
         return scan(*inputs)

@@ -1,5 +1,6 @@
-"""Kernels of packages instead of torch's operations (`mamba_backend`): mamba_ssm and flash-linear-attention
-for scans, causal-conv1d for the convolution before them.
+"""Kernels of installed packages that replace torch's operations in Mamba blocks (`mamba_backend`).
+
+mamba_ssm and flash-linear-attention (fla) compute scans, causal-conv1d the convolution before them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +18,22 @@ from megatron.neox_arguments.optional_packages import PackageProblem, import_com
 _SELECTIVE = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
 _CHUNKED = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 _GLA = ("fla.ops.simple_gla", "chunk_simple_gla")
-_MOST_STATES = 256  # of mamba_ssm's kernels
+_MOST_STATES = 256  # the largest state dimension that mamba_ssm's kernels support
 _CONVOLUTION = ("causal_conv1d", "causal_conv1d_fn")
 
 
 @dataclass(frozen=True)
 class ScanKernels:
-    """The kernels of Mamba's mixers in training.
+    """The kernels of Mamba's mixers in training. A kernel that is None, and generation (cached states), use
+    torch's operations.
 
-    torch's operations run instead if a function is None, and in generation (cached states).
-
-    package: who provides the scans: torch or a value of `mamba_backend`.
-    selective: Mamba's scan: from (x, dt, bias of dt before softplus, a, b, c, d, gate z), shapes as of
-        `selective_scan`, to the gated output; not for documents.
-    chunked: Mamba 2's scan: from (x, dt, bias of dt, a, b, c, d, spec, inputs), shapes as of `chunk_scan`, to
-        the output before the gated norm.
-    convolution: convolution and silu: from (x `[seq, batch, channels]`, weight, bias, inputs).
+    package: who provides the scans: torch, or a value of `mamba_backend`.
+    selective: Mamba's scan, not for packed documents: from (x, dt, bias of dt, a, b, c, d, gate z) to the
+        gated output. Shapes are as in `selective_scan`; dt is before softplus.
+    chunked: Mamba 2's scan: from (x, dt, bias of dt, a, b, c, d, spec, inputs) to the output before the gated
+        norm. Shapes are as in `chunk_scan`; dt is before softplus.
+    convolution: convolution and silu: from (x `[seq, batch, channels]`, weight, bias, inputs) to `[seq,
+        batch, channels]`.
     """
 
     package: str = "torch"
@@ -47,9 +48,10 @@ def choose_scans(
     specs: Sequence[MambaSpec | Mamba2Spec],
     log: Callable[[str], None] | None = None,
 ) -> ScanKernels:
-    """Returns the kernels that `mamba_backend` selects for these mixers.
+    """Returns the kernels that `mamba_backend` selects for these mixers, and logs the choice.
 
-    Logs the choice. Raises ConfigError if a named package is not installed, or does not support the run.
+    Raises ConfigError if the package that `mamba_backend` names is not installed, or does not support the
+    run.
     """
     requested, kinds = args.mamba_backend, {type(spec) for spec in specs}
     if requested == "torch":
@@ -57,19 +59,19 @@ def choose_scans(
     names: tuple[str, ...] = ("mamba_ssm", "fla") if requested == "auto" else (requested,)
     passed_over: list[str] = []
     if requested == "auto" and device.type != "cuda":
-        names, passed_over = (), ["packages need a GPU"]
+        names, passed_over = (), ["mamba_ssm and fla need a GPU"]
     for name in names:
         if requested == "auto":
             reason = not_run_on(f"mamba_backend: {name}", capability_of(device))
             if reason is None and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
-                reason = "Mamba 2 alone, with mamba_state_fp32: false"
+                reason = "it supports only Mamba 2 with mamba_state_fp32: false"
             if reason is not None:
                 passed_over.append(f"{name}: {reason}")
                 continue
         try:
             largest = max(spec.state for spec in specs)
             if name == "mamba_ssm" and largest > _MOST_STATES:
-                raise PackageProblem(f"a mamba_state_dim of at most {_MOST_STATES} (now {largest})")
+                raise PackageProblem(f"a mamba_state_dim of at most {_MOST_STATES}, not {largest}")
             chosen = _kernels_of_package(name, kinds, _convolves(specs, args.tp))
         except PackageProblem as problem:
             if requested != "auto":
@@ -78,7 +80,9 @@ def choose_scans(
             continue
         convolution = "causal-conv1d" if chosen.convolution is not None else "torch's convolution"
         fallback = (
-            "; documents of Mamba 1 and generation run on torch" if MambaSpec in kinds else "; generation on torch"
+            "; generation and Mamba 1 on packed documents use torch"
+            if MambaSpec in kinds
+            else "; generation uses torch"
         )
         _say(log, requested, f"{name} with {convolution}{fallback}")
         return chosen
@@ -87,9 +91,11 @@ def choose_scans(
 
 
 def _convolves(specs: Sequence[MambaSpec | Mamba2Spec], tensor: int) -> bool:
-    """Whether causal-conv1d supports the convolutions.
+    """Whether causal-conv1d supports the convolutions of these mixers.
 
-    They must span 2 to 4 tokens. The number of a rank's channels must be a multiple of 8.
+    They must span 2 to 4 tokens, and the number of channels of a tensor rank must be a multiple of 8.
+
+    tensor: number of tensor ranks.
     """
     channels = [spec.inner + (2 * spec.groups * spec.state if isinstance(spec, Mamba2Spec) else 0) for spec in specs]
     return all(2 <= spec.conv_kernel <= 4 for spec in specs) and all(count // tensor % 8 == 0 for count in channels)
@@ -101,13 +107,13 @@ def _say(log: Callable[[str], None] | None, requested: str, chosen: str) -> None
 
 
 def _kernels_of_package(name: str, kinds: set[type], convolves: bool) -> ScanKernels:
-    # The compiler cannot look into these: they run between its graphs.
+    # torch's compiler cannot trace these kernels, so compiled code calls them between its graphs.
     convolution = None
     try:
         if convolves:
             convolution = torch.compiler.disable(_convolution(getattr(import_compiled(*_CONVOLUTION), _CONVOLUTION[1])))
     except PackageProblem:
-        pass  # torch's, which is said
+        pass  # torch's convolution is used, as the log line says
     if name == "fla":
         gla = getattr(import_compiled(*_GLA), _GLA[1])
         return ScanKernels(name, chunked=torch.compiler.disable(_linear_attention(gla)), convolution=convolution)
@@ -147,9 +153,10 @@ def _chunked(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """Returns Mamba 2's scan, computed by `attend` as linear attention with a decay for each head.
+    """Returns a function that computes Mamba 2's scan by `attend`, flash-linear-attention with a decay for
+    each head.
 
-    Queries are C, keys B, values dt x.
+    Queries are C, keys B, and values dt x.
     """
 
     def run(
@@ -161,7 +168,7 @@ def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Ca
         values = (x.float() * steps.unsqueeze(3)).to(x.dtype)
         rows = [tensor.transpose(0, 1) for tensor in (q, k, values, steps * a)]
         shape, ends = rows[2].shape, inputs.cu_seqlens
-        if ends is not None:  # it takes documents in one row
+        if ends is not None:  # `attend` needs all documents in one row
             rows = [tensor.flatten(0, 1).unsqueeze(0) for tensor in rows]
         out, _ = attend(*rows, scale=1.0, cu_seqlens=None if ends is None else ends.unique().long())
         return out.view(shape).transpose(0, 1) + x * d.to(x.dtype).unsqueeze(1)
@@ -172,7 +179,7 @@ def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Ca
 def _convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: StateInputs) -> Tensor:
         documents = None if inputs.documents is None else inputs.documents.t().contiguous()
-        # Channels are the innermost dimension, which it needs for documents.
+        # causal-conv1d needs channels as the innermost dimension to support documents.
         rows = x.transpose(0, 1).contiguous().transpose(1, 2)
         out = convolve(rows, weight.squeeze(1), bias, seq_idx=documents, activation="silu")
         return out.permute(2, 0, 1)

@@ -1,21 +1,24 @@
-"""Mamba's recurrence in torch's own operations (arXiv 2312.00752, section 3).
+"""Mamba's recurrence with torch operations (arXiv 2312.00752, section 3).
 
-h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t, with a state of N numbers for each channel."""
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t, with a state of N numbers for each channel.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_TOKENS = 16  # that a recurrence takes one by one, while all chunks of so many run side by side
-# Tokens of all rows whose states are in memory at a time; compiled, where most are never written, more.
+_TOKENS = 16  # a recurrence steps through this many tokens; all chunks of this size run in parallel
+# The number of tokens, over all rows, whose states are in memory at a time. Compiled code takes more at a
+# time, because it never writes most states to memory.
 AT_A_TIME, AT_A_TIME_COMPILED = 512, 2048
 
 
 def linear_recurrence(decay: Tensor, update: Tensor) -> Tensor:
-    """Computes h_t = decay_t h_{t-1} + update_t along the first dimension, from h_{-1} = 0.
+    """Computes h_t = decay_t h_{t-1} + update_t along the first dimension, from h_{-1} = 0; returns all h,
+    shaped as `update`.
 
-    Other dimensions of decay may have size 1.
+    Other dimensions of `decay` may have size 1.
     """
     length = decay.shape[0]
     if length <= _TOKENS:
@@ -45,15 +48,19 @@ def linear_recurrence(decay: Tensor, update: Tensor) -> Tensor:
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, begins: Tensor | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (y, last state); y is `[seq, batch, channels]`.
+    """Runs Mamba's recurrence over all tokens; returns (y, last state).
 
-    x, dt: `[seq, batch, channels]`. a: `[channels, state]`, negative. b, c: `[seq, batch, state]`.
-    begins: `[seq, batch]` boolean, the first tokens of texts, which start from a state of zeros.
-    initial: the state before the first token, `[batch, channels, state]`; None: zeros.
+    y is `[seq, batch, channels]`; the state is `[batch, channels, state]`, without gradient.
 
-    All have one dtype, which it computes in. The last state has no gradient. The states of `AT_A_TIME`
-    tokens are in memory at a time; the backward pass computes them again. Compiled code pads rows to full
-    segments of `AT_A_TIME_COMPILED` tokens; each number of segments compiles its own graph.
+    x: shaped as y. dt: time steps, shaped as y. a: A, `[channels, state]`, negative. b, c: B and C, `[seq,
+        batch, state]`.
+    begins: `[seq, batch]` boolean, True at the first token of a text, which starts from a state of zeros;
+        None: rows are single texts.
+    initial: the state before the first token; None: zeros.
+
+    All tensors have the same dtype, in which it computes. The states of only `AT_A_TIME` tokens are in memory
+    at a time; the backward pass computes them again. Compiled code pads rows to full segments of
+    `AT_A_TIME_COMPILED` tokens; each number of segments compiles its own graph.
     """
     if initial is not None and len(x) == 1 and begins is None:
         y, state = selective_step(x[0], dt[0], a, b[0], c[0], initial)
@@ -71,10 +78,11 @@ def selective_scan(
 
 
 def selective_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`selective_scan` of one token: returns (y, new state); y is `[batch, channels]`.
+    """Runs Mamba's recurrence (`selective_scan`) for one token; returns (y, new state). y is `[batch,
+    channels]`.
 
-    x, dt: `[batch, channels]`. a: `[channels, state]`. b, c: `[batch, state]`. state: before the token,
-    `[batch, channels, state]`.
+    x: shaped as y. dt: time steps, shaped as y. a: A, `[channels, state]`. b, c: B and C, `[batch, state]`.
+    state: before the token, `[batch, channels, state]`.
     """
     state = torch.addcmul(state * torch.exp(dt.unsqueeze(2) * a), (dt * x).unsqueeze(2), b.unsqueeze(1))
     return (state @ c.unsqueeze(2)).squeeze(2), state
@@ -83,9 +91,10 @@ def selective_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state
 def _discrete(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the decays and the states of some tokens, both `[seq, batch, channels, state]`.
+    """Returns the decays exp(dt A) and the states of some tokens, both `[seq, batch, channels, state]`.
 
-    state: before the first of these tokens.
+    begins: `[seq, batch]` boolean, True at the first token of a text; None: no text begins.
+    state: before the first of these tokens, `[batch, channels, state]`.
     """
     decay = torch.exp(dt.unsqueeze(3) * a)
     if begins is not None:
@@ -114,7 +123,7 @@ class _SelectiveScan(torch.autograd.Function):
             starts.append(state)
             _, states = _discrete(x[rows], dt[rows], a, b[rows], None if begins is None else begins[rows], state)
             outputs.append(torch.einsum("sbdn,sbn->sbd", states, c[rows]))
-            state = states[-1].clone()  # no view, which would keep all of them
+            state = states[-1].clone()  # a copy, because a view would keep all states in memory
         ctx.segment = segment
         ctx.save_for_backward(x, dt, a, b, c, begins, torch.stack(starts))
         last = state.clone()
@@ -126,13 +135,14 @@ class _SelectiveScan(torch.autograd.Function):
         x, dt, a, b, c, begins, starts = ctx.saved_tensors
         grad_x, grad_dt, grad_b, grad_c = [], [], [], []
         grad_a = torch.zeros_like(a)
-        grad_last = torch.zeros_like(starts[0])  # the gradient of the state before the segment behind
+        grad_last = torch.zeros_like(starts[0])  # the gradient of the state after this segment
         for number in reversed(range(starts.shape[0])):
             rows = slice(number * ctx.segment, (number + 1) * ctx.segment)
             own_x, own_dt, own_b = x[rows], dt[rows], b[rows]
             own_begins = None if begins is None else begins[rows]
             decay, states = _discrete(own_x, own_dt, a, own_b, own_begins, starts[number])
-            # The gradient of a state: of its output, and of the next state; the recurrence backwards.
+            # The gradient of a state comes from its output and from the next state: the recurrence,
+            # backwards.
             grad_output = grad[rows].unsqueeze(3) * c[rows].unsqueeze(2)
             grad_output = torch.cat([grad_output[:-1], (grad_output[-1] + grad_last).unsqueeze(0)])
             next_decay = torch.cat([decay[1:], torch.ones_like(decay[:1])])

@@ -1,4 +1,4 @@
-"""Load balancing of a stage's experts: auxiliary losses, a bias without gradient, and metrics."""
+"""Load balancing of a stage's experts: auxiliary losses, an untrained bias of the router, and metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from megatron.neox_arguments import ModelArgs
 
 
 class RoutingCounts(NamedTuple):
-    """How a step's tokens were routed, over all ranks.
+    """The numbers of tokens that experts received in a step, over all ranks.
 
-    load: `[blocks with experts, experts]` fp32, number of tokens of each expert, divided by the mean.
-    metrics: means over the step, by name.
+    load: `[blocks with experts, experts]` fp32, number of tokens of each expert, divided by the block's mean.
+    metrics: means over the step, by metric name.
     """
 
     load: Tensor
@@ -24,21 +24,27 @@ class RoutingCounts(NamedTuple):
 
 
 def balancing_loss(chosen: Tensor, scores: Tensor, tokens: Tensor, top_k: int) -> Tensor:
-    """Returns E / k * sum over experts of (share of tokens that chose it) * (mean score); 1 if balanced.
+    """Returns E / k * sum over experts of (share of tokens that chose the expert) * (its mean score); 1 if
+    balanced.
 
-    It is the loss of Switch Transformer (arXiv 2101.03961, eq. 4 to 6) for k choices, as in Megatron-LM.
+    It is the loss of Switch Transformer (arXiv 2101.03961, eq. 4 to 6) for k choices of E experts, as in
+    Megatron-LM.
 
-    chosen, scores: `[.., experts]`, sums over tokens. tokens: `[..]`, their number. Returns `[..]`.
+    chosen, scores: `[.., experts]`, number of tokens that chose each expert, and sums of scores over tokens.
+    tokens: `[..]`, number of tokens. Returns `[..]`.
     """
     share, mean = chosen / tokens.unsqueeze(-1), scores / tokens.unsqueeze(-1)
     return chosen.shape[-1] / top_k * (share * mean).sum(-1)
 
 
 def joint_balancing_loss(sums: Sequence[RoutingSums]) -> Tensor:
-    """Returns E * sum over experts of (share of tokens that chose it) * (mean score).
+    """Returns E * sum over experts of (share of tokens that chose the expert) * (its mean score), over all
+    layers together.
 
-    Share and mean are over the tokens of all layers together. It is `load_balancing_loss_func` of
-    transformers, which does not divide by k either.
+    E is the number of experts. It is `load_balancing_loss_func` of transformers, which does not divide by k
+    either.
+
+    sums: of each layer.
     """
     chosen, scores = (
         sum(layer_sums.chosen.sum(0) for layer_sums in sums),
@@ -50,7 +56,7 @@ def joint_balancing_loss(sums: Sequence[RoutingSums]) -> Tensor:
 
 
 class Balance:
-    """Balances the experts of one stage, a step at a time.
+    """Balances the load of the experts of one stage, step by step.
 
     Call `begin`; for each micro-batch `attach`, which adds the losses to its hidden states; then `end`. If
     `needs_counts`, first run all micro-batches of the step within `count`.
@@ -59,14 +65,14 @@ class Balance:
     """
 
     def __init__(self, args: ModelArgs, routers: Mapping[int, Router], device: torch.device) -> None:
-        """routers: of this stage's blocks, by NeoX layer index."""
+        """routers: the routers of this stage's blocks, by NeoX layer index."""
         self._routers, self._scope, self._top_k = routers, args.moe_aux_loss_scope, args.moe_top_k
         self._aux, self._z = args.moe_aux_loss_coeff, args.moe_z_loss_coeff
         self._rate, self._experts = args.moe_router_bias_update_rate, args.moe_num_experts
         self.layers = [i + 2 for i in range(args.num_layers) if args.has_experts(i)]
         first_row = self.layers.index(next(iter(routers))) if routers else 0
-        self._rows = slice(first_row, first_row + len(routers))  # a stage's blocks are neighbours
-        # Of each block with experts: tokens by expert, tokens, entropy.
+        self._rows = slice(first_row, first_row + len(routers))  # a stage's blocks are consecutive
+        # For each block with experts: number of tokens of each expert, number of tokens, sum of entropies.
         self._sums = torch.zeros(len(self.layers), self._experts + 2, device=device)
         self._losses = torch.zeros(3, device=device)  # load-balancing loss, z-loss, and dropped choices
         self._scale, self._micro_batches = torch.ones((), device=device), 1
@@ -74,10 +80,10 @@ class Balance:
         self._counting = False
 
     def begin(self, scale: float | Tensor, micro_batches: int) -> None:
-        """Begins a step: resets its sums.
+        """Begins a step: resets the step's sums.
 
-        scale: gradient of each micro-batch's losses. It averages them over the step's micro-batches, and
-            includes the engine's loss scale.
+        scale: the gradient that each micro-batch's losses get. It averages them over the step's
+            micro-batches, and includes the engine's loss scale.
         micro_batches: number of micro-batches of the step on all data ranks.
         """
         self._micro_batches, self._step_counts = micro_batches, None
@@ -90,14 +96,15 @@ class Balance:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the step's choices must be known before its first backward pass."""
+        """Whether all choices of experts of a step must be counted (`count`) before its first backward
+        pass."""
         return self._scope == "step" and (self._aux > 0.0 or self._z > 0.0)
 
     @contextmanager
     def count(self, groups: ParallelGroups) -> Iterator[None]:
-        """Within the context micro-batches only count their choices of experts; no losses are attached.
+        """Within the context, micro-batches only count their choices of experts; no losses are attached.
 
-        Run all micro-batches of this rank's step. The end sums the counts over data ranks.
+        Run all micro-batches of this rank's step in it. At its end, the counts are summed over data ranks.
         """
         self._counting = True
         try:
@@ -109,9 +116,10 @@ class Balance:
         self._sums.zero_()
 
     def attach(self, x: Tensor, sums: Sequence[RoutingSums]) -> Tensor:
-        """Returns `x`; its backward pass also runs that of the losses.
+        """Returns hidden states `x`. Their backward pass also runs the backward pass of the load-balancing
+        losses.
 
-        sums: of each router of the stage, in one micro-batch.
+        sums: the `RoutingSums` of each router of the stage, for one micro-batch.
         """
         if not sums or not (torch.is_grad_enabled() or self._counting):
             return x
@@ -129,7 +137,7 @@ class Balance:
     def _aux_loss(self, sums: RoutingSums) -> Tensor:
         """Returns a micro-batch's load-balancing loss. The step's loss is the mean over its micro-batches.
 
-        sums: of all routers of the stage, stacked.
+        sums: of all routers of the stage, stacked along a new first dimension.
         """
         chosen, scores, tokens = sums.chosen, sums.scores, sums.tokens
         if self._scope == "sequence":
@@ -140,7 +148,7 @@ class Balance:
         return balancing_loss(chosen.sum(1), scores.sum(1), tokens.sum(1).clamp(min=1.0), self._top_k).sum()
 
     def _z_loss(self, sums: RoutingSums) -> Tensor:
-        """Returns a micro-batch's z-loss, averaged over the same tokens as `_aux_loss`."""
+        """Returns a micro-batch's z-loss, averaged over the same tokens as the load-balancing loss."""
         z, tokens = sums.z, sums.tokens
         if self._scope == "sequence":
             return (z / tokens.clamp(min=1.0)).mean(1).sum()
@@ -158,9 +166,10 @@ class Balance:
 
     @torch.no_grad()
     def end(self, groups: ParallelGroups, left_out: Tensor) -> RoutingCounts:
-        """Ends a step: updates the routers' biases, and returns how tokens were routed.
+        """Ends a step: updates the routers' biases, and returns how many tokens each expert received. All
+        ranks call it together.
 
-        left_out: boolean `[]`, whether the step is skipped, so biases stay. All ranks call it together.
+        left_out: boolean `[]`, whether the step is skipped; the biases then stay as they are.
         """
         totals = groups.sum(torch.cat([self._sums.flatten(), self._losses]), "data")
         if self._rate:
@@ -168,7 +177,7 @@ class Balance:
             tokens_by_expert = totals[: self._sums.numel()].view_as(self._sums)[self._rows, : self._experts]
             for router, tokens in zip(self._routers.values(), tokens_by_expert, strict=True):
                 assert router.expert_bias is not None
-                if router.layer.weight.requires_grad:  # what is not trained stays as it is
+                if router.layer.weight.requires_grad:  # a frozen router keeps its bias
                     router.expert_bias.add_(step * (tokens.mean() - tokens).sign())
         totals = groups.sum(totals, "pipe")
         chosen, tokens, entropy = totals[: self._sums.numel()].view_as(self._sums).split([self._experts, 1, 1], 1)

@@ -1,4 +1,5 @@
-"""Dispatch of tokens to experts and back: sorted by expert, and over the ranks that share the experts."""
+"""Dispatch of tokens to their experts and back: tokens are sorted by expert, and sent to the ranks that hold
+the experts."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from torch import Tensor
 from megatron.mpu import all_to_all, exchange
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""From rows sorted by expert and the ends `[experts]` int32 of each one's to their outputs."""
+"""A function from rows sorted by expert, and the index `[experts]` int32 after each expert's last row, to
+outputs."""
 
 
 class Plan(NamedTuple):
-    """The order that sorts rows (choices of a token) by expert.
+    """The order that sorts rows by expert. A row is one choice of a token: number token * top_k + choice.
 
-    order: `[rows]`, for each sorted position the index of its row: token * top_k + choice.
+    order: `[rows]`, for each sorted position the number of its row.
     inverse: `[rows]`, the sorted position of each row.
     counts: `[experts]`, number of rows of each expert. Sorted rows past their sum have no expert.
     """
@@ -28,9 +30,10 @@ class Plan(NamedTuple):
 
 
 def sort_rows(experts: Tensor, number: int) -> Plan:
-    """Returns the plan that sorts rows by expert.
+    """Returns the plan that sorts rows (choices of tokens) by expert.
 
-    experts: `[tokens, top_k]`, the expert of each row; `number` for rows without one, which come last.
+    experts: `[tokens, top_k]`, the expert of each row; `number` for rows without expert, which come last.
+    number: number of experts.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -39,15 +42,18 @@ def sort_rows(experts: Tensor, number: int) -> Plan:
 
 
 def _counts(flat: Tensor, number: int) -> Tensor:
-    """Returns how often each of 0 to `number` is in `flat`: `[number + 1]`. The host does not wait."""
+    """Returns how often each of 0 to `number` is in `flat`, `[number + 1]`, without making the host wait."""
     return torch.zeros(number + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def limit(experts: Tensor, weights: Tensor, number: int, factor: float) -> Tensor:
-    """Applies the experts' capacity: returns `experts` `[tokens, top_k]` with `number` for dropped rows.
+    """Limits how many rows each expert gets: returns `experts` `[tokens, top_k]` with `number` in place of
+    dropped choices.
 
     An expert keeps at most ceil(`factor` * rows / `number`) rows, those with the highest weights. Here `rows`
     counts the rows that have an expert.
+
+    weights: `[tokens, top_k]`. number: number of experts.
     """
     flat, counts = experts.flatten(), _counts(experts.flatten(), number)
     capacity = (counts[:number].sum().double() * factor / number).ceil()
@@ -62,9 +68,11 @@ def limit(experts: Tensor, weights: Tensor, number: int, factor: float) -> Tenso
 
 
 def run_local(x: Tensor, experts: Tensor, number: int, compute: Compute, all_local: bool) -> tuple[Tensor, Plan]:
-    """Returns the outputs of this rank's experts, `[tokens * top_k, hidden]`, sorted by expert, and the plan.
+    """Returns the outputs of this rank's experts, `[tokens * top_k, hidden]`, sorted by expert, and the plan
+    of their order.
 
-    Rows whose expert is `number` have outputs of 0. all_local: there are no such rows.
+    x: `[tokens, hidden]`. experts: `[tokens, top_k]`; choices whose expert is `number` have outputs of 0.
+    compute: runs the experts on sorted rows. all_local: no choice has the expert `number`.
     """
     plan = sort_rows(experts, number)
     rows = _ToExperts.apply(x, plan.order, plan.inverse, experts.shape[1])
@@ -72,21 +80,22 @@ def run_local(x: Tensor, experts: Tensor, number: int, compute: Compute, all_loc
     if all_local:
         return compute(rows, ends), plan
     valid = (torch.arange(len(plan.order), device=x.device) < plan.counts.sum()).unsqueeze(-1)
-    # What a product makes of rows without expert is undefined, and so are their gradients.
+    # A grouped product gives undefined outputs and gradients for rows without expert.
     return torch.where(valid, compute(torch.where(valid, rows, 0.0), ends), 0.0), plan
 
 
 def run_on_ranks(
     x: Tensor, experts: Tensor, number: int, compute: Compute, group: dist.ProcessGroup
 ) -> tuple[Tensor, Plan]:
-    """`run_local` with experts sharded over the ranks of `group`: equally many consecutive experts on each.
+    """Does what `run_local` does, with the experts sharded over the ranks of `group`, each with equally many
+    consecutive experts.
 
     The host waits once, for the numbers of rows to send and receive.
     """
     size, top_k = dist.get_world_size(group), experts.shape[1]
     plan = sort_rows(experts, number)
     counts = plan.counts.view(size, -1)
-    received_counts = exchange(counts, group, [1] * size, [1] * size)  # by source and expert of this rank
+    received_counts = exchange(counts, group, [1] * size, [1] * size)  # [source rank, expert of this rank]
     sent, received = read_sizes(counts, received_counts)
     rows = _ToExperts.apply(x, plan.order, plan.inverse, top_k)
     arrived = all_to_all(rows[: sum(sent)], group, sent, received)
@@ -101,9 +110,9 @@ def run_on_ranks(
 
 
 def read_sizes(counts: Tensor, received_counts: Tensor) -> tuple[list[int], list[int]]:
-    """Returns the numbers of rows to send to each rank, and to receive from each, as lists on the host.
+    """Returns the numbers of rows to send to each rank, and to receive from each rank, as lists on the host.
 
-    counts, received_counts: `[ranks, experts of a rank]`.
+    counts, received_counts: `[ranks, experts of a rank]`, rows to send to, and to receive from, each rank.
     """
     sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
     return sent, received
@@ -112,7 +121,8 @@ def read_sizes(counts: Tensor, received_counts: Tensor) -> tuple[list[int], list
 class _ToExperts(torch.autograd.Function):
     """Repeats the rows of `x` `[tokens, hidden]` `top_k` times, sorted by expert.
 
-    A token's gradient is a sum of `top_k` rows in a fixed order, so it is deterministic."""
+    The gradient of a token is the sum of its `top_k` rows in a fixed order, so it is deterministic.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -127,7 +137,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Permutes the rows of `x` by `order`. inverse: the inverse permutation."""
+    """Returns the rows of `x` in the order `order`. inverse: the inverse permutation, for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -141,9 +151,10 @@ class _Permute(torch.autograd.Function):
 
 
 def combine(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """Returns the weighted sum of each token's outputs, `[tokens, hidden]`.
+    """Returns the weighted sum of the expert outputs of each token, `[tokens, hidden]`.
 
-    rows: from `run_local`, sorted by expert; kept for the backward pass without a copy in token order.
+    rows: from `run_local`, sorted by expert. They are saved for the backward pass as they are, without a copy
+        in token order.
     weights: `[tokens, top_k]`.
     """
     return _Combine.apply(rows, weights.to(rows.dtype), plan.order, plan.inverse)
@@ -164,8 +175,9 @@ class _Combine(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns the sum of each token's rows, times weights if given: `[tokens, hidden]`, in one pass.
+    """Returns the sum of the rows of each token, times weights if given, `[tokens, hidden]`, in one pass.
 
-    rows: `[rows, hidden]`. places: `[tokens, top_k]`, the indices of each token's rows.
+    rows: `[rows, hidden]`. places: `[tokens, top_k]`, the indices of each token's rows. weights: `[tokens,
+        top_k]`.
     """
     return F.embedding_bag(places, rows.contiguous(), mode="sum", per_sample_weights=weights)

@@ -1,4 +1,5 @@
-"""The experts of a mixture: plain or gated feed-forwards, whose weights are stacked along rows."""
+"""The experts of a mixture of experts: plain or gated feed-forwards, whose weights are stacked along the
+rows."""
 
 from collections.abc import Callable
 
@@ -11,11 +12,11 @@ from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, gr
 
 
 class Experts(nn.Module):
-    """Computes w2(act(w1 x)), or w2(act(w1 x) * w3 x) for gated experts, with GPT-NeoX's names.
+    """Computes w2(act(w1 x)), or w2(act(w1 x) * w3 x) for gated experts. Names are GPT-NeoX's.
 
-    w1, w3 and w2 are `[experts * width, hidden]`, expert after expert; an expert's w2 is stored as
-    `[width, hidden]`. Tensor ranks hold full experts, or a slice of each one's width. Ranks of expert
-    parallelism hold full experts.
+    w1, w3 and w2 are `[experts * width, hidden]`, expert after expert; an expert's w2 is stored as `[width,
+    hidden]`. Tensor ranks hold either some experts in full, or a slice of every expert's width. Ranks of
+    expert parallelism hold some experts in full.
     """
 
     w1: nn.Parameter
@@ -32,14 +33,14 @@ class Experts(nn.Module):
         self.activate: Callable[..., Tensor] = (gated_activation if self.gated else ACTIVATIONS.__getitem__)(
             spec.expert.activation
         )
-        # Slices of an expert's output are added up, its bias but once.
+        # The tensor ranks' slices of an expert's output are summed, so only one rank adds the bias.
         self.group = groups.group("tensor") if spec.sharded else None
         self.adds_bias = self.group is None or groups.rank("tensor") == 0
         allocate(self, self.params(spec), groups, "w3", "w1_bias", "w2_bias", "w3_bias")
 
     @staticmethod
     def params(spec: MoESpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates."""
+        """Returns the specs of the parameters that the constructor allocates."""
         expert, n = spec.expert, spec.router.experts
         rows = n * expert.width
         blocks = (expert.width,) * n if spec.sharded else (rows,)
@@ -63,8 +64,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Returns the outputs of rows `[rows, hidden]` that are sorted by expert.
 
-        If tensor ranks hold slices of experts, it is this rank's summand of the outputs.
-        ends: `[experts of this rank]` int32, the end of each expert's rows, as of `grouped_mm`.
+        If tensor ranks hold slices of experts, the result is this rank's summand of the outputs.
+
+        ends: `[experts of this rank]` int32, the index after each expert's last row.
         """
         inner = self._up(x, self.w1, self.w1_bias, ends)
         if self.w3 is None:
@@ -82,10 +84,10 @@ class Experts(nn.Module):
         return out if bias is None else out + bias.view(self.number, -1)[self._expert_of(x, ends)]
 
     def _matrices(self, weight: Tensor) -> Tensor:
-        """A weight as `[experts of this rank, width, hidden]`."""
+        """Returns a stacked weight as one matrix per expert, `[experts of this rank, width, hidden]`."""
         return weight.view(self.number, -1, self.hidden)
 
     def _expert_of(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Returns the expert of each row, `[rows]`; the last expert for rows past the last end."""
+        """Returns the index of each row's expert, `[rows]`; rows past the last end get the last expert."""
         places = torch.arange(len(x), dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, places, right=True).clamp(max=self.number - 1)

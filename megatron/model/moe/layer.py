@@ -1,4 +1,4 @@
-"""The mixture of experts as the feed-forward of a block."""
+"""The mixture of experts as the feed-forward of a transformer block."""
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,10 @@ from megatron.mpu import (
 class Dispatcher(nn.Module):
     """Sends tokens to their experts, and sums the outputs of each token's experts.
 
-    mlp: the experts, so that checkpoints have GPT-NeoX's names for them.
-    A tensor rank with full experts skips tokens of other ranks' experts. With full or sliced experts, its
-    output is a summand over tensor ranks.
+    mlp: the experts; the name is GPT-NeoX's in checkpoints.
+
+    The output is a summand over tensor ranks: a rank holds some experts in full and skips the tokens of other
+    experts, or it holds a slice of every expert.
     """
 
     def __init__(self, spec: MoESpec, groups: ParallelGroups) -> None:
@@ -34,14 +35,18 @@ class Dispatcher(nn.Module):
         self.mlp = Experts(spec, groups)
         self.total, self.capacity_factor = spec.router.experts, spec.capacity_factor
         self.expert_group = groups.group("expert")
-        self.number = self.mlp.number * groups.size("expert")  # of this tensor rank's experts, on all its replicas
+        self.number = self.mlp.number * groups.size(
+            "expert"
+        )  # experts of this tensor rank, summed over the ranks of expert parallelism
         self.first_expert = 0 if spec.sharded else groups.rank("tensor") * self.number
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns this tensor rank's summand of the output, and the number of dropped choices.
+        """Returns this tensor rank's summand of the output, `[tokens, hidden]`, and the number of dropped
+        choices.
 
-        x: `[tokens, hidden]`. experts, weights: the choices of each token, `[tokens, top_k]`. token_mask:
-        `[tokens]` boolean, false for padding, which goes to no expert; None: no padding.
+        x: `[tokens, hidden]`.
+        experts, weights: the experts that each token chose, and their weights, `[tokens, top_k]`.
+        token_mask: `[tokens]` boolean, False for padding, which goes to no expert; None: no padding.
         """
         dropped = torch.zeros((), device=x.device)
         if token_mask is not None:
@@ -61,10 +66,11 @@ class Dispatcher(nn.Module):
 
 
 class _Projection(nn.Module):
-    """A linear without bias beside the experts: `[.., in]` to `[.., out]`.
+    """A linear layer without bias next to the experts, replicated on all tensor ranks: `[.., in]` to `[..,
+    out]`.
 
-    It is replicated on tensor ranks. sums_gradients: sum the weight's gradients over them, because each
-    rank's input is a part of the sequence, or a summand.
+    sums_gradients: sum the weight's gradients over tensor ranks. It is needed if each rank's input is a part
+        of the sequence, or a summand.
     """
 
     weight: nn.Parameter
@@ -83,10 +89,10 @@ class _Projection(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sums score * expert(x) over a token's experts, plus the shared expert's output.
+    """Sums score * expert(x) over a token's experts, and adds the shared expert's output, if there is one.
 
-    `[seq, batch, hidden]` in and out. With a latent it is up(sum of score * expert(down x)), plus the shared
-    expert's output.
+    Input and output are `[seq, batch, hidden]`. With a latent, experts read down(x), and their weighted sum
+    goes through up.
     """
 
     Spec = MoESpec
@@ -118,7 +124,7 @@ class MoE(nn.Module):
 
     @classmethod
     def params(cls, spec: MoESpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates."""
+        """Returns the specs of the parameters that the constructor allocates."""
         shared = MLP.params(spec.shared) if spec.shared is not None else ()
         gate = cls._gate(spec) if spec.shared_gate else ()
         down, up = cls._latent(spec) if spec.latent else ((), ())
@@ -134,11 +140,13 @@ class MoE(nn.Module):
     def core(
         self, x: Tensor, seed: Tensor | None = None, token_mask: Tensor | None = None
     ) -> tuple[Tensor, RoutingSums | None]:
-        """Returns this tensor rank's summand of the output of all tokens, and in training the sums for
+        """Returns this tensor rank's summand of the output of all tokens, and in training the sums for load
         balancing.
 
-        x: `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism). seed: of the router's jitter,
-        and of `Linear.forward`. token_mask: as of `Router`."""
+        x: `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
+        seed: for the router's jitter and the adapters' dropout.
+        token_mask: `[seq, batch]` boolean, False for padding; None: no padding.
+        """
         routing, sums = self.router(x, token_mask, seed)
         inner = x if self.latent_down is None else self.latent_down(x)
         experts = routing.experts
@@ -148,7 +156,7 @@ class MoE(nn.Module):
         tokens = None if token_mask is None else token_mask.flatten()
         out, dropped = self.experts(gathered.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
         out = out.view(gathered.shape)
-        if self.latent_up is not None:  # of a summand: the sum of these is that of the sum
+        if self.latent_up is not None:  # linear, so it may run on this rank's summand
             out = self.latent_up(out)
         if self.shared_expert is not None:
             inner, _ = self.shared_expert.core(x, seed)
@@ -158,12 +166,12 @@ class MoE(nn.Module):
             out = out + shared
         if sums is None:
             return out, None
-        # Not `_replace`, which torch 2.11 does not compile.
+        # torch 2.11 cannot compile `_replace`.
         return out, RoutingSums(sums.tokens, sums.chosen, sums.scores, sums.z, sums.entropy, dropped)
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Gathers the full sequence.
+        """Gathers the full sequence `[seq, ..]` from the tensor ranks, if it is sharded.
 
-        Each tensor rank computes a summand from it, so gradients are summed over ranks.
+        Each tensor rank computes only a summand from it, so its gradients are summed over ranks.
         """
         return gather_from_sequence(x, self.group) if self.sequence_parallel else copy_to_tensor(x, self.group)

@@ -1,4 +1,5 @@
-"""The router of a mixture of experts: scores, the choice of experts, and sums for load balancing."""
+"""The router of a mixture of experts: scores of experts, the choice of experts, and sums for load
+balancing."""
 
 from typing import NamedTuple
 
@@ -18,11 +19,12 @@ from megatron.mpu import (
     with_prefix,
 )
 
-_SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # GPT-NeoX's
+_SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # as in GPT-NeoX
 
 
 class RoutingSums(NamedTuple):
-    """Sums over the tokens of each row of a micro-batch, fp32, over all tensor ranks.
+    """Sums over the tokens of each row of a micro-batch, which load balancing reads: fp32, over all tensor
+    ranks.
 
     tokens: `[batch]`, number of tokens.
     chosen: `[batch, experts]`, number of tokens that chose each expert.
@@ -42,21 +44,23 @@ class RoutingSums(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The choice of experts: their indices `[seq, batch, top_k]` int64, and their weights in fp32."""
+    """The experts that each token chose, `[seq, batch, top_k]` int64, and their weights, fp32 in the same
+    shape."""
 
     experts: Tensor
     weights: Tensor
 
 
 class _Gate(nn.Module):
-    """Computes the experts' logits in fp32, `[.., hidden]` to `[.., experts]`; replicated on tensor ranks."""
+    """Computes the logits of experts in fp32, `[.., hidden]` to `[.., experts]`. It is replicated on all
+    tensor ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, spec: RouterSpec, groups: ParallelGroups, sequence_parallel: bool) -> None:
         super().__init__()
-        # Of the sequence each rank has a part, so that gradients are summed.
+        # Under sequence parallelism each rank has a part of the sequence, so gradients are summed over ranks.
         self.group = groups.group("tensor") if sequence_parallel else None
         allocate(self, self.params(spec), groups, "bias")
 
@@ -72,10 +76,10 @@ class _Gate(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses `top_k` experts of each token. Everything is computed in fp32.
+    """Chooses `top_k` experts for each token. Everything is computed in fp32.
 
-    expert_bias: `[experts]` fp32, added to the scores only to choose experts. `Balance` updates it (arXiv
-    2408.15664) without gradients; None: no bias.
+    expert_bias: `[experts]` fp32, added to the scores only to choose experts. `Balance` updates it without
+        gradients (arXiv 2408.15664). None: no bias.
     """
 
     expert_bias: nn.Parameter | None
@@ -95,15 +99,16 @@ class Router(nn.Module):
 
     @classmethod
     def params(cls, spec: RouterSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates."""
+        """Returns the specs of the parameters that the constructor allocates."""
         return (*with_prefix("layer", _Gate.params(spec)), *cls._bias_params(spec))
 
     def forward(self, x: Tensor, token_mask: Tensor | None, seed: Tensor | None) -> tuple[Routing, RoutingSums | None]:
-        """Returns the choice of experts for these tokens, and in training the sums for load balancing.
+        """Returns the choice of experts for these tokens, and in training the sums for load balancing (else
+        None).
 
         x: `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
-        token_mask: `[seq, batch]` boolean over the full sequence, false for padding; None: no padding.
-        seed: of the jitter.
+        token_mask: `[seq, batch]` boolean over the full sequence, False for padding; None: no padding.
+        seed: for the jitter, relative noise on the input in training; None: no jitter.
         """
         spec = self.spec
         if spec.jitter > 0.0 and self.training:
@@ -123,7 +128,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """The experts of each token `[seq, batch, top_k]`. token_mask: as of `forward`."""
+        """Returns the experts that each token chooses, `[seq, batch, top_k]`.
+
+        token_mask: `[seq, batch]` boolean over the full sequence, False for padding; None: no padding.
+        """
         spec = self.spec
         if spec.sinkhorn and self.training:
             return self._sinkhorn(logits, token_mask).topk(spec.top_k, dim=-1).indices
@@ -137,9 +145,10 @@ class Router(nn.Module):
         return scores.topk(spec.top_k, dim=-1).indices
 
     def _sinkhorn(self, logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Returns exp(logits) `[seq, batch, experts]`, with rows and columns scaled in turn (Sinkhorn).
+        """Returns exp(logits) `[seq, batch, experts]`, balanced over experts: tokens and experts are rescaled
+        in turn (Sinkhorn).
 
-        The experts' sums become nearly equal. As in GPT-NeoX it covers all tokens of the micro-batch, except
+        The experts' sums become nearly equal. As in GPT-NeoX, it covers all tokens of the micro-batch except
         padding. It starts like GPT-NeoX and does three rounds, or stops when the experts' factors change by
         less than GPT-NeoX's tolerance.
         """
@@ -184,19 +193,21 @@ class Router(nn.Module):
         if self.sequence_parallel:
             sums = reduce_from_tensor(sums, self.group)
         n, no_drops = spec.experts, torch.zeros((), device=sums.device)
-        # Copies: `fully_shard` warns of views among what a block returns.
+        # Copies, because `fully_shard` warns if a block returns views.
         score_sums, z = sums[:, :n].clone(), sums[:, n].clone()
         with torch.no_grad():
             chosen_counts, entropy_sums, tokens = sums[:, n + 1 : -2].clone(), sums[:, -2].clone(), sums[:, -1].clone()
         return RoutingSums(tokens, chosen_counts, score_sums, z, entropy_sums, no_drops)
 
 
-# An operator, as that of dropout in `mpu.random`.
+# A custom operator, for the same reasons as dropout in `mpu.random`: the compiler sees only its shapes.
 @torch.library.custom_op("megatron::uniform_noise", mutates_args=())
 def _noise(x: Tensor, jitter: float, seed: Tensor, parts: int, part: int) -> Tensor:
-    """Draws uniform numbers in 1 +- `jitter`, of the shape and dtype of `x`, as a function of `seed` alone.
+    """Returns uniform random factors in [1 - jitter, 1 + jitter], in the shape and dtype of `x`, drawn from
+    `seed` alone.
 
-    Returns part number `part` of `parts` equal parts of the sequence's numbers.
+    If the sequence is sharded, they are part number `part` of `parts` equal parts of the full sequence's
+    factors.
     """
     full = x.new_empty((x.shape[0] * parts, *x.shape[1:]))
     with fork_seed(int(seed), x.device):

@@ -1,7 +1,8 @@
-"""FP8: the matrix products of linear layers with 8-bit floating-point operands and scales, by recipe.
+"""FP8: the matrix products of linear layers with 8-bit floating-point operands and scales, for each FP8
+recipe.
 
-`casting.py` casts matrices to FP8, `products.py` multiplies them, `delayed.py` keeps the history of delayed
-scaling, `transformer_engine.py` multiplies with that library.
+casting.py casts matrices to FP8. products.py multiplies them. delayed.py keeps the history that delayed
+scaling needs. transformer_engine.py uses the kernels of Transformer-Engine instead.
 """
 
 from megatron.mpu.fp8.casting import Formats

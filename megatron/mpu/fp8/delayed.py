@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the largest magnitudes of earlier steps, as in Transformer-Engine's
+"""Delayed scaling: FP8 scales come from the largest magnitudes of earlier steps, as in Transformer-Engine's
 `DelayedScaling` (transformer_engine/common/recipe)."""
 
 from collections.abc import Callable, Mapping
@@ -13,16 +13,18 @@ from megatron.mpu.fp8.products import TensorwiseProduct
 from megatron.mpu.groups import ParallelGroups
 
 State = dict[str, Tensor]
-"""The state of one product: `scale` `[3]` and `history` `[3, length]`, newest first, in `OPERANDS` order."""
+"""The state of one linear layer's products: `scale` `[3]` and `history` `[3, length]`, newest step first. The
+3 rows are those of `OPERANDS`."""
 
 
 class DelayedProduct(TensorwiseProduct):
-    """A `Product` that scales an operand by the largest magnitudes of earlier steps.
+    """The FP8 products of a linear layer, which scale an operand by its largest magnitudes of earlier steps.
 
     amax: for each operand, its largest magnitude in this step so far, `[]` fp32; recorded in the backward
         pass.
-    scale: factor of each operand. It is 0 in the beginning; then the current magnitude is used, as in
+    scale: factor of each operand. While it is 0, at the start, the current magnitude is used, as in
         `TensorwiseProduct`.
+    margin: scales are divided by 2^margin.
     """
 
     def __init__(self, formats: Formats, fp8_weight_gradient: bool, margin: int, device: torch.device) -> None:
@@ -34,7 +36,7 @@ class DelayedProduct(TensorwiseProduct):
     def cast(self, matrix: Tensor, operand: Operand, transposed: bool = False) -> Scaled:
         dtype, amax, known_scale = self.formats.dtype_of(operand), matrix.abs().amax().float(), self.scale[operand]
         scale = torch.where(known_scale > 0, known_scale, encode_scale(amax, dtype) / 2**self.margin)
-        # An infinity would saturate unnoticed.
+        # Without this an infinity would saturate to a finite value unnoticed.
         decode = torch.where(amax.isfinite(), scale.reciprocal(), torch.nan)
         return Scaled(rounded(matrix.t() if transposed else matrix, scale, dtype), decode)
 
@@ -53,12 +55,13 @@ class DelayedProduct(TensorwiseProduct):
 
 
 class DelayedScaling:
-    """The products of a run with delayed scaling, by name, and the history of their magnitudes.
+    """All FP8 products of a run with delayed scaling, by name, and the history of their largest magnitudes.
 
     length: number of steps in the history.
-    algorithm: how a scale follows from the history.
+    algorithm: "max": a scale follows from the largest magnitude of the history; "most_recent": from the
+        newest one.
     margin: scales are divided by 2^margin.
-    make: creates a product.
+    make: creates the product of one linear layer.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class DelayedScaling:
         self.groups, self.formats, self.fp8_weight_gradient = groups, formats, fp8_weight_gradient
         self.length, self.algorithm, self.margin = length, algorithm, margin
         self.products: dict[str, DelayedProduct] = {}
-        self.history = torch.zeros(0, length, device=groups.device)  # three rows a product
+        self.history = torch.zeros(0, length, device=groups.device)  # three rows per product
 
     def add(self, name: str) -> DelayedProduct:
-        """Creates a product of this name."""
+        """Creates and returns the product of a linear layer with this name."""
         product = self.make(self.formats, self.fp8_weight_gradient, self.margin, self.groups.device)
         self.products[name] = product
         self.history = torch.cat([self.history, self.history.new_zeros(len(OPERANDS), self.length)])
@@ -86,11 +89,13 @@ class DelayedScaling:
 
     @torch.no_grad()
     def end_step(self, left_out: Tensor) -> None:
-        """Ends an optimizer step: reduces the largest magnitudes over ranks that share layers, and computes
+        """Ends an optimizer step: takes the largest magnitudes over all ranks that share layers, and computes
         the next scales.
 
-        A magnitude that is missing or not finite leaves its scale unchanged. left_out: boolean `[]`; a
-        skipped step changes nothing here.
+        A magnitude that is missing or not finite counts as 0. A scale stays unchanged if all magnitudes that
+        it would follow from are 0.
+
+        left_out: boolean `[]`, whether the step is skipped; then scales and history stay as they are.
         """
         noted = [p.amax[operand] for p in self.products.values() for operand in OPERANDS]
         scales = [p.scale[operand] for p in self.products.values() for operand in OPERANDS]
@@ -112,7 +117,8 @@ class DelayedScaling:
         torch._foreach_zero_(noted)
 
     def state(self) -> dict[str, State]:
-        """The state for a checkpoint, on the CPU; the same on all data and tensor ranks."""
+        """Returns the scales and history for a checkpoint, on the CPU, by product name; equal on all data and
+        tensor ranks."""
         history = self.history.cpu().unflatten(0, (-1, len(OPERANDS))).unbind() if self.products else ()
         scales = [torch.stack([p.scale[o] for o in OPERANDS]).cpu() for p in self.products.values()]
         return {
@@ -122,8 +128,11 @@ class DelayedScaling:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, State]) -> None:
-        """Restores a saved `state` of the products that it names. A longer history is cut to its newest
-        steps."""
+        """Restores scales and history from a `state` that was saved. Products that it does not name stay
+        unchanged.
+
+        A saved history that is longer than `length` is cut to its newest steps.
+        """
         for i, (name, product) in enumerate(self.products.items()):
             if name not in state:
                 continue

@@ -1,6 +1,6 @@
-"""FP8 products by Transformer-Engine: its quantizers and its GEMM, called as its `ops.BasicLinear` does.
+"""FP8 products by Transformer-Engine: calls its quantizers and its GEMM as its `ops.BasicLinear` does.
 
-`te.Linear` is not used: its parameter names and extra state would be in every checkpoint.
+`te.Linear` is not used, because its parameter names and extra state would appear in every checkpoint.
 """
 
 from importlib import import_module
@@ -17,13 +17,13 @@ from megatron.mpu.products import PlainProduct, Product
 from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
 
 _TOKENS = 32
-"""Numbers of tokens are padded to a multiple of this: MXFP8 has blocks of 32, the others need 16."""
+"""The number of tokens is padded to a multiple of this: MXFP8 has blocks of 32, the other recipes need 16."""
 
 
 class TransformerEngine:
-    """Transformer-Engine's functions that cast to FP8 and multiply.
+    """The functions of Transformer-Engine that cast to FP8 and multiply.
 
-    Raises PackageProblem if it cannot be imported.
+    The constructor raises PackageProblem if Transformer-Engine cannot be imported.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,11 @@ class TransformerEngine:
         self.types: dict[torch.dtype, Any] = {E4M3: types.kFloat8E4M3, E5M2: types.kFloat8E5M2}
 
     def multiply(self, a: Any, b: Any, layout: str, dtype: torch.dtype) -> Tensor:
-        """Returns the product of two FP8 matrices that `layout` names.
+        """Returns the product of two FP8 matrices in `dtype`. `layout` says which product:
 
-        TN: b a^T, the output, if a is the weight and b the input. NN: b a, the input's gradient. NT: b^T a,
-        the weight's gradient.
+        TN: b a^T, the output, if a is the weight and b the input.
+        NN: b a, the gradient of the input, if a is the weight and b the output's gradient.
+        NT: b^T a, the gradient of the weight, if a is the input and b the output's gradient.
         """
         forward = layout == "TN"
         out: Tensor
@@ -46,29 +47,34 @@ class TransformerEngine:
 
 
 class _Products:
-    """The matrix products of `Product`. Subclasses define `quantized`, which casts an operand to FP8."""
+    """The matrix products of a linear layer, by Transformer-Engine. Subclasses define `quantized`, the cast
+    to FP8."""
 
     engine: TransformerEngine
     fp8_weight_gradient: bool
 
     def quantized(self, matrix: Tensor, operand: Operand, rows: bool, noted: bool = False) -> Any:
-        """Casts `[tokens or out, features]` to FP8. rows: scaled for a product along rows, else along
-        columns. noted: record its largest magnitude for later scales."""
+        """Casts `matrix` `[tokens or out, features]` to FP8.
+
+        rows: whether it is scaled along its rows for a product that sums over them; else along its columns.
+        noted: whether to record its largest magnitude for later scales.
+        """
         raise NotImplementedError
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T without bias: `[..., in]`, `[out, in]` to `[..., out]`."""
+        """Returns x W^T, without bias. x: `[..., in]`; weight: W `[out, in]`; result: `[..., out]`."""
         a, b = self.quantized(weight, "weight", True), self.quantized(_padded(x), "input", True)
         return _unpadded(self.engine.multiply(a, b, "TN", x.dtype), x)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """dy W, the gradient of x: `[..., out]`, `[out, in]` to `[..., in]`."""
+        """Returns the gradient of x, dy W. grad: dy `[..., out]`; weight: W `[out, in]`; result: `[...,
+        in]`."""
         a = self.quantized(weight, "weight", False, noted=True)
         b = self.quantized(_padded(grad), "gradient", True, noted=True)
         return _unpadded(self.engine.multiply(a, b, "NN", grad.dtype), grad)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dy^T x, the gradient of W: `[..., out]`, `[..., in]` to `[out, in]`."""
+        """Returns the gradient of W, dy^T x. grad: dy `[..., out]`; x: `[..., in]`; result: `[out, in]`."""
         if not self.fp8_weight_gradient:
             return PlainProduct().weight_gradient(grad, x)
         a = self.quantized(_padded(x), "input", False, noted=True)
@@ -77,8 +83,10 @@ class _Products:
 
 
 class EngineProduct(_Products):
-    """`Product` by the recipes `tensorwise` (Float8CurrentScaling) and `mxfp8` (MXFP8BlockScaling), which
-    keep no state between steps."""
+    """Transformer-Engine's products for `tensorwise` (Float8CurrentScaling) and `mxfp8` (MXFP8BlockScaling).
+
+    These recipes keep no state between steps. block_scales: True selects mxfp8.
+    """
 
     def __init__(
         self, engine: TransformerEngine, formats: Formats, fp8_weight_gradient: bool, block_scales: bool
@@ -94,7 +102,7 @@ class EngineProduct(_Products):
 
 
 class EngineDelayedProduct(_Products, DelayedProduct):
-    """`Product` by the recipe `te` (DelayedScaling) with Transformer-Engine's kernels.
+    """Transformer-Engine's products for the recipe `te` (DelayedScaling).
 
     Its state is that of `DelayedProduct`, so a run may resume with either class. A scale that is not known
     yet is 1, as in Transformer-Engine.
@@ -118,12 +126,12 @@ class EngineDelayedProduct(_Products, DelayedProduct):
         cast = self.engine.package.Float8Quantizer(scale, amax, dtype, rowwise=rows, columnwise=not rows)(matrix)
         if noted:
             self.amax[operand].copy_(torch.maximum(self.amax[operand], amax[0]))
-        # An infinity would saturate unnoticed.
+        # Without this an infinity would saturate to a finite value unnoticed.
         cast._scale_inv = torch.where(amax.isfinite(), cast._scale_inv, torch.nan)
         return cast
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dy^T x, the gradient of W: `[..., out]`, `[..., in]` to `[out, in]`."""
+        """Returns the gradient of W, dy^T x. grad: dy `[..., out]`; x: `[..., in]`; result: `[out, in]`."""
         if not self.fp8_weight_gradient:
             self._note(x, "input")
             self._note(grad, "gradient")
@@ -131,9 +139,12 @@ class EngineDelayedProduct(_Products, DelayedProduct):
 
 
 def engine_problem(device: torch.device, recipe: str) -> str | None:
-    """Tries each FP8 product of Transformer-Engine once; returns None if they work.
+    """Runs each FP8 product of Transformer-Engine once on `device`; returns None if all work.
 
-    Otherwise returns what is missing, in words that continue a sentence after "needs".
+    Otherwise returns what is missing, as the text that follows "needs" in a message, such as
+    "Transformer-Engine to work on cuda (...)".
+
+    recipe: value of `precision_fp8`: te, tensorwise or mxfp8.
     """
     formats, dtype = Formats(), torch.bfloat16
     try:
@@ -149,18 +160,20 @@ def engine_problem(device: torch.device, recipe: str) -> str | None:
         return str(problem)
     except Exception as problem:  # C++ extensions raise exceptions of any kind
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        return f"Transformer-Engine to work on {device.type} ({reason})"
+        return f"Transformer-Engine to work on {device.type}, but a trial product failed ({reason})"
     return None
 
 
 def _padded(x: Tensor) -> Tensor:
-    """`[..., features]` as `[tokens, features]`, padded with zero tokens to a multiple of `_TOKENS`."""
+    """Returns x `[..., features]` as `[tokens, features]`, padded with rows of zeros to a multiple of
+    `_TOKENS`."""
     tokens = x.flatten(0, -2).contiguous()
     missing = -tokens.shape[0] % _TOKENS
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
 def _unpadded(out: Tensor, x: Tensor) -> Tensor:
-    """Removes the padding from `[tokens, features]` and restores the leading dimensions of `x`."""
+    """Removes the padding rows from `out` `[tokens, features]`, and gives it the leading dimensions of
+    `x`."""
     tokens = x.shape[:-1].numel()
     return out[:tokens].unflatten(0, x.shape[:-1])
