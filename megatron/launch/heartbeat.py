@@ -89,7 +89,7 @@ class Heartbeat(threading.Thread):
             return 0, f"has not answered for {SILENT_S:.0f} s"
         for sender, (_, heard_at) in list(self._beats.items()):
             if sender != STARTER and now - heard_at > SILENT_S and int(sender) not in self._done:
-                return int(sender), f"sent no heartbeat for {SILENT_S:.0f} s"
+                return int(sender), f"was not heard of for {SILENT_S:.0f} s"
         return None
 
     def forgive_silence(self) -> None:

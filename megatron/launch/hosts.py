@@ -74,7 +74,7 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
     for node in nodes:
         if args.num_gpus > (node.ranks or 0):
             raise LaunchError(
-                f"num_gpus: {args.num_gpus} requested, but {node.host} has {node.ranks} slots in {path}; lower it"
+                f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}; lower it"
             )
     return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
 

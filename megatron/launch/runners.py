@@ -72,7 +72,8 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     if len({node.ranks for node in run.nodes}) > 1:
         ranks_of_hosts = ", ".join(f"{node.host}: {node.ranks}" for node in run.nodes)
         raise LaunchError(
-            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus to one number"
+            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus to a "
+            "number that every host has"
         )
     try:
         return _mpi_command(run, "MVAPICHRunner")

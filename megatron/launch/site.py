@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the NEOX_* variables of the cluster that NEOX_SITE names; {} if NEOX_SITE is unset.
 
-    `env` is the environment in which bash reads the site's file. Raises LaunchError if this file does not
-    exist or fails.
+    Variables in `env` win over the values in the site's file. Raises LaunchError if this file does not exist
+    or fails.
     """
     env = os.environ if env is None else env
     name = env.get("NEOX_SITE")
