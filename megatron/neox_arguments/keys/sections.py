@@ -1,4 +1,4 @@
-"""The sub-keys of the keys that are mappings: optimizer, zero_optimization, fp16, bf16, data_types."""
+"""Declares the sub-keys of keys that are mappings, such as optimizer, zero_optimization and fp16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class OptimizerParams:
         "Muon: peak learning rate for the parameters under AdamW (all but matrices of blocks); lr when unset",
         ge=0,
     )
-    weight_decay: float = key(None, "DeepSpeed's place for weight_decay", ge=0)
+    weight_decay: float = key(None, "The same as the key weight_decay, where DeepSpeed's files have it", ge=0)
     freeze_step: int = key(400, "OneBitAdam's", no_effect="the other optimizers have no such phase")
     cuda_aware: bool = key(False, "OneBitAdam's", no_effect="the other optimizers send nothing themselves")
 
@@ -58,7 +58,7 @@ class Optimizer:
 
 _DEVICE: dict[str, Any] = {
     "default": "none",
-    "meaning": "Device to keep it on",
+    "meaning": "Device that holds what is offloaded",
     "refuse_values": {"nvme": "checkpoints would lack the parts on disk; write cpu"},
 }
 
@@ -186,10 +186,16 @@ class ZeroOptimization:
         None, "Stage 3: most elements of small parameters to keep gathered", ge=0
     )
     ignore_unused_parameters: bool = key(True, "Stage 2: allow unused weights", no_effect=_ALL_USED)
-    memory_efficient_linear: bool = key(True, "Stage 3: DeepSpeed's linear", no_effect="linears are ours")
-    stage3_gather_16bit_weights_on_model_save: bool = key(False, "Stage 3: DeepSpeed's save", no_effect=_FULL_WEIGHTS)
-    stage3_gather_fp16_weights_on_model_save: bool = key(False, "Old name of the former", no_effect=_FULL_WEIGHTS)
-    elastic_checkpoint: bool = key(False, "DeepSpeed's save", no_effect=_FULL_WEIGHTS)
+    memory_efficient_linear: bool = key(True, "Stage 3: use DeepSpeed's linear", no_effect="linears are ours")
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False, "Stage 3: gather full weights when DeepSpeed saves", no_effect=_FULL_WEIGHTS
+    )
+    stage3_gather_fp16_weights_on_model_save: bool = key(
+        False, "Old name of stage3_gather_16bit_weights_on_model_save", no_effect=_FULL_WEIGHTS
+    )
+    elastic_checkpoint: bool = key(
+        False, "Let DeepSpeed load a checkpoint on another number of ranks", no_effect=_FULL_WEIGHTS
+    )
     zero_quantized_weights: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
     zero_quantized_gradients: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
     sub_group_size: int = key(1_000_000_000, "Stage 3: parameters updated at once", gt=0)
@@ -243,7 +249,7 @@ class DataTypes:
 
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
-        "Type gradients are summed in",
+        "Number type in which gradients are summed",
         no_effect="gradients are summed in fp32, in which small terms are not lost",
     )
 
@@ -256,7 +262,7 @@ class CurriculumSchedule:
     difficulty_step: int = key(None, "fixed_linear, fixed_root: lengths are multiples of this", gt=0)
     root_degree: int = key(None, "fixed_root: degree of the root", gt=0)
     difficulty: tuple[int, ...] = key(None, "fixed_discrete: the lengths, in tokens")
-    max_step: tuple[int, ...] = key(None, "fixed_discrete: last iteration of each length but the last")
+    max_step: tuple[int, ...] = key(None, "fixed_discrete: last iteration of each length, without the last length")
 
 
 @dataclass(frozen=True)
@@ -308,8 +314,12 @@ class RopeScaling:
     rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = key(
         REQUIRED, "Method that stretches rotary positions to longer sequences"
     )
-    factor: float = key(None, "How much longer sequences become; longrope: by max_position_embeddings", ge=1)
-    original_max_position_embeddings: int = key(None, "Length the model was trained at first", ge=1)
+    factor: float = key(
+        None, "Factor by which sequences become longer; longrope: derived from max_position_embeddings", ge=1
+    )
+    original_max_position_embeddings: int = key(
+        None, "Sequence length with which the model was trained before stretching", ge=1
+    )
     low_freq_factor: float = key(
         None, "llama3: waves longer than original_max_position_embeddings / this are stretched by factor", gt=0
     )

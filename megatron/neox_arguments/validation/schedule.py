@@ -1,4 +1,4 @@
-"""Checks of the learning-rate schedule, of epochs and of the curriculum."""
+"""Checks the keys of the learning-rate schedule, of epochs and of curricula."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from megatron.neox_arguments.validation.data import validate_phases
 
 
 def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check warm-up and decay of the learning rate, epochs, and curricula of the sequence length."""
+    """Checks warm-up and decay of the learning rate, epochs, and curricula of the sequence length."""
     if args.min_lr > args.lr:
         problems.add(
             "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
@@ -23,7 +23,7 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("lr_decay_style", "wsd needs lr_wsd_decay_iters: iterations of the final decay")
     elif args.lr_decay_style != "wsd" and wsd is not None:
         problems.add(
-            "lr_wsd_decay_iters", f"only lr_decay_style wsd reads it, not {args.cite('lr_decay_style')}; remove it"
+            "lr_wsd_decay_iters", f"is read only with lr_decay_style wsd, not {args.cite('lr_decay_style')}; remove it"
         )
     elif wsd is not None and args.lr_decay_iters is not None and wsd > args.lr_decay_iters - _warmup(args):
         problems.add(
@@ -43,8 +43,8 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.curriculum_learning is not None and args.curriculum_learning["enabled"]:
         _curriculum(args, args.curriculum_learning, problems)
         if args.seq_curriculum is not None:
-            problems.add("seq_curriculum", f"curriculum_learning ({args.origin('curriculum_learning')}) cuts samples "
-            "short; remove one of them")  # fmt: skip
+            problems.add("seq_curriculum", f"curriculum_learning ({args.origin('curriculum_learning')}) sets sequence "
+            "lengths too; remove one of them")  # fmt: skip
     if args.seq_curriculum is not None:
         _seq_curriculum(args, args.seq_curriculum, problems)
 
@@ -75,7 +75,10 @@ def _epochs(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("train_epochs", f"train_iters is set at {args.origin('train_iters')}; remove one of them")
     for key in ("train_data_weights", "weight_by_num_documents", "weight_by", "train_data_weight_schedule"):
         if getattr(args, key) not in (None, False) and set(args.train_data_weights or ()) != {1.0}:
-            problems.add("train_epochs", f"reads every data set in full; remove {key} ({args.origin(key)})")
+            problems.add(
+                "train_epochs",
+                f"reads every data set in full, so weights have no effect; remove {key} ({args.origin(key)})",
+            )
 
 
 def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorCollector) -> None:
@@ -93,11 +96,11 @@ def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorC
     }[kind]
     for name, value in schedule.items():
         if name in required and value is None:
-            problems.add(f"{path}.schedule_config", f"{kind} needs {name}")
+            problems.add(f"{path}.schedule_config", f"schedule_type {kind} needs {name}; set it")
         if name not in required and value is not None:
-            problems.add(f"{path}.schedule_config.{name}", f"{kind} does not read it; remove it")
+            problems.add(f"{path}.schedule_config.{name}", f"schedule_type {kind} does not read it; remove it")
     lengths, ends = schedule["difficulty"], schedule["max_step"]
     if ends is not None and list(ends) != sorted(set(ends)):
-        problems.add(f"{path}.schedule_config.max_step", f"expected rising iterations, got {list(ends)}")
+        problems.add(f"{path}.schedule_config.max_step", f"expected increasing iterations, got {list(ends)}")
     if kind == "fixed_discrete" and lengths and ends is not None and len(lengths) != len(ends) + 1:
         problems.add(f"{path}.schedule_config.max_step", f"expected {len(lengths) - 1} iterations, got {len(ends)}")
