@@ -99,7 +99,7 @@ def _named_gpus(key: str, value: str, gpus: Sequence[str]) -> list[str]:
     """
     host, _, indices = value.partition(":")
     if host not in _local_names():
-        raise LaunchError(f"{key}: {value!r} names a machine other than this one; write localhost:0,1")
+        raise LaunchError(f"{key}: {value!r} names another machine, not this one; write localhost:0,1")
     names = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
     for name in names:
         if name not in gpus:

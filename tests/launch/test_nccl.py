@@ -20,12 +20,12 @@ def library(path: Path, version: str) -> str:
 
 @pytest.mark.parametrize(("torch_nccl", "site", "preload", "message"), [
     # torch, the machine's module, what is preloaded
-    (None, None, None, "none: there is no torch with CUDA"),
-    (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
+    (None, None, None, "built without CUDA"),
+    (None, (2, 28, 9), None, "built without CUDA"),
     ((2, 28, 9), None, TORCH_NCCL, f"2.28.9, torch's own ({TORCH_NCCL})"),
     ((2, 28, 9), (2, 26, 6), TORCH_NCCL, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
-    ((2, 28, 9), (2, 28, 8), TORCH_NCCL, "is left out"),
-    ((2, 28, 9), (2, 9, 9), TORCH_NCCL, "is left out"),  # numbers, not letters
+    ((2, 28, 9), (2, 28, 8), TORCH_NCCL, "is not used"),
+    ((2, 28, 9), (2, 9, 9), TORCH_NCCL, "is not used"),  # numbers, not letters
     ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
     ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
     ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
