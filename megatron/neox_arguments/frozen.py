@@ -36,7 +36,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def thaw(value: Any) -> Any:
-    """Converts back to plain dicts and lists: the inverse of `freeze`."""
+    """Converts mappings to plain dicts and tuples to lists, recursively: the inverse of `freeze`."""
     if isinstance(value, Mapping):
         return {k: thaw(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

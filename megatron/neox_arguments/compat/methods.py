@@ -40,7 +40,7 @@ class GPTNeoXMethods(ResolvedArgs):
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> Any:
         """Returns a `MutableNeoXArgs` from a command line of deepy.py, such as `train.py a.yml b.yml`.
 
-        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
+        input_args: the words of the command line; None: from sys.argv. Raises ConfigError.
         """
         return cls.mutable_class.consume_deepy_args(input_args)
 

@@ -64,7 +64,7 @@ class MutableNeoXArgs:
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
         """Returns the configuration of a command line of deepy.py, such as `train.py a.yml b.yml`.
 
-        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
+        input_args: the words of the command line; None: from sys.argv. Raises ConfigError.
         """
         command = parse_deepy(input_args)
         return cls._wrap(command.args, {"user_script": command.user_script})

@@ -10,7 +10,8 @@ from megatron.neox_arguments.keys.sections import SeqCurriculum, WeightSchedule
 
 @dataclass(frozen=True)
 class DataKeys:
-    """Keys of a run's data sets, of how they are blended, and of how documents become samples."""
+    """Configuration keys of a run's data sets, of how they are blended, and of how documents become
+    samples."""
 
     data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`")
     train_epochs: int | None = key(
@@ -125,7 +126,7 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """Keys of the tokenizer."""
+    """Configuration keys of the tokenizer."""
 
     tokenizer_type: Literal[
         "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"

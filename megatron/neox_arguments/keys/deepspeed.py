@@ -16,7 +16,7 @@ _STOPS = "the run stops at start; remove the key"
 
 @dataclass(frozen=True)
 class DeepspeedKeys:
-    """Keys that GPT-NeoX passes on to DeepSpeed."""
+    """Configuration keys that GPT-NeoX passes on to DeepSpeed."""
 
     deepspeed: Literal[True, False] = key(
         True, "Train on DeepSpeed", refuse_values={False: "write engine: native instead"}
@@ -88,7 +88,8 @@ class DeepspeedKeys:
 
 @dataclass(frozen=True)
 class MadeKeys:
-    """Keys of GPT-NeoX that are computed from other keys. A file may set them only to the computed value."""
+    """Configuration keys of GPT-NeoX that are computed from other keys. A file may set them only to the
+    computed value."""
 
     batch_size: int = key(None, "Samples of one forward pass", same_as="train_micro_batch_size_per_gpu", ge=1)
     clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0, unread=_REPEATS)
@@ -136,7 +137,8 @@ class MadeKeys:
 
 @dataclass(frozen=True)
 class DeadKeys:
-    """Keys that GPT-NeoX declares but that have no use any more. A run refuses or ignores them."""
+    """Configuration keys that GPT-NeoX declares but that have no use any more. A run refuses or ignores
+    them."""
 
     adlr_autoresume: bool = key(
         False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it", unread=_STOPS

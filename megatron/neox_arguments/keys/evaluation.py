@@ -9,7 +9,7 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class EvaluationKeys:
-    """Keys of evaluation on tasks of lm-eval."""
+    """Configuration keys of evaluation on tasks of lm-eval."""
 
     eval_tasks: tuple[str, ...] | None = key(
         None,

@@ -13,7 +13,8 @@ _FP8_LINEARS = (
 
 @dataclass(frozen=True)
 class FP8Keys:
-    """Keys of FP8 products in linear layers. Weights, gradients and checkpoints stay in bf16 and fp32."""
+    """Configuration keys of FP8 products in linear layers. Weights, gradients and checkpoints stay in bf16
+    and fp32."""
 
     precision_fp8: Literal["auto", "off", "tensorwise", "rowwise", "mxfp8", "te"] = new_key(
         None,

@@ -9,7 +9,7 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class LoggingKeys:
-    """Keys of log lines, metrics and trackers."""
+    """Configuration keys of log lines, metrics and trackers."""
 
     log_dir: str | None = key(None, "Folder of each rank's output and metrics.jsonl; unset: `logs` in `save`")
     log_interval: int = key(100, "Iterations between log lines", ge=1)
@@ -64,7 +64,7 @@ class LoggingKeys:
 
 @dataclass(frozen=True)
 class TextgenKeys:
-    """Keys of text generation."""
+    """Configuration keys of text generation."""
 
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute", "score"] = key(
         None,

@@ -23,7 +23,8 @@ _NORM_KERNEL = f"{_KERNEL}; apex: true takes apex's fused norms"
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """Keys of the model's shape: layers, heads, positions, norms, activations, initialisation."""
+    """Configuration keys of the model's shape: layers, heads, positions, norms, activations,
+    initialisation."""
 
     num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1, le=10_000)
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
@@ -260,7 +261,7 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class PrecisionKeys:
-    """Keys of the precision in which the model is computed."""
+    """Configuration keys of the precision in which the model is computed."""
 
     precision: Literal["fp32", "fp16", "bfloat16"] = key(
         None, "Type of weights and activations; unset: by fp16, bf16, else fp32"

@@ -8,8 +8,8 @@ from megatron.neox_arguments.keys.declaration import new_key
 
 @dataclass(frozen=True)
 class OperationsKeys:
-    """Keys for publishing a run's checkpoints, writing its report, and serving its metrics to a monitoring
-    system."""
+    """Configuration keys for publishing a run's checkpoints, writing its report, and serving its metrics to a
+    monitoring system."""
 
     push_to_hub: bool = new_key(
         False,

@@ -14,7 +14,7 @@ _HOSTS = (
 
 @dataclass(frozen=True)
 class RunnerKeys:
-    """Keys of the machines, GPUs and launcher with which a run is started."""
+    """Configuration keys of the machines, GPUs and launcher with which a run is started."""
 
     hostfile: str | None = key(
         None,
@@ -62,7 +62,7 @@ class RunnerKeys:
 
 @dataclass(frozen=True)
 class ParallelKeys:
-    """Keys of how the model is split over ranks."""
+    """Configuration keys of how the model is split over ranks."""
 
     engine: Literal["auto", "native", "deepspeed"] = new_key(
         "auto",
@@ -99,8 +99,8 @@ class ParallelKeys:
 
 @dataclass(frozen=True)
 class BatchKeys:
-    """Keys of the three batch sizes. Any two give the third once the data-parallel size is known
-    (`NeoXArgs.for_world`)."""
+    """Configuration keys of the three batch sizes. Any two give the third once the data-parallel size is
+    known (`NeoXArgs.for_world`)."""
 
     train_batch_size: int = key(None, "Samples per optimizer step over all ranks", ge=1)
     train_micro_batch_size_per_gpu: int = key(None, "Samples per forward pass of one data-parallel rank", ge=1)

@@ -15,7 +15,8 @@ TextLoss: TypeAlias = Literal[tuple(train_impls()["normal"].losses)]  # type: ig
 
 @dataclass(frozen=True)
 class PostTrainingKeys:
-    """Keys of fine-tuning and preference training: the kind of training, its data, the reference model."""
+    """Configuration keys of fine-tuning and preference training: the kind of training, its data, the
+    reference model."""
 
     train_impl: Impl = key(
         "normal",

@@ -15,7 +15,7 @@ _BF16_SCALE = "bf16 needs no loss scale"
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """The sub-keys of `optimizer.params`."""
+    """The sub-keys of the configuration key `optimizer.params`."""
 
     lr: float = key(1e-3, "Peak learning rate", ge=0)
     betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
@@ -40,7 +40,7 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The sub-keys of `optimizer`."""
+    """The sub-keys of the configuration key `optimizer`."""
 
     type: Literal[
         "Adam", "AdamW", "SGD", "Lion", "Muon", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"
@@ -65,7 +65,7 @@ _DEVICE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Trainable:
-    """The sub-keys of `trainable`."""
+    """The sub-keys of the configuration key `trainable`."""
 
     last_layers: int = key(0, "Train this many of the last blocks", ge=0)
     head: bool = key(False, "Train the output layer; if tied, this is the embedding's weight")
@@ -83,7 +83,7 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Lora:
-    """The sub-keys of `lora`, with the meanings of peft's LoraConfig."""
+    """The sub-keys of the configuration key `lora`, with the meanings of peft's LoraConfig."""
 
     r: int = key(8, "Rank", ge=1)
     alpha: float = key(8, "lora_alpha: adapter output is multiplied by alpha / r", gt=0)
@@ -131,7 +131,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """The sub-keys of `zero_optimization.offload_optimizer`."""
+    """The sub-keys of the configuration key `zero_optimization.offload_optimizer`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
@@ -145,7 +145,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """The sub-keys of `zero_optimization.offload_param`."""
+    """The sub-keys of the configuration key `zero_optimization.offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
@@ -157,7 +157,7 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class ZeroOptimization:
-    """The sub-keys of `zero_optimization`."""
+    """The sub-keys of the configuration key `zero_optimization`."""
 
     stage: int = key(
         0, "Sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 +gradients, 3 +weights", ge=0, le=3
@@ -215,7 +215,7 @@ class ZeroOptimization:
 
 @dataclass(frozen=True)
 class Fp16:
-    """The sub-keys of `fp16`."""
+    """The sub-keys of the configuration key `fp16`."""
 
     enabled: bool = key(None, "Train in fp16; true when `precision: fp16`")
     fp16: bool = key(True, "Written by many GPT-NeoX files", no_effect="`enabled` decides")
@@ -231,7 +231,7 @@ class Fp16:
 
 @dataclass(frozen=True)
 class Bf16:
-    """The sub-keys of `bf16`."""
+    """The sub-keys of the configuration key `bf16`."""
 
     enabled: bool = key(None, "Train in bf16; true when `precision: bfloat16`")
     bf16: bool = key(True, "Written by some GPT-NeoX files", no_effect="`enabled` decides")
@@ -245,7 +245,7 @@ class Bf16:
 
 @dataclass(frozen=True)
 class DataTypes:
-    """The sub-keys of `data_types`."""
+    """The sub-keys of the configuration key `data_types`."""
 
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
@@ -256,7 +256,7 @@ class DataTypes:
 
 @dataclass(frozen=True)
 class CurriculumSchedule:
-    """The sub-keys of `curriculum_learning.schedule_config`."""
+    """The sub-keys of the configuration key `curriculum_learning.schedule_config`."""
 
     total_curriculum_step: int = key(None, "fixed_linear, fixed_root: iterations until max_difficulty", gt=0)
     difficulty_step: int = key(None, "fixed_linear, fixed_root: lengths are multiples of this", gt=0)
@@ -267,8 +267,8 @@ class CurriculumSchedule:
 
 @dataclass(frozen=True)
 class CurriculumLearning:
-    """The sub-keys of `curriculum_learning`, with the names and formulas of DeepSpeed's legacy curriculum
-    learning."""
+    """The sub-keys of the configuration key `curriculum_learning`, with the names and formulas of DeepSpeed's
+    legacy curriculum learning."""
 
     enabled: bool = key(False, "Train on shorter sequences first")
     curriculum_type: Literal["seqlen"] = key("seqlen", "The growing quantity: the length of sequences")
@@ -282,7 +282,7 @@ class CurriculumLearning:
 
 @dataclass(frozen=True)
 class SeqCurriculum:
-    """The sub-keys of `seq_curriculum`."""
+    """The sub-keys of the configuration key `seq_curriculum`."""
 
     seq_len: tuple[int, ...] = key(REQUIRED, "Lengths of the phases; each divides seq_length")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
@@ -290,7 +290,7 @@ class SeqCurriculum:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """The sub-keys of `train_data_weight_schedule`."""
+    """The sub-keys of the configuration key `train_data_weight_schedule`."""
 
     weights: tuple[tuple[float, ...], ...] = key(REQUIRED, "Weights of train_data_paths in each phase; 0: not drawn")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
@@ -298,7 +298,7 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class CommsLogger:
-    """The sub-keys of `comms_logger`."""
+    """The sub-keys of the configuration key `comms_logger`."""
 
     enabled: bool = key(False, "Record collectives")
     verbose: bool = key(False, "Print every collective")
@@ -309,7 +309,7 @@ class CommsLogger:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The sub-keys of `rope_scaling`, by HuggingFace's names."""
+    """The sub-keys of the configuration key `rope_scaling`, by HuggingFace's names."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = key(
         REQUIRED, "Method that stretches rotary positions to longer sequences"

@@ -7,7 +7,7 @@ from megatron.neox_arguments.keys.declaration import new_key
 
 @dataclass(frozen=True)
 class ServingKeys:
-    """Keys of the server of tools/serve.py."""
+    """Configuration keys of the server of tools/serve.py."""
 
     serve_host: str = new_key("127.0.0.1", "Address of tools/serve.py; one reachable from other machines needs a token")
     serve_port: int = new_key(8000, "Port of tools/serve.py; 0: any free one", ge=0, le=65535)

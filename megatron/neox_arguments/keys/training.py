@@ -10,7 +10,7 @@ from megatron.neox_arguments.keys.sections import Optimizer, Trainable
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """Keys of the optimizer and the learning-rate schedule."""
+    """Configuration keys of the optimizer and the learning-rate schedule."""
 
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
     trainable: Mapping[str, Any] | None = new_key(
@@ -63,8 +63,8 @@ class OptimizerKeys:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """Keys of the training loop: its length, when to validate and stop, and which activations to
-    recompute."""
+    """Configuration keys of the training loop: its length, when to validate and stop, and which activations
+    to recompute."""
 
     train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
@@ -130,7 +130,7 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """Keys of saving checkpoints and of loading one at the start."""
+    """Configuration keys of saving checkpoints and of loading one at the start."""
 
     save: str | None = key(None, "Folder to write checkpoints to; also s3://BUCKET/FOLDER and any other fsspec URL")
     load: str | None = key(
