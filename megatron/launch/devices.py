@@ -33,7 +33,7 @@ def choose_ranks(
     if not gpus:
         for key, value in (("include", include), ("exclude", exclude)):
             if value:
-                raise LaunchError(f"{key}: {value!r} names GPUs, but this machine shows none; remove this key")
+                raise LaunchError(f"{key}: {value!r} names GPUs, but none is visible; remove it, or set num_gpus")
         return num_gpus or 1, ()
     chosen = _named_gpus("include", include, gpus) if include else list(gpus)
     if exclude:

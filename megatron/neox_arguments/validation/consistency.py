@@ -198,7 +198,9 @@ def _recomputation(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
-        problems.add("profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}")
+        problems.add(
+            "profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}; raise it"
+        )
     if args.log_optimizer_states and args.use_bnb_optimizer:
         problems.add(
             "log_optimizer_states", f"norms of 8-bit states cannot be logged (use_bnb_optimizer: "
@@ -284,7 +286,7 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if present and args.data_path is not None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
     elif present and args.train_data_paths is None:
-        problems.add(present[0], "needs train_data_paths too")
+        problems.add(present[0], "needs train_data_paths too; set it")
     elif present and args.eval_iters > 0 and args.valid_data_paths is None and not cuts_listed_paths(args):
         message = "needs valid_data_paths too (or eval_iters: 0, to train without validation"
         problems.add(present[0], f"{message}{'; or split, to hold data out' if sample_kind(args) == 'texts' else ''})")

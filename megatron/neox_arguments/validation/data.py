@@ -94,7 +94,7 @@ def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     pairwise = args.dataset_impl == "pairwise"
     if pairwise and sample_kind(args) in ("texts", "generated"):
         problems.add(
-            "dataset_impl", f"pairwise is for train_impl dpo, kto and rm, not {args.cite('train_impl')}; set gpt2"
+            "dataset_impl", f"pairwise is for train_impl dpo, kto and rm, not {args.cite('train_impl')}; change one"
         )
     if sample_kind(args) == "pairs" and not pairwise:
         alternative = ", or dataset_impl: online with rollout" if args.train_impl == "dpo" else ""

@@ -28,7 +28,7 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
         place = args.origin("moe_expert_interval")
         problems.add("moe_layer_freq", f"moe_expert_interval ({place}) sets this too; remove one of them")
     if isinstance(args.intermediate_size, tuple) and args.moe_intermediate_size is None:
-        problems.add("moe_intermediate_size", "is required if intermediate_size is a list")
+        problems.add("moe_intermediate_size", "is required if intermediate_size is a list; set the width of an expert")
     if args.moe_intermediate_size is None and args.intermediate_size is None:
         for name in ("expansion_factor", "mlp_multiple_of"):
             if getattr(args, name) != keys_of(type(args))[name].default:
@@ -36,7 +36,7 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
                 problems.add("moe_intermediate_size", f"is required with {dense_key}")
     _choice(args, problems)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
-        problems.add("moe_shared_expert_gate", "needs moe_shared_expert_intermediate_size")
+        problems.add("moe_shared_expert_gate", "needs moe_shared_expert_intermediate_size; set it, or remove this key")
     if args.te_layernorm_mlp:
         problems.add(
             "te_layernorm_mlp", f"Transformer-Engine's MLP has no experts ({key}: {args.origin(key)}); remove one"
@@ -83,20 +83,23 @@ def _choice(args: ResolvedArgs, problems: ErrorCollector) -> None:
                 problems.add(name, f"works only with topk, not {router_type}; set topk, or remove it")
     if groups is None:
         if args.moe_router_group_topk is not None:
-            problems.add("moe_router_group_topk", f"needs {groups_key}")
+            problems.add("moe_router_group_topk", f"needs {groups_key}; set it, or remove this key")
         return
     if experts % groups:
-        problems.add(groups_key, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}")
+        problems.add(groups_key, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}; change one")
         return
     if args.moe_router_group_topk is None:
         problems.add(groups_key, "needs moe_router_group_topk, the number of groups for each token")
         return
     group_topk = args.moe_router_group_topk
     if group_topk > groups:
-        problems.add("moe_router_group_topk", f"{group_topk} is more than {groups_key} {args.cite(groups_key)}")
+        problems.add(
+            "moe_router_group_topk", f"{group_topk} is more than {groups_key} {args.cite(groups_key)}; lower it"
+        )
     elif args.moe_top_k > group_topk * (experts // groups):
         problems.add(
-            "moe_top_k", f"{args.moe_top_k} is more than the experts in {group_topk} groups (moe_router_group_topk)"
+            "moe_top_k",
+            f"{args.moe_top_k} is more than the experts in {group_topk} groups (moe_router_group_topk); lower it",
         )
 
 
@@ -121,4 +124,6 @@ def _layout(args: ResolvedArgs, problems: ErrorCollector) -> None:
     shared = args.moe_shared_expert_intermediate_size
     if shared is not None and shared % tp:
         ranks_of = f"model_parallel_size {args.cite('model_parallel_size')}"
-        problems.add("moe_shared_expert_intermediate_size", f"{shared} is not a multiple of {ranks_of}")
+        problems.add(
+            "moe_shared_expert_intermediate_size", f"{shared} is not a multiple of {ranks_of}; change one of them"
+        )

@@ -23,7 +23,7 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
         _heads(args, problems)
     if "mamba" in kinds and args.mamba_inner_size % args.tp:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
-        problems.add("mamba_expand", f"gives {args.mamba_inner_size} channels, which is not a multiple of {ranks}")
+        problems.add("mamba_expand", f"gives {args.mamba_inner_size} channels, not a multiple of {ranks}; change one")
     if args.mamba_backend == "fla" and args.mamba_state_fp32 and args.params_dtype != "fp32":
         problems.add("mamba_backend", "fla keeps states in the dtype of the weights; set mamba_state_fp32: false")
     if args.mamba_backend == "fla" and "mamba" in kinds:
@@ -69,9 +69,9 @@ def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     heads, groups, state = args.mamba2_heads, args.mamba_num_groups, args.mamba_state_dim or 128
     ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
     if heads % args.tp:
-        problems.add("mamba_num_heads", f"{heads} heads of Mamba 2 are not a multiple of {ranks}")
+        problems.add("mamba_num_heads", f"{heads} heads of Mamba 2 are not a multiple of {ranks}; change one of them")
     elif groups % args.tp and args.tp % groups:
-        problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}")
+        problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}; change one of them")
     elif groups * state % args.tp:
         sharers = args.tp // groups
         problems.add("mamba_state_dim", f"{state} is not a multiple of {sharers}, the ranks per group ({ranks})")
@@ -88,7 +88,7 @@ def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.mamba_num_heads is None and inner % args.mamba_head_dim:
         problems.add("mamba_head_dim", f"{args.mamba_head_dim} does not divide mamba_expand x hidden_size, {inner}")
     elif heads % groups:
-        problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads")
+        problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads of Mamba 2; set a divisor")
     else:
         _heads_of_ranks(args, problems)
     limit = args.mamba_time_step_limit

@@ -67,7 +67,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for width in dict.fromkeys(as_tuple(ffn)):
         if width % args.tp:
             ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
-            problems.add(key, f"the MLP's width {width} is not a multiple of {ranks}")
+            problems.add(key, f"the MLP's width {width} is not a multiple of {ranks}; change one of them")
 
 
 def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -84,9 +84,13 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "max_position_embeddings by the offset",
         )  # fmt: skip
     if args.pos_emb == "sinusoidal" and args.hidden_size % 2:
-        problems.add("pos_emb", f"sinusoidal needs an even hidden_size, but that is {args.cite('hidden_size')}")
+        problems.add(
+            "pos_emb", f"sinusoidal needs an even hidden_size, but that is {args.cite('hidden_size')}; set another"
+        )
     if args.pos_emb == "rpe" and args.rpe_max_distance <= args.rpe_num_buckets // 2:
-        problems.add("rpe_max_distance", f"must be more than half of rpe_num_buckets {args.cite('rpe_num_buckets')}")
+        problems.add(
+            "rpe_max_distance", f"must be above half of rpe_num_buckets {args.cite('rpe_num_buckets')}; raise it"
+        )
     if scaling is None:
         return
     kind = scaling["rope_type"]
@@ -133,7 +137,7 @@ def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks the keys that have a value for each layer, and the sliding window."""
     sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
     if sliding and args.sliding_window_width is None:
-        problems.add("layer_types", "sliding_attention needs sliding_window_width")
+        problems.add("layer_types", "sliding_attention needs sliding_window_width; set it")
     if args.layer_types is not None and not sliding and args.sliding_window_width is not None:
         problems.add("sliding_window_width", f"no layer of layer_types ({args.origin('layer_types')}) is "
             "sliding_attention; remove one of them")  # fmt: skip
@@ -163,7 +167,7 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {args.cite('norm')}")
     _attention(args, problems)
     if args.qk_norm_per_head and not args.use_separate_qk_norms:
-        problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true")
+        problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true; set that, or remove this key")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
         problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
     elif args.use_qk_layernorm and not args.use_separate_qk_norms:
@@ -210,7 +214,9 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.attends:
         _heads_of_ranks(args, problems)
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
-        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}")
+        problems.add(
+            "padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}; change one"
+        )
     if args.pp > args.num_layers:
         problems.add(
             "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
@@ -221,7 +227,9 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}; lower one of them"
         )
     if args.sequence_parallel and args.seq_length % tp:
-        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}")
+        problems.add(
+            "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"
+        )
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
@@ -232,7 +240,7 @@ def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     equal slice of one head."""
     tp, key, min_kv_heads = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if args.num_attention_heads % tp:
-        problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}")
+        problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}; change one")
     elif any(heads % tp and tp % heads for heads in as_tuple(args.kv_heads)):
         problems.add(key, f"{tp} is neither a divisor nor a multiple of num_kv_heads {args.cite('num_kv_heads')}")
     elif any(args.head_dim * heads % tp for heads in as_tuple(args.kv_heads)):

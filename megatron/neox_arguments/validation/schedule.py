@@ -12,7 +12,9 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks warm-up and decay of the learning rate, epochs, and curricula of the sequence length."""
     if args.min_lr > args.lr:
         problems.add(
-            "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
+            "min_lr",
+            f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')}); "
+            "lower it",
         )
     if "lr_decay_iters" in args.user_values and args.lr_decay_fraction is not None:
         problems.add(
@@ -20,7 +22,7 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     wsd = args.lr_wsd_decay_iters
     if args.lr_decay_style == "wsd" and wsd is None:
-        problems.add("lr_decay_style", "wsd needs lr_wsd_decay_iters: iterations of the final decay")
+        problems.add("lr_decay_style", "wsd needs lr_wsd_decay_iters; set it to the iterations of the final decay")
     elif args.lr_decay_style != "wsd" and wsd is not None:
         problems.add(
             "lr_wsd_decay_iters", f"is read only with lr_decay_style wsd, not {args.cite('lr_decay_style')}; remove it"
@@ -33,7 +35,9 @@ def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.warmup_iters is not None and "warmup" in args.user_values:
         problems.add("warmup_iters", f"warmup is set at {args.origin('warmup')}; remove one of them")
     if args.lr_decay_iters is not None and (args.warmup_iters or 0) > args.lr_decay_iters:
-        problems.add("warmup_iters", f"{args.warmup_iters} is more than lr_decay_iters {args.cite('lr_decay_iters')}")
+        problems.add(
+            "warmup_iters", f"{args.warmup_iters} is more than lr_decay_iters {args.cite('lr_decay_iters')}; lower it"
+        )
     if args.override_lr_scheduler and args.use_checkpoint_lr_scheduler:
         problems.add(
             "override_lr_scheduler", f"use_checkpoint_lr_scheduler ({args.origin('use_checkpoint_lr_scheduler')}) says "
@@ -85,10 +89,10 @@ def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorC
     path, schedule, kind = "curriculum_learning", section["schedule_config"], section["schedule_type"]
     missing = [name for name in ("min_difficulty", "max_difficulty", "schedule_config") if section[name] is None]
     if missing:
-        problems.add(path, f"needs {', '.join(missing)}")
+        problems.add(path, f"needs {', '.join(missing)}; set these sub-keys")
         return
     if section["min_difficulty"] > section["max_difficulty"]:
-        problems.add(f"{path}.min_difficulty", f"is more than max_difficulty {section['max_difficulty']}")
+        problems.add(f"{path}.min_difficulty", f"is more than max_difficulty {section['max_difficulty']}; lower it")
     required = {
         "fixed_linear": ("total_curriculum_step", "difficulty_step"),
         "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -103,4 +107,7 @@ def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorC
     if ends is not None and list(ends) != sorted(set(ends)):
         problems.add(f"{path}.schedule_config.max_step", f"expected increasing iterations, got {list(ends)}")
     if kind == "fixed_discrete" and lengths and ends is not None and len(lengths) != len(ends) + 1:
-        problems.add(f"{path}.schedule_config.max_step", f"expected {len(lengths) - 1} iterations, got {len(ends)}")
+        problems.add(
+            f"{path}.schedule_config.max_step",
+            f"expected {len(lengths) - 1} iterations, one fewer than difficulty has, got {len(ends)}",
+        )

@@ -154,7 +154,7 @@ def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
     if params["weight_decay"] is not None:  # where DeepSpeed's files have it
         origin = problems.origin("weight_decay")
         if origin and values["weight_decay"] != params["weight_decay"]:
-            problems.add("optimizer.params.weight_decay", f"{params['weight_decay']}, but weight_decay is "
+            problems.add("optimizer.params.weight_decay", f"is {params['weight_decay']}, but weight_decay is "
                 f"{values['weight_decay']} ({origin}); remove one of them")  # fmt: skip
         values["weight_decay"] = params["weight_decay"]
     params = {name: value for name, value in params.items() if name != "weight_decay"}
