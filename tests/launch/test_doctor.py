@@ -203,7 +203,7 @@ def test_nccl_library(tmp_path):
     assert nccl_check(torch_nccl, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
     # A module has put it there, and torch did not take it; then: torch did, or could not even be imported.
     check = nccl_check(torch_nccl, {"LD_LIBRARY_PATH": str(Path(old).parent)}, ["/venv/libnccl.so.2"])
-    assert check.state == "ok" and re.search("2.26.6 .*left out", check.found)
+    assert check.state == "ok" and re.search("2.26.6 .*not used", check.found)
     check = nccl_check(torch_nccl, {"LD_PRELOAD": old}, [old])
     assert (check.state, check.advice) == ("failed", "LD_PRELOAD=/venv/libnccl.so.2 python deepy.py ...")
     assert re.match(rf"2.26.6 \({old}\) .*2.28.9", check.found)
